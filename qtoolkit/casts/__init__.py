@@ -1,0 +1,18 @@
+"""How a value becomes a code and back: the one layer that knows bits."""
+
+from qtoolkit.casts._affine import product, quotient
+from qtoolkit.casts._casts import cast, check_arguments, check_holds, decode, encode, round_to_format, round_values
+from qtoolkit.casts._rounding import SATURATIONS
+
+__all__ = [
+    "SATURATIONS",
+    "cast",
+    "check_arguments",
+    "check_holds",
+    "decode",
+    "encode",
+    "product",
+    "quotient",
+    "round_to_format",
+    "round_values",
+]

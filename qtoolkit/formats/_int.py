@@ -1,0 +1,66 @@
+"""Two's-complement and unsigned integer formats as frozen data."""
+
+import dataclasses
+from fractions import Fraction
+
+import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
+import numpy as np
+
+from qtoolkit.formats._float import unsigned_dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntFormat:
+    """An integer format. Frozen, hence hashable: a static argument of `jax.jit`.
+
+    Attributes:
+      name: As users write it, on the command line and in checkpoints.
+      bits: Width of a code, 1 to 32.
+      signed: Two's complement if true.
+      dtype_name: The numpy name of the format's own dtype; None where there is none.
+      spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
+    """
+
+    name: str
+    bits: int
+    signed: bool = True
+    dtype_name: str | None = None
+    spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 32:
+            raise ValueError(f"IntFormat {self.name!r}: bits={self.bits}, expected 1 to 32")
+
+    @property
+    def max_finite(self) -> Fraction:
+        """The largest value: 127 for int8."""
+        return Fraction(2 ** (self.bits - self.signed) - 1)
+
+    @property
+    def lowest(self) -> Fraction:
+        """The smallest value: -128 for int8."""
+        return Fraction(-(2 ** (self.bits - 1)) if self.signed else 0)
+
+    @property
+    def min_subnormal(self) -> Fraction:
+        """The smallest positive value."""
+        return Fraction(1)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Significand bits after the leading one that a float needs to hold every value."""
+        return max(self.bits - self.signed - 1, 0)
+
+    @property
+    def finite_count(self) -> int:
+        return 2**self.bits
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        """The format's own numpy dtype, None where numpy and ml_dtypes have none."""
+        return None if self.dtype_name is None else np.dtype(self.dtype_name)
+
+    @property
+    def code_dtype(self) -> np.dtype:
+        """The smallest unsigned integer dtype that holds a code."""
+        return unsigned_dtype(self.bits)

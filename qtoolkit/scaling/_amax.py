@@ -1,0 +1,64 @@
+"""The largest finite magnitude of an array, and the scale that maps it to the largest of a format."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import product, quotient
+from qtoolkit.formats import Format
+
+_LEAST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite, and no smaller scale is normal
+
+
+def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
+    """The largest finite |x|: infinities and NaNs are left out.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape; empty ones have amax 0.
+      axis: The axes to reduce; None for all.
+
+    Returns:
+      float32, the reduced axes kept with length 1 (all of them kept: rank of `x`), or a scalar where
+      `axis` is None.
+    """
+    magnitude = jnp.abs(x)
+    keepdims = axis is not None
+    axes = tuple(range(x.ndim)) if axis is None else axis
+    largest = magnitude.dtype.type(ml_dtypes.finfo(x.dtype).max)
+
+    def masked(magnitude: jax.Array) -> jax.Array:
+        finite = jnp.where(magnitude <= largest, magnitude, jnp.zeros_like(magnitude))
+        return jnp.max(finite, axis=axes, keepdims=keepdims, initial=0)
+
+    def plain_first(magnitude: jax.Array) -> jax.Array:
+        plain = jnp.max(magnitude, axis=axes, keepdims=keepdims, initial=0)
+        return lax.cond(jnp.all(plain <= largest), lambda _: plain, masked, magnitude)
+
+    # XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out.
+    reduced = lax.platform_dependent(magnitude, cpu=plain_first, default=masked)
+    return lax.stop_gradient(reduced.astype(jnp.float32))
+
+
+def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
+    """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
+
+    Args:
+      amax: float32, finite and not negative.
+      fmt: The format that x / scale is to be rounded to.
+
+    Returns:
+      Shape of `amax`, float32, at least 2**-126: a zero or tiny `amax` never gives a scale whose
+      reciprocal is infinite.
+    """
+    largest = np.float32(float(Fraction(fmt.max_finite)))
+    return jnp.maximum(quotient(amax, jnp.broadcast_to(largest, amax.shape)), _LEAST_SCALE)
+
+
+def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
+    return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
