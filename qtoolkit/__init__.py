@@ -1,0 +1,80 @@
+"""Exact, differentiable low-precision numbers for JAX.
+
+A low-precision number format is data, and every conversion is one exact, jitted, differentiable
+rounding of it. Names load on first use, so that `import qtoolkit` costs nothing and the command's
+`--help` does not load JAX.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from qtoolkit._version import __version__
+
+if TYPE_CHECKING:
+    from qtoolkit import (
+        casts,
+        checkpoints,
+        formats,
+        gradients,
+        nnx,
+        plots,
+        products,
+        scaling,
+    )
+    from qtoolkit.casts import cast, decode, encode, round_to_format
+    from qtoolkit.formats import FloatFormat, IntFormat, format
+    from qtoolkit.gradients import fake_cast, fake_convert, round_cotangent
+    from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
+
+_HOMES = {
+    "casts": ("cast", "decode", "encode", "round_to_format"),
+    "formats": ("FloatFormat", "IntFormat", "format"),
+    "gradients": ("fake_cast", "fake_convert", "round_cotangent"),
+    "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
+    "scaling": (),
+    "nnx": (),
+    "checkpoints": (),
+    "plots": (),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "FloatFormat",
+    "IntFormat",
+    "Recipe",
+    "__version__",
+    "cast",
+    "casts",
+    "checkpoints",
+    "conv_general_dilated",
+    "decode",
+    "dot_general",
+    "einsum",
+    "encode",
+    "fake_cast",
+    "fake_convert",
+    "format",
+    "formats",
+    "gradients",
+    "nnx",
+    "plots",
+    "products",
+    "round_cotangent",
+    "round_to_format",
+    "scaling",
+]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HOMES:
+        return importlib.import_module(f"qtoolkit.{name}")
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"qtoolkit.{_HOME_OF[name]}"), name)
+        globals()[name] = value  # found without this function from now on
+        return value
+    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,22 +26,22 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
       float32, the reduced axes kept with length 1 (all of them kept: rank of `x`), or a scalar where
       `axis` is None.
     """
-    magnitude = jnp.abs(x)
     keepdims = axis is not None
     axes = tuple(range(x.ndim)) if axis is None else axis
-    largest = magnitude.dtype.type(ml_dtypes.finfo(x.dtype).max)
+    largest = ml_dtypes.finfo(x.dtype).max
 
-    def masked(magnitude: jax.Array) -> jax.Array:
+    def masked(x: jax.Array) -> jax.Array:
+        magnitude = jnp.abs(x)
         finite = jnp.where(magnitude <= largest, magnitude, jnp.zeros_like(magnitude))
         return jnp.max(finite, axis=axes, keepdims=keepdims, initial=0)
 
-    def plain_first(magnitude: jax.Array) -> jax.Array:
-        plain = jnp.max(magnitude, axis=axes, keepdims=keepdims, initial=0)
-        return lax.cond(jnp.all(plain <= largest), lambda _: plain, masked, magnitude)
+    def plain_first(x: jax.Array) -> jax.Array:
+        plain = jnp.max(jnp.abs(x), axis=axes, keepdims=keepdims, initial=0)
+        return lax.cond(jnp.all(plain <= largest), lambda _: plain, masked, x)
 
     # XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out.
-    reduced = lax.platform_dependent(magnitude, cpu=plain_first, default=masked)
-    return lax.stop_gradient(reduced.astype(jnp.float32))
+    x = lax.stop_gradient(x)
+    return lax.platform_dependent(x, cpu=plain_first, default=masked).astype(jnp.float32)
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
