@@ -1,7 +1,15 @@
 """How a value becomes a code and back: the one layer that knows bits."""
 
 from qtoolkit.casts._affine import product, quotient
-from qtoolkit.casts._casts import cast, check_arguments, check_holds, decode, encode, round_to_format, round_values
+from qtoolkit.casts._bits import check_holds, check_source
+from qtoolkit.casts._casts import (
+    cast,
+    check_arguments,
+    decode,
+    encode,
+    round_to_format,
+    round_values,
+)
 from qtoolkit.casts._rounding import SATURATIONS
 
 __all__ = [
@@ -9,6 +17,7 @@ __all__ = [
     "cast",
     "check_arguments",
     "check_holds",
+    "check_source",
     "decode",
     "encode",
     "product",

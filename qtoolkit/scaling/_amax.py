@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import product, quotient
+from qtoolkit.casts import product, quotient, round_values
 from qtoolkit.formats import Format
 
 _LEAST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite, and no smaller scale is normal
@@ -62,3 +62,21 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
     return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
+
+
+def quantized_values(
+    x: jax.Array, fmt: Format, saturation: str = "finite"
+) -> tuple[jax.Array, jax.Array]:
+    """`x` as values of `fmt` and one scale for all of it: x ~ q * scale.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape.
+      fmt: The format of q; its finite values must fit the dtype of `x`.
+      saturation: As in `qtoolkit.round_to_format`.
+
+    Returns:
+      q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
+      scale: float32 scalar.
+    """
+    scale = scale_from_amax(amax(x), fmt)
+    return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale

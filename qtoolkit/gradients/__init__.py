@@ -1,0 +1,18 @@
+"""What the derivative is: estimators, rounded cotangents, and the differentiable casts."""
+
+from qtoolkit.gradients._cotangent import round_cotangent
+from qtoolkit.gradients._estimators import Clipped, Estimator, Identity, Zero
+from qtoolkit.gradients._fake_cast import fake_cast
+from qtoolkit.gradients._fake_convert import fake_convert
+from qtoolkit.gradients._linear import linear_with_transpose
+
+__all__ = [
+    "Clipped",
+    "Estimator",
+    "Identity",
+    "Zero",
+    "fake_cast",
+    "fake_convert",
+    "linear_with_transpose",
+    "round_cotangent",
+]

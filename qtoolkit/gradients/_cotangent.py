@@ -1,0 +1,66 @@
+"""`round_cotangent`: the identity, whose transpose rounds."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from qtoolkit.casts import check_arguments, check_holds, round_values
+from qtoolkit.formats import Format
+from qtoolkit.gradients._linear import linear_with_transpose
+from qtoolkit.scaling import quantized_values
+
+SCALINGS = ("none", "tensor")
+
+
+def round_cotangent(
+    x: ArrayLike,
+    fmt: Any,
+    *,
+    rounding: str = "nearest_even",
+    saturation: str = "finite",
+    scaling: str = "none",
+) -> jax.Array:
+    """Returns `x`; the cotangent that flows back through it is rounded to `fmt`.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape.
+      fmt: A format or any spelling of one, see `qtoolkit.format`.
+      rounding, saturation: As in `round_to_format`.
+      scaling: "none", or "tensor": the cotangent is divided by a scale before it is rounded and
+        multiplied by it after, so that its largest finite magnitude meets that of `fmt`. Under
+        `vmap` each example has its own.
+
+    Returns:
+      `x`, unchanged.
+
+    Raises:
+      TypeError, ValueError: As `fake_cast`; or `scaling` is unknown.
+
+    Gradient: a linear identity. Tangents pass unchanged; cotangents are rounded.
+    """
+    x, fmt = check_arguments("round_cotangent", x, fmt, rounding, saturation)
+    check_holds("round_cotangent", fmt, x.dtype)
+    if scaling not in SCALINGS:
+        raise ValueError(
+            f"round_cotangent: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}"
+        )
+    return linear_with_transpose(_identity, _Rounding(fmt, saturation, scaling), (), x)
+
+
+def _identity(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounding:
+    fmt: Format
+    saturation: str
+    scaling: str
+
+    def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
+        if self.scaling == "none":
+            return round_values(cotangent, self.fmt, self.saturation)
+        q, scale = quantized_values(cotangent, self.fmt, self.saturation)
+        return q * scale.astype(q.dtype)

@@ -1,0 +1,147 @@
+"""`fake_convert`: an affine map, a rounding, and the way back."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from qtoolkit.casts import check_arguments, check_holds, product, quotient, round_values
+from qtoolkit.formats import Format, format
+from qtoolkit.gradients._estimators import Estimator, estimator, slope, times_slope
+
+
+def fake_convert(
+    x: ArrayLike,
+    scale: ArrayLike = 1.0,
+    shift: ArrayLike | None = None,
+    *,
+    fmt: Any,
+    rounding: str = "nearest_even",
+    saturation: str = "finite",
+    gradient: str | Estimator = "clipped",
+) -> jax.Array:
+    """`(conv(x * scale - shift) + shift) / scale`, each step rounded once to the dtype of `x`.
+
+    Here, as in the published operator, the scale multiplies before the conversion `conv`. No step
+    is fused with another, and the division is IEEE's: the same bits eager, under `jit` and inside
+    any fusion, for data and scales that are not float32 subnormals.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape.
+      scale: A finite number other than zero, or an array of the dtype of `x` that broadcasts to its
+        shape. Arrays are not checked: zeros, infinities and NaNs follow IEEE.
+      shift: None, a finite number, or an array as for `scale`. None leaves the addition out, so
+        that -0 keeps its sign.
+      fmt: A format or any spelling of one, see `qtoolkit.format`.
+      rounding, saturation, gradient: As in `fake_cast`.
+
+    Returns:
+      Shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x`, `scale` or `shift` has another dtype.
+      ValueError: As `fake_cast`; shapes do not broadcast to that of `x`; a number given as `scale`
+        is zero, infinite or NaN in the dtype of `x`; one given as `shift` is infinite or NaN.
+
+    Gradient: with u = x * scale - shift, y the result and D the estimator's slope at u:
+    dy/dx = D, dy/dscale = (D * x - y) / scale, dy/dshift = (1 - D) / scale.
+
+    Source: OpenVINO FakeConvert-13, exactly rounded (its own arithmetic goes through float16).
+    """
+    x, fmt = check_arguments("fake_convert", x, fmt, rounding, saturation)
+    check_holds("fake_convert", fmt, x.dtype)
+    rule = estimator("fake_convert", gradient)
+    scale = _parameter("scale", scale, x)
+    if shift is not None:
+        shift = _parameter("shift", shift, x)
+    return _fake_convert_jitted(x, scale, shift, fmt, saturation, rule)
+
+
+def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
+    if isinstance(value, int | float):
+        with np.errstate(over="ignore"):
+            number = float(np.asarray(value, x.dtype))
+        if not math.isfinite(number) or (name == "scale" and number == 0):
+            wanted = "a finite number" + (" other than zero" if name == "scale" else "")
+            raise ValueError(f"fake_convert: {name}={value} is {number} in {x.dtype}, expected {wanted}")
+        return jnp.asarray(value, x.dtype)
+    dtype = getattr(value, "dtype", type(value).__name__)
+    if dtype != x.dtype:
+        raise TypeError(
+            f"fake_convert: {name} has dtype {dtype}, expected {x.dtype}, that of x; convert it "
+            f"first, e.g. {name}.astype(x.dtype)"
+        )
+    array = jnp.asarray(value)
+    try:
+        fits = np.broadcast_shapes(array.shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"fake_convert: {name} has shape {array.shape}, expected one that broadcasts to that "
+            f"of x, {x.shape}"
+        )
+    return array
+
+
+def _steps(
+    x: jax.Array, scale: jax.Array, shift: jax.Array | None, fmt: Format, saturation: str
+) -> tuple[jax.Array, jax.Array]:
+    """The result and what was rounded, both in float32.
+
+    float32 has at least 2p + 2 significand bits for the p of float16 and bfloat16, so rounding its
+    sums, products and quotients once more is as rounding the exact ones (Figueroa, 1995).
+    """
+    dtype = x.dtype
+    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
+    u = _rounded_to_dtype(product(x, scale), dtype)
+    if shift is None:
+        return _rounded_to_dtype(quotient(round_values(u, fmt, saturation), scale), dtype), u
+    shift = shift.astype(jnp.float32)
+    u = _rounded_to_dtype(u - shift, dtype)
+    back = _rounded_to_dtype(round_values(u, fmt, saturation) + shift, dtype)
+    return _rounded_to_dtype(quotient(back, scale), dtype), u
+
+
+def _rounded_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 to what `dtype` holds; XLA may drop an `astype` there and back."""
+    return x if dtype == jnp.float32 else round_values(x, format(dtype), "none")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _fake_convert(
+    x: jax.Array,
+    scale: jax.Array,
+    shift: jax.Array | None,
+    fmt: Format,
+    saturation: str,
+    rule: Estimator,
+) -> jax.Array:
+    return _steps(x, scale, shift, fmt, saturation)[0].astype(x.dtype)
+
+
+def _fake_convert_jvp(
+    fmt: Format, saturation: str, rule: Estimator, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    x, scale, shift = primals
+    y = _fake_convert(x, scale, shift, fmt, saturation, rule)
+    u = _steps(x, scale, shift, fmt, saturation)[1].astype(x.dtype)
+    d = slope(rule, u, fmt)
+    x_dot, scale_dot, shift_dot = tangents
+    y_dot = jnp.zeros_like(y)
+    if not isinstance(x_dot, SymbolicZero):
+        y_dot += times_slope(d, x_dot)
+    if not isinstance(scale_dot, SymbolicZero):
+        y_dot += (times_slope(d, x) - y) / scale * scale_dot
+    if shift is not None and not isinstance(shift_dot, SymbolicZero):
+        y_dot += (1 - d) / scale * shift_dot
+    return y, y_dot
+
+
+_fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)
+_fake_convert_jitted = jax.jit(_fake_convert, static_argnums=(3, 4, 5))

@@ -1,0 +1,104 @@
+"""A linear function with a transpose of its own: what must act on cotangents, and only on them.
+
+A `custom_vjp` would do so too, but lose forward mode; `jax.custom_derivatives.linear_call` has no
+batching rule. This primitive has both, so `jvp`, `vjp`, `vmap`, `scan`, `remat` and `hessian` work.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Linear = Callable[[tuple[jax.Array, ...], jax.Array], jax.Array]
+
+_linear_p = Primitive("linear_with_transpose")
+
+
+def linear_with_transpose(
+    forward: Linear, transpose: Linear, residuals: tuple[jax.Array, ...], x: jax.Array
+) -> jax.Array:
+    """`forward(residuals, x)`, whose transpose is `transpose(residuals, cotangent)`.
+
+    Args:
+      forward: Linear in `x`; hashable. Its derivative by the residuals is the ordinary one.
+      transpose: From the shape and dtype of the result to those of `x`; hashable. It need not be
+        linear: rounding the cotangent is what it is for.
+      residuals: Arrays that both functions get.
+      x: The linear operand.
+    """
+    return _linear_p.bind(*residuals, x, forward=forward, transpose=transpose)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batched:
+    """`function` mapped over a leading axis of `x` and over `residual_axes` of the residuals."""
+
+    function: Linear
+    residual_axes: tuple[int | None, ...]
+
+    def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        return jax.vmap(self.function, in_axes=(self.residual_axes, 0))(residuals, x)
+
+
+def _evaluate(*operands: jax.Array, forward: Linear, transpose: Linear) -> jax.Array:
+    del transpose
+    return forward(operands[:-1], operands[-1])
+
+
+_evaluate_jitted = jax.jit(_evaluate, static_argnames=("forward", "transpose"))
+
+
+def _abstract_eval(*avals: Any, forward: Linear, transpose: Linear) -> Any:
+    evaluate = functools.partial(_evaluate, forward=forward, transpose=transpose)
+    return jax.make_jaxpr(evaluate)(*avals).out_avals[0]
+
+
+def _jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], *, forward: Linear, transpose: Linear
+) -> tuple[Any, Any]:
+    *residuals, x = primals
+    *residual_dots, x_dot = tangents
+    bind = functools.partial(_linear_p.bind, forward=forward, transpose=transpose)
+    out = bind(*residuals, x)
+    terms = [] if isinstance(x_dot, ad.Zero) else [bind(*residuals, x_dot)]
+    if not all(isinstance(dot, ad.Zero) for dot in residual_dots):
+        dots = tuple(map(ad.instantiate_zeros, residual_dots))
+        terms.append(jax.jvp(lambda *r: forward(r, x), tuple(residuals), dots)[1])
+    return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
+
+
+def _transpose(
+    cotangent: Any, *operands: Any, forward: Linear, transpose: Linear
+) -> list[Any]:
+    *residuals, x = operands
+    if isinstance(cotangent, ad.Zero):
+        return [None] * len(residuals) + [ad.Zero(x.aval)]
+    out = _linear_p.bind(*residuals, cotangent, forward=transpose, transpose=forward)
+    return [None] * len(residuals) + [out]
+
+
+def _batch(
+    operands: tuple[Any, ...], axes: tuple[Any, ...], *, forward: Linear, transpose: Linear
+) -> tuple[Any, int]:
+    *residuals, x = operands
+    *residual_axes, x_axis = axes
+    if x_axis is None:
+        size = next(a.shape[d] for a, d in zip(operands, axes, strict=True) if d is not None)
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    else:
+        x = jnp.moveaxis(x, x_axis, 0)
+    mapped = [_Batched(function, tuple(residual_axes)) for function in (forward, transpose)]
+    return _linear_p.bind(*residuals, x, forward=mapped[0], transpose=mapped[1]), 0
+
+
+_linear_p.def_impl(_evaluate_jitted)
+_linear_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[_linear_p] = _jvp
+ad.primitive_transposes[_linear_p] = _transpose
+batching.primitive_batchers[_linear_p] = _batch
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=False))
