@@ -17,6 +17,7 @@ class Recipe:
       gradient: Format of the cotangent that flows back; None leaves it as it is.
       scaling: "tensor": every operand and cotangent is divided by its own current scale, which maps
         its largest finite magnitude to that of the format. Nothing is kept from step to step.
+        Formats of more than 8 bits are used without a scale.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
     """

@@ -64,6 +64,15 @@ def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
 
 
+def needs_scale(fmt: Format) -> bool:
+    """Whether values are scaled into the range of `fmt` before they are rounded to it.
+
+    float16 and bfloat16 hold what float32 programs compute as it is; scaled up to their largest
+    value, products of them would overflow float32.
+    """
+    return fmt.bits <= 8
+
+
 def quantized_values(
     x: jax.Array, fmt: Format, saturation: str = "finite"
 ) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +85,9 @@ def quantized_values(
 
     Returns:
       q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
-      scale: float32 scalar.
+      scale: float32 scalar, 1 for formats that need none.
     """
+    if not needs_scale(fmt):
+        return round_values(x, fmt, saturation), jnp.float32(1)
     scale = scale_from_amax(amax(x), fmt)
     return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale

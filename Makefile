@@ -1,0 +1,35 @@
+# Everything runs in a virtual environment of its own, remade when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test quick lint exhaustive bench clean
+
+run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
+	$(BIN)/qtoolkit demo $(ARGS)
+
+test: $(VENV)/.stamp-dev  ## the whole suite but what is marked exhaustive
+	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+
+quick: $(VENV)/.stamp-dev  ## a few seconds of it
+	$(BIN)/python -m pytest -m quick $(ARGS)
+
+lint: $(VENV)/.stamp-dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+exhaustive: $(VENV)/.stamp-dev  ## every float32 input; minutes
+	$(BIN)/python -m pytest -m exhaustive -s $(ARGS)
+
+bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run
+	$(BIN)/python experiments/benchmarks/casts.py
+	$(BIN)/python experiments/benchmarks/training.py
+
+$(VENV)/.stamp-%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,42 @@
+"""Interleaved timing of functions in one process, as medians with the spread."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]], *, runs: int = 25, warm: int = 2
+) -> dict[str, np.ndarray]:
+    """Seconds of each call of each function, called in turn so that drift meets all alike.
+
+    Each turn calls a function twice and times the second call: the first one refills the caches.
+    """
+    for function in functions.values():
+        for _ in range(warm):
+            jax.block_until_ready(function())
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(runs):
+        for name, function in functions.items():
+            jax.block_until_ready(function())
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.asarray(values) for name, values in seconds.items()}
+
+
+def print_table(title: str, seconds: Mapping[str, np.ndarray], yardstick: str) -> None:
+    """Median, middle half and ratio of medians to the yardstick's, a line each."""
+    print(f"\n{title}")
+    base = np.median(seconds[yardstick])
+    width = max(map(len, seconds))
+    for name, values in seconds.items():
+        low, high = np.quantile(values, [0.25, 0.75]) * 1e3
+        median = np.median(values)
+        print(
+            f"  {name:<{width}}  {median * 1e3:9.3f} ms  [{low:8.3f}, {high:8.3f}]"
+            f"  ratio {median / base:6.2f}"
+        )

@@ -1,0 +1,5 @@
+"""`python -m qtoolkit`: the command."""
+
+from qtoolkit.cli import main
+
+main()

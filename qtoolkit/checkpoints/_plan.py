@@ -1,0 +1,257 @@
+"""What a conversion will do with every tensor, decided from the header alone. No JAX here.
+
+Layout of a quantized tensor: its codes under its own name, and next to them `<name>_scale` in
+float32, such that value = code * scale. It broadcasts: shape [1], or one scale per output channel.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, layout, shown
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.formats import FORMATS, Format
+from qtoolkit.formats import format as resolve
+
+SCALINGS = ("tensor", "channel")
+SCALE_SUFFIX = "_scale"
+METADATA_KEY = "qtoolkit"
+
+# Any component of the name, components being parted by "." or "/". What is small and sensitive:
+# tables of embeddings, the output layer often tied to them, norms, routers (a bare "gate" is one in
+# mixture-of-experts models; "gate_proj" is not), biases (of two dimensions in Flax attention), and
+# the scales of tensors that are quantized already.
+DEFAULT_SKIP = (
+    r"(^|[./])("
+    r"[^./]*embed[^./]*|wte|wpe|lm_head"
+    r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
+    r"|([^./]*_)?router|([^./]*_)?gate"
+    r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
+    r")([./]|$)"
+)
+_SOURCES = ("F32", "F16", "BF16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """What becomes of one tensor.
+
+    Attributes:
+      source: The tensor as the source file has it.
+      action: "quantize", or "keep": copied unchanged.
+      reason: Why it is kept; empty where it is not.
+      dtype: Its dtype in the target, as safetensors spells it.
+      channel_axis: The axis with one scale per index; None for one scale in all.
+      scale_shape: Shape of `<name>_scale`; None where none is written.
+    """
+
+    source: TensorInfo
+    action: Literal["quantize", "keep"]
+    reason: str
+    dtype: str
+    channel_axis: int | None = None
+    scale_shape: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def scale_name(self) -> str:
+        return self.name + SCALE_SUFFIX
+
+    @property
+    def entries(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of what is written for it."""
+        entries = [(self.name, self.dtype, self.source.shape)]
+        if self.scale_shape is not None:
+            entries.append((self.scale_name, "F32", self.scale_shape))
+        return entries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What becomes of a checkpoint.
+
+    Attributes:
+      format: What tensors are quantized to.
+      scaling: "tensor" or "channel"; "none" for formats that need no scale.
+      tensors: One plan for each tensor of the source, in the order of its data.
+      outputs: Every tensor of the target, placed.
+      metadata: Of the target: the source's, and what was done under "qtoolkit".
+    """
+
+    format: Format
+    scaling: str
+    tensors: tuple[TensorPlan, ...]
+    outputs: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+
+
+def make_plan(
+    source: SafetensorsFile,
+    *,
+    format: Any = "e4m3fn",
+    scaling: str = "tensor",
+    skip: Sequence[str] = (),
+) -> Plan:
+    """Decides what `convert` does with every tensor of `source`.
+
+    Quantized are the float32, float16 and bfloat16 tensors of two or more dimensions whose names
+    match neither `DEFAULT_SKIP` nor `skip`.
+
+    Args:
+      source: The open checkpoint; only its header is used.
+      format: Any spelling of a shipped format that safetensors has too.
+      scaling: "tensor", or "channel": a scale per index of the last axis of tensors named "kernel"
+        (Flax: inputs first) and of the first axis of all others (PyTorch: outputs first).
+      skip: Regular expressions; a tensor is kept where one is found in its name.
+
+    Raises:
+      CheckpointError: A tensor to be quantized is float64, a scale's name is taken, a regular
+        expression is invalid, or safetensors lacks the format.
+      ValueError: Unknown format or scaling.
+    """
+    target, fmt = safetensors_dtype(format), resolve(format)
+    if scaling not in SCALINGS:
+        raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
+    patterns = [_compiled(pattern) for pattern in (skip if not isinstance(skip, str) else (skip,))]
+    used = scaling if fmt.bits <= 8 else "none"
+    tensors = tuple(
+        _tensor_plan(source, info, target, used, patterns) for info in source.tensors.values()
+    )
+    outputs = layout(entry for tensor in tensors for entry in tensor.entries)
+    about = {"format": fmt.name, "scaling": used, "version": __version__}
+    metadata = {**source.metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
+    return Plan(format=fmt, scaling=used, tensors=tensors, outputs=outputs, metadata=metadata)
+
+
+def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The float32 values of what `convert` has quantized.
+
+    Args:
+      tensors: Arrays by name, as `load` returns them.
+
+    Returns:
+      The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
+      code * scale in float32, and the scale left out.
+    """
+    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    scales = {
+        name: arrays[name + SCALE_SUFFIX]
+        for name, array in arrays.items()
+        if array.dtype in _SCALED_DTYPES
+        and arrays.get(name + SCALE_SUFFIX, array).dtype == np.float32
+    }
+    used = {name + SCALE_SUFFIX for name in scales}
+    return {
+        name: array.astype(np.float32) * scales[name] if name in scales else array
+        for name, array in arrays.items()
+        if name not in used
+    }
+
+
+_SCALED_DTYPES = tuple(fmt.dtype for fmt in FORMATS if fmt.bits <= 8 and fmt.dtype is not None)
+
+
+def _tensor_plan(
+    source: SafetensorsFile,
+    info: TensorInfo,
+    target: str,
+    scaling: str,
+    skip: list[re.Pattern[str]],
+) -> TensorPlan:
+    reason = _reason_to_keep(info, target, skip)
+    if reason:
+        return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
+    where = f"{source.path}: tensor {shown(info.name)}"
+    if info.dtype not in _SOURCES:
+        raise CheckpointError(
+            f"{where}: dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
+        )
+    axis, shape = _scale_shape(info, scaling)
+    if shape is not None and info.name + SCALE_SUFFIX in source.tensors:
+        raise CheckpointError(
+            f"{where}: its scale would be named {shown(info.name + SCALE_SUFFIX)}, which the file "
+            "has already, expected a free name; leave the tensor out with --skip or rename it"
+        )
+    return TensorPlan(
+        source=info,
+        action="quantize",
+        reason="",
+        dtype=target,
+        channel_axis=axis,
+        scale_shape=shape,
+    )
+
+
+def _reason_to_keep(info: TensorInfo, target: str, skip: list[re.Pattern[str]]) -> str:
+    if info.dtype not in (*_SOURCES, "F64"):
+        return f"dtype {info.dtype}"
+    if info.dtype == target:
+        return f"{target} already"
+    if len(info.shape) < 2:
+        return "fewer than two dimensions"
+    if any(pattern.search(info.name) for pattern in skip):
+        return "--skip"
+    return "skipped by default" if _DEFAULT_SKIP.search(info.name) else ""
+
+
+_DEFAULT_SKIP = re.compile(DEFAULT_SKIP, re.IGNORECASE)
+
+
+def _scale_shape(info: TensorInfo, scaling: str) -> tuple[int | None, tuple[int, ...] | None]:
+    """The channel axis and the shape of the scale, None where there is none."""
+    if scaling == "none":
+        return None, None
+    if scaling == "tensor":
+        return None, (1,)
+    rank = len(info.shape)
+    axis = rank - 1 if re.split(r"[./]", info.name)[-1] == "kernel" else 0
+    return axis, tuple(info.shape[i] if i == axis else 1 for i in range(rank))
+
+
+def as_matrix(tensor: TensorPlan) -> tuple[int, int, int]:
+    """Rows, columns and the axis with a scale for each index: the tensor as `convert` sees it.
+
+    C order is kept. One scale in all is one scale for the single row.
+    """
+    shape, axis = tensor.source.shape, tensor.channel_axis
+    if axis is None:
+        return 1, tensor.source.size, 0
+    if axis == 0:
+        return shape[0], math.prod(shape[1:]), 0
+    return math.prod(shape[:-1]), shape[-1], 1
+
+
+def safetensors_dtype(fmt: Any) -> str:
+    """The dtype that safetensors stores codes of `fmt` as: "F8_E4M3" for "e4m3fn".
+
+    Raises:
+      CheckpointError: It has none.
+      ValueError, TypeError: As `qtoolkit.format`.
+    """
+    dtype = resolve(fmt).dtype
+    if dtype is None or dtype.name not in DTYPE_OF:
+        able = [f.name for f in FORMATS if f.dtype is not None and f.dtype.name in DTYPE_OF]
+        raise CheckpointError(
+            f"convert: safetensors has no dtype for format {resolve(fmt).name}, expected one of "
+            f"{', '.join(able)}"
+        )
+    return DTYPE_OF[dtype.name]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
+            r"'(^|/)head/'; write special characters with a backslash"
+        ) from error

@@ -1,0 +1,288 @@
+"""A streaming reader and writer of safetensors files, 8-bit floats included.
+
+The package of that name cannot read 8-bit floats into numpy and cannot write a file whose tensors
+do not all fit in memory. Nothing here maps files: mapped pages would count as memory in use.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import (
+    DTYPE_OF,
+    CheckpointError,
+    TensorInfo,
+    header_bytes,
+    header_length,
+    layout,
+    parse_header,
+    shown,
+)
+
+Path = str | os.PathLike[str]
+
+
+class SafetensorsFile:
+    """An open safetensors file, its header read and checked. A context manager.
+
+    Attributes:
+      path: As given.
+      tensors: What the file holds, by name, in the order of the data.
+      metadata: The strings under `__metadata__`.
+
+    Raises:
+      CheckpointError: The header lies or the file is truncated.
+      OSError: The file cannot be opened or read; it names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _naming(path):
+            if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
+                # Opening a pipe or a device could wait for ever.
+                raise CheckpointError(f"{path}: is not a regular file; copy it to one first")
+            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
+        try:
+            with _naming(path):
+                size = os.fstat(self._file.fileno()).st_size
+                length = header_length(path, self._file.read(8), size)
+                text = bytearray(length)
+                self._data = 8 + length
+                self._fill(8, memoryview(text), "header")
+            self.tensors, self.metadata = parse_header(path, bytes(text), size - self._data)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """The whole tensor `name`, a new array.
+
+        Raises:
+          KeyError: The file has no such tensor.
+          CheckpointError: numpy has no dtype for its elements, or the file has shrunk.
+        """
+        info = self.tensors[name]
+        return self.read_flat(name, 0, info.size).reshape(info.shape)
+
+    def read_flat(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Elements `start` to `stop` of tensor `name` in C order: a new array of one dimension."""
+        info = self.tensors[name]
+        if info.numpy_dtype is None:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)}: dtype {info.dtype} is narrower than a byte, "
+                "expected one that numpy has; read its bytes with read_bytes"
+            )
+        if not 0 <= start <= stop <= info.size:
+            raise IndexError(f"tensor {shown(name)}: elements {start}:{stop} of {info.size}")
+        array = np.empty(stop - start, info.numpy_dtype)
+        self.read_into(name, start * array.itemsize, array.view(np.uint8).data)
+        return array
+
+    def read_bytes(self, name: str, start: int, stop: int) -> bytearray:
+        """Bytes `start` to `stop` of tensor `name`, whatever its dtype."""
+        data = bytearray(stop - start)
+        self.read_into(name, start, data)
+        return data
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Fills `buffer` from byte `start` of tensor `name` on."""
+        info = self.tensors[name]
+        if not 0 <= start <= start + len(buffer) <= info.nbytes:
+            raise IndexError(
+                f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
+            )
+        with _naming(self.path):
+            self._fill(self._data + info.start + start, memoryview(buffer), f"tensor {shown(name)}")
+
+    def _fill(self, position: int, view: memoryview, what: str) -> None:
+        self._file.seek(position)
+        while view:
+            count = self._file.readinto(view)  # type: ignore[attr-defined]  # FileIO has it
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: {what}: the file ended {len(view)} bytes early; "
+                    "something shortened it while it was read: try again"
+                )
+            view = view[count:]
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    chunks: Iterable[tuple[str, Any]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes a safetensors file from chunks as they are produced.
+
+    The file appears under its name when it is whole and on the disk; until then its data is in a
+    temporary file in the same folder, which any failure or interrupt removes.
+
+    Args:
+      path: Where to.
+      tensors: What the file will hold, as `layout` places it.
+      chunks: (name, bytes or array) pairs: the next bytes of tensor `name`. Tensors may come in any
+        order and interleaved.
+      metadata: Strings for `__metadata__`.
+      overwrite: Whether a file of that name may be replaced.
+
+    Raises:
+      CheckpointError: The target exists, or the chunks are not what `tensors` announces.
+      OSError: The file cannot be written; it names the file.
+    """
+    target = check_target(path, overwrite)
+    header = header_bytes(tensors, metadata)
+    temporary = os.path.join(os.path.dirname(target), f".qtoolkit-{secrets.token_hex(6)}.tmp")
+    try:
+        with _naming(path):
+            # Not tempfile: its files are private, these get the mode that the umask says.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+                _write_all(file, header)
+                _write_chunks(file, path, tensors, len(header), chunks)
+                os.fsync(file.fileno())
+            check_target(path, overwrite)  # somebody else may have written it meanwhile
+            os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(os.path.dirname(target))
+
+
+def check_target(path: Path, overwrite: bool) -> str:
+    """The real path to write `path` to; raises where that cannot work or would lose a file."""
+    target = os.path.realpath(path)
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
+    if os.path.exists(target) and not overwrite:
+        raise CheckpointError(
+            f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
+            "or choose another name"
+        )
+    return target
+
+
+def save(
+    path: Path,
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes arrays, NumPy's or JAX's, to a safetensors file; same bytes for the same arguments.
+
+    Raises:
+      CheckpointError: An array has a dtype that safetensors has not, or the target exists.
+      OSError: The file cannot be written.
+    """
+    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    for name, array in arrays.items():
+        if array.dtype.name not in DTYPE_OF:
+            raise CheckpointError(
+                f"{path}: tensor {shown(str(name))}: dtype {array.dtype}, expected one of "
+                f"{', '.join(DTYPE_OF)}; convert it first"
+            )
+    infos = layout((name, DTYPE_OF[a.dtype.name], a.shape) for name, a in arrays.items())
+    # order="C": the bytes of a transposed array would be another tensor's.
+    chunks = (
+        (info.name, np.asarray(arrays[info.name], info.numpy_dtype, order="C")) for info in infos
+    )
+    write_safetensors(path, infos, chunks, metadata, overwrite=overwrite)
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a safetensors file, 8-bit floats as ml_dtypes arrays, in the file's order.
+
+    Raises:
+      CheckpointError: The file is damaged, or holds elements narrower than a byte.
+      OSError: The file cannot be read.
+    """
+    with SafetensorsFile(path) as file:
+        return {name: file.read(name) for name in file.tensors}
+
+
+def _write_chunks(
+    file: BinaryIO,
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    base: int,
+    chunks: Iterable[tuple[str, Any]],
+) -> None:
+    left = {tensor.name: tensor.nbytes for tensor in tensors}
+    stop = {tensor.name: base + tensor.stop for tensor in tensors}
+    for name, chunk in chunks:
+        data = _as_bytes(chunk)
+        if len(data) > left.get(name, -1):
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
+                f"{left.get(name, 'no such tensor')}; nothing was written"
+            )
+        file.seek(stop[name] - left[name])
+        _write_all(file, data)
+        left[name] -= len(data)
+    for name, missing in left.items():
+        if missing:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
+                "nothing was written"
+            )
+
+
+def _as_bytes(chunk: Any) -> memoryview:
+    if isinstance(chunk, np.ndarray):  # those of ml_dtypes have no buffer protocol
+        chunk = chunk.reshape(-1).view(np.uint8)
+    return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
+
+
+def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives every OSError the name that the user knows: not none, nor the temporary file's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == str(path) or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes the new name survive a power failure, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

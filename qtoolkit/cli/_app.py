@@ -1,0 +1,196 @@
+"""The commands: arguments in, one call, a table out."""
+
+import enum
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qtoolkit._version import __version__
+from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.cli._formats import HEADER, RIGHT, format_rows
+from qtoolkit.cli._tables import progress, table
+
+app = typer.Typer(
+    name="qtoolkit",
+    help="Low-precision numbers for JAX: checkpoint conversion and FP8-aware training.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help: it survives pipes and narrow terminals
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Scaling(enum.StrEnum):
+    """How many scales a quantized tensor has."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+
+
+def main() -> None:
+    """Runs the command `qtoolkit`; exits with 0, with 1 after a failure, with 2 after misuse."""
+    app()
+
+
+def _known_format(name: str) -> str:
+    """The format's own name, whatever the spelling."""
+    from qtoolkit.formats import format
+
+    try:
+        return format(name).name
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("format: ")) from error
+
+
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        callback=_known_format,
+        help="Number format, in any spelling; `qtoolkit formats` lists them.",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qtoolkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="The safetensors file to read.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The safetensors file to write.")],
+    format: FormatOption = "e4m3fn",
+    scaling: Annotated[
+        Scaling,
+        typer.Option(
+            help="One scale per tensor, or one per output channel. bfloat16 and float16 need none "
+            "and ignore this."
+        ),
+    ] = Scaling.TENSOR,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Leave out tensors in whose names this is found; may be given more than once. "
+            "Embeddings, norms, biases, routers, lm_head, vectors and anything that is not "
+            "float32, float16 or bfloat16 are left out anyway.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
+) -> None:
+    """Quantize the weights of a safetensors file.
+
+    A quantized tensor keeps its name; its scale is written next to it as NAME_scale, so that
+    value = code * scale. All other tensors are copied unchanged.
+    """
+    with one_line_errors(f"{dst} was not written"):
+        from qtoolkit import checkpoints
+
+        with progress("converting") as callback:
+            report = checkpoints.convert(
+                src,
+                dst,
+                format=format,
+                scaling=scaling.value,
+                skip=skip or (),
+                overwrite=overwrite,
+                progress=callback,
+            )
+        for line in _summary(report):
+            typer.echo(line)
+
+
+def _summary(report: Any) -> list[str]:
+    reasons = [tensor.reason for tensor in report.kept]
+    counts = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
+    share = 100 * report.bytes_after / max(report.bytes_before, 1)
+    scales = "" if report.scaling == "none" else f", a scale per {report.scaling}"
+    lines = [
+        f"{report.target}: {report.format}{scales}",
+        f"  quantized  {len(report.quantized)} tensors",
+        f"  kept       {len(report.kept)} tensors" + (f" ({counts})" if counts else ""),
+        f"  bytes      {report.bytes_before:,} -> {report.bytes_after:,} ({share:.1f} %)",
+    ]
+    if report.mean_sqnr_db is not None:
+        worst = min(
+            (tensor for tensor in report.quantized if tensor.sqnr_db is not None),
+            key=lambda tensor: tensor.sqnr_db,
+        )
+        lines.append(f"  mean SQNR  {_decibels(report.mean_sqnr_db)}")
+        lines.append(f"  lowest     {_decibels(worst.sqnr_db)}, {worst.name}")
+    if report.nonfinite:
+        lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
+    return lines
+
+
+def _decibels(value: float) -> str:
+    return f"{value:.2f} dB" if math.isfinite(value) else "exact"
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file.")],
+) -> None:
+    """List the tensors of a safetensors file."""
+    with one_line_errors("nothing was changed"):
+        from qtoolkit.checkpoints import SafetensorsFile
+        from qtoolkit.checkpoints._header import shown
+
+        with SafetensorsFile(file) as source:
+            tensors = source.tensors.values()
+            rows = [[shown(t.name), t.dtype, _shape(t.shape), f"{t.nbytes:,}"] for t in tensors]
+            size = sum(t.size for t in tensors)
+            nbytes = sum(t.nbytes for t in tensors)
+            table(("tensor", "dtype", "shape", "bytes"), rows, right=("bytes",))
+            typer.echo(f"{len(rows)} tensors, {size:,} elements, {nbytes:,} bytes")
+            for key, value in source.metadata.items():
+                typer.echo(f"metadata {shown(key)}: {shown(value)}")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+@app.command()
+def formats() -> None:
+    """List the number formats, with their exact properties."""
+    with one_line_errors("nothing was changed"):
+        table(HEADER, format_rows(), right=RIGHT)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 400,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints and plots.")] = Path(
+        "qtoolkit-demo"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Of the initialisation and the batches.")] = 0,
+    format: FormatOption = "e4m3fn",
+) -> None:
+    """Train a small model in float32 and in FP8, and compare.
+
+    The float32 model is then converted, as `qtoolkit convert` does it, and evaluated too.
+    """
+    with one_line_errors(f"{out} may be incomplete"):
+        from qtoolkit.cli._demo import run  # loads JAX, Flax and optax
+
+        run(steps=steps, out=out, seed=seed, format=format)

@@ -1,0 +1,193 @@
+"""A small byte-level transformer on real English: what the demo and the training experiment train.
+
+The text is CPython's own help topics (`pydoc_data.topics`), which every Python brings along. Nothing
+here knows of quantization but `train_pair`, which wraps the model for its second run.
+"""
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from qtoolkit.nnx import wrap
+from qtoolkit.products import Recipe
+
+CONTEXT = 128
+BATCH = 16
+VALIDATION_WINDOWS = 96
+EVALUATIONS = 20
+PEAK_LEARNING_RATE = 3e-3
+
+
+class Corpus(NamedTuple):
+    """Bytes to train on, bytes to validate on, and what identifies them."""
+
+    training: np.ndarray
+    validation: np.ndarray
+    description: str
+
+
+def load_corpus() -> Corpus:
+    """CPython's help topics; every tenth topic is kept apart for validation."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise FileNotFoundError(
+            "demo: the module pydoc_data.topics is missing, expected the one that ships with "
+            "CPython; install the full Python (Debian: python3-full)"
+        ) from error
+    texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))  # some topics are aliases
+    held_out = texts[9::10]
+    parts = [text for text in texts if text not in held_out], held_out
+    training, validation = (np.frombuffer("\n".join(part).encode(), np.uint8) for part in parts)
+    digest = hashlib.sha256(training.tobytes() + validation.tobytes()).hexdigest()[:12]
+    size = f"{training.size:,} + {validation.size:,} bytes"
+    return Corpus(training, validation, f"pydoc_data.topics, {size}, sha256 {digest}")
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class ByteTransformer(nnx.Module):
+    """Logits of the next byte, for every position of a batch of byte strings."""
+
+    def __init__(
+        self, width: int = 128, layers: int = 2, heads: int = 4, *, rngs: nnx.Rngs
+    ) -> None:
+        self.embed_bytes = nnx.Embed(256, width, rngs=rngs)
+        self.embed_positions = nnx.Embed(CONTEXT, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, rngs=rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, 256, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed_bytes(tokens) + self.embed_positions(jnp.arange(tokens.shape[-1]))
+        mask = nnx.make_causal_mask(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def bits_per_byte(model: ByteTransformer, windows: jax.Array) -> jax.Array:
+    """Mean cross entropy of the bytes 1.. of each window given those before, in bits."""
+    windows = windows.astype(jnp.int32)
+    logits = model(windows[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return losses.mean() / math.log(2)
+
+
+@nnx.jit
+def _train_step(model: ByteTransformer, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
+    loss, grads = nnx.value_and_grad(bits_per_byte)(model, windows)
+    optimizer.update(model, grads)
+    return loss
+
+
+evaluate = nnx.jit(bits_per_byte)
+
+
+@dataclasses.dataclass
+class Run:
+    """One model in training: its validation curve and the seconds of every step."""
+
+    model: ByteTransformer
+    optimizer: nnx.Optimizer
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, windows: jax.Array) -> None:
+        start = time.perf_counter()
+        jax.block_until_ready(_train_step(self.model, self.optimizer, windows))
+        self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step, the first one, which compiles, left out where there are others."""
+        return float(np.median(self.seconds[1:] or self.seconds))
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last five evaluations, in bits per byte."""
+        return float(np.mean(self.losses[-5:]))
+
+
+class Pair(NamedTuple):
+    """Two runs from one initialisation over the same batches, and the steps of their evaluations."""
+
+    wide: Run
+    quantized: Run
+    evaluated_at: list[int]
+
+
+def train_pair(
+    corpus: Corpus,
+    recipe: Recipe,
+    *,
+    steps: int,
+    seed: int,
+    report: Callable[[int, Pair], None] = lambda step, pair: None,
+) -> Pair:
+    """Trains one model in float32 and a copy of it wrapped by `recipe`, step by step side by side.
+
+    Args:
+      corpus: Where the batches come from.
+      recipe: For the copy.
+      steps: Optimizer steps of each.
+      seed: Of the initialisation and of the batches.
+      report: Called before the first step, after every step, with the number of steps done.
+    """
+    model = ByteTransformer(rngs=nnx.Rngs(seed))
+    warmup = max(1, steps // 10)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, warmup, max(steps, 2))
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    models = (model, wrap(nnx.clone(model), recipe))
+    runs = [Run(each, nnx.Optimizer(each, transform, wrt=nnx.Param)) for each in models]
+    pair = Pair(*runs, evaluated_at=[])
+    batches = np.random.default_rng(seed)
+    held_out = validation_windows(corpus)
+    evaluate_at = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)} - {0}
+    report(0, pair)
+    for step in range(1, steps + 1):
+        windows = jnp.asarray(_random_windows(corpus.training, BATCH, batches))
+        for run in runs:
+            run.step(windows)
+        if step in evaluate_at:
+            pair.evaluated_at.append(step)
+            for run in runs:
+                run.losses.append(float(evaluate(run.model, held_out)))
+        report(step, pair)
+    return pair
+
+
+def validation_windows(corpus: Corpus) -> jax.Array:
+    """The same windows for everyone, spread evenly over the validation text."""
+    starts = np.linspace(0, corpus.validation.size - CONTEXT - 1, VALIDATION_WINDOWS).astype(int)
+    return jnp.asarray(_windows(corpus.validation, starts))
+
+
+def _random_windows(text: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    return _windows(text, generator.integers(0, text.size - CONTEXT, count))
+
+
+def _windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    return text[starts[:, None] + np.arange(CONTEXT + 1)]

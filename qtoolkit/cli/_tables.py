@@ -1,0 +1,89 @@
+"""Tables and progress: rich on a terminal, plain lines that survive a pipe elsewhere."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import typer
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """Prints a table to stdout; the columns named in `right` are aligned to the right."""
+    if sys.stdout.isatty():
+        _rich_table(header, rows, right)
+    else:
+        for line in _plain_table(header, rows, right):
+            typer.echo(line)
+
+
+def _plain_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> Iterator[str]:
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(header, line, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        # Folded, not cut: the end of a tensor's name tells it from its neighbours.
+        drawn.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))  # not markup: names may hold square brackets
+    Console().print(drawn)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives a callback (name, done, total): a bar on a terminal, else a line every tenth."""
+    if sys.stderr.isatty():
+        with _rich_progress(title) as callback:
+            yield callback
+    else:
+        yield _plain_progress(title)
+
+
+def _plain_progress(title: str) -> Callable[[str, int, int], None]:
+    printed = 0
+
+    def callback(name: str, done: int, total: int) -> None:
+        nonlocal printed
+        tenths = 10 * done // max(total, 1)
+        if tenths > printed:
+            printed = tenths
+            typer.echo(f"{title}: {10 * tenths:3} %  {name}", err=True)
+
+    return callback
+
+
+@contextlib.contextmanager
+def _rich_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn(escape(title)),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[tensor]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, tensor="")
+
+        def callback(name: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, tensor=name)
+
+        yield callback

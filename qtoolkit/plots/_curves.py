@@ -1,0 +1,50 @@
+"""Loss curves side by side, and the error of every converted weight."""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_STYLES = (("#1f4e79", "-"), ("#d1495b", "--"), ("#3b7a57", "-."), ("#7a5195", ":"))
+
+
+def loss_curves(
+    path: str | PathLike[str], steps: Sequence[int], curves: Mapping[str, Sequence[float]]
+) -> None:
+    """Writes a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`."""
+    figure, axes = _figure(7.0, 4.2)
+    for (name, losses), (colour, dashes) in zip(curves.items(), _STYLES, strict=False):
+        axes.plot(steps, losses, dashes, color=colour, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss, bits per byte")
+    axes.legend(frameon=False, title="last evaluation")
+    _save(figure, path)
+
+
+def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title: str) -> None:
+    """Writes a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order."""
+    names = list(sqnr_db)
+    figure, axes = _figure(7.0, 1.4 + 0.26 * len(names))
+    axes.barh(names, [sqnr_db[name] for name in names], color="#1f4e79", height=0.65)
+    for row, name in enumerate(names):
+        axes.text(sqnr_db[name], row, f" {sqnr_db[name]:.1f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel("signal to quantization noise, dB (higher is better)")
+    axes.set_title(title, fontsize=10)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float):  # type: ignore[no-untyped-def]
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no window system, and pyplot's global state stays as it is
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _save(figure: Figure, path: str | PathLike[str]) -> None:
+    figure.savefig(path, dpi=150, format="png")

@@ -1,0 +1,228 @@
+"""nnx.wrap: which products change, that nothing else does, and the cases that break qwix."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit import Recipe
+from qtoolkit.nnx import wrap
+
+
+class Everything(nnx.Module):
+    """One of each layer that has a hook, one that has none, and a layer used twice."""
+
+    def __init__(self, dtype=None, *, rngs):
+        self.linear = nnx.Linear(16, 16, dtype=dtype, rngs=rngs)
+        self.general = nnx.LinearGeneral(16, (4, 4), dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, dtype=dtype, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,df->btf", (16, 8), (8,), dtype=dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.conv = nnx.Conv(8, 4, (3,), dtype=dtype, rngs=rngs)
+        self.again = self.linear
+
+    def __call__(self, x):
+        x = self.general(self.linear(x)).reshape(x.shape)
+        x = self.again(self.attention(x))
+        return self.conv(self.norm(self.einsum(x)))
+
+
+@pytest.fixture
+def model():
+    return Everything(rngs=nnx.Rngs(0))
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (2, 8, 16))
+
+
+def apply(model, x):
+    return model(x)
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.quick
+def test_parameters_are_shared_and_the_original_is_untouched(model, x):
+    before = model(x)
+    wrapped = wrap(model)
+    assert type(wrapped) is Everything
+    assert wrapped.linear.kernel is model.linear.kernel
+    assert wrapped.again is wrapped.linear
+    assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(nnx.state(model))
+    assert not np.array_equal(wrapped(x), before)
+    np.testing.assert_array_equal(model(x), before)
+    np.testing.assert_allclose(wrapped(x), before, atol=0.5)  # another rounding, the same model
+
+
+def test_both_models_in_any_order_eager_and_jitted(model, x):
+    wrapped = wrap(model)
+    # Eager and jitted float32 products differ in the last bits; rounded ones are compared bit by bit.
+    wide, quantized = model(x), wrapped(x)
+    jitted = nnx.jit(apply)
+    for _ in range(2):
+        np.testing.assert_allclose(jitted(model, x), wide, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(jitted(wrapped, x), quantized, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(wrapped(x), quantized)
+        np.testing.assert_array_equal(model(x), wide)
+
+
+def test_a_function_traced_before_wrapping_is_traced_again(model, x):
+    """qwix 0.1.8 reuses the old trace: a difference of exactly zero."""
+    traces = []
+
+    @nnx.jit
+    def f(model, x):
+        traces.append(1)
+        return model(x)
+
+    wide = f(model, x)
+    first, second = wrap(model), wrap(model)
+    assert np.abs(np.asarray(f(first, x) - wide)).max() > 1e-3
+    np.testing.assert_array_equal(f(second, x), f(first, x))
+    assert len(traces) == 2  # equal recipes share a trace
+    np.testing.assert_array_equal(f(model, x), wide)
+    assert len(traces) == 2
+
+
+def test_a_batch_of_the_kernels_shape():
+    """qwix 0.1.8 takes both operands for weights and stops."""
+    linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    expected = qt.dot_general(x, linear.kernel[...], (((1,), (0,)), ((), ()))) + linear.bias[...]
+    for run in (apply, nnx.jit(apply)):
+        np.testing.assert_allclose(run(wrap(linear), x), expected, rtol=1e-6)
+    assert jax.vmap(wrap(linear))(x[None]).shape == (1, 16, 16)
+
+
+LAYERS = {
+    "Linear": lambda rngs, **o: nnx.Linear(16, 8, rngs=rngs, **o),
+    "LinearGeneral": lambda rngs, **o: nnx.LinearGeneral(16, (2, 4), rngs=rngs, **o),
+    "Einsum": lambda rngs, **o: nnx.Einsum("btd,df->btf", (16, 8), (8,), rngs=rngs, **o),
+    "Conv": lambda rngs, **o: nnx.Conv(16, 8, (3,), rngs=rngs, **o),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_hook_quantizes_the_forward_and_the_gradients(layer, x):
+    module = LAYERS[layer](nnx.Rngs(0))
+    wrapped = wrap(module)
+    wide = nnx.grad(loss)(module, x)
+    quantized = nnx.grad(loss)(wrapped, x)
+    difference = np.linalg.norm(wide["kernel"] - quantized["kernel"])
+    assert 0.001 < difference / np.linalg.norm(wide["kernel"]) < 0.2
+
+
+def test_attention_is_made_of_four_wrapped_projections(x):
+    attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+    wrapped = wrap(attention)
+    for name in ("query", "key", "value", "out"):
+        assert getattr(wrapped, name).dot_general.recipe == Recipe()
+    assert not np.array_equal(wrapped(x), attention(x))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_weights_are_rounded_from_their_own_dtype(layer, x):
+    """Float32 parameters of a bfloat16 layer: the oracle rounds the float32 ones, by ml_dtypes."""
+    module = LAYERS[layer](nnx.Rngs(0), dtype=jnp.bfloat16)
+    kernel = np.asarray(module.kernel[...])
+    scale = np.abs(kernel).max() / np.float32(448)
+    rounded = (kernel * (1 / scale)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    exact = nnx.clone(module)
+    exact.kernel[...] = jnp.asarray(rounded * 2.0**-9)  # small, and bfloat16 holds it
+    # E4M3 inputs up to 448 are their own rounding, so only the weights' rounding is left.
+    grid = np.linspace(-448, 448, x.size).reshape(x.shape).astype(ml_dtypes.float8_e4m3fn)
+    grid = jnp.asarray(grid.astype(np.float32), jnp.bfloat16)
+    unquantized = wrap(exact, Recipe(forward=None, gradient=None))
+    expected = np.asarray(unquantized(grid), np.float64) * 2.0**9 * scale
+    got = wrap(module)(grid)
+    assert got.dtype == jnp.bfloat16
+    # Two results rounded to bfloat16, of sums in another order.
+    tolerance = 2.0**-6 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance)
+
+
+def test_training_the_wrapped_model_trains_the_shared_parameters(model, x):
+    wrapped = wrap(model)
+    optimizer = nnx.Optimizer(wrapped, optax.adamw(1e-2), wrt=nnx.Param)
+    before = float(loss(model, x))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(wrapped, optimizer, x)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert float(loss(model, x)) < 0.5 * before
+    assert wrapped.linear.kernel is model.linear.kernel
+
+
+def test_wrapping_again_replaces_the_recipe(model, x):
+    e5m2 = Recipe(forward="e5m2")
+    twice = wrap(wrap(model), e5m2)
+    np.testing.assert_array_equal(twice(x), wrap(model, e5m2)(x))
+    np.testing.assert_allclose(
+        wrap(wrap(model), Recipe(forward=None, gradient=None))(x), model(x), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_wrapped_models_survive_split_merge_clone_and_remat(model, x):
+    wrapped = wrap(model)
+    expected = wrapped(x)
+    graph, state = nnx.split(wrapped)
+    np.testing.assert_array_equal(nnx.merge(graph, state)(x), expected)
+    np.testing.assert_array_equal(nnx.clone(wrapped)(x), expected)
+    plain = nnx.grad(loss)(wrapped, x)
+    remat = nnx.grad(lambda model, x: jnp.mean(nnx.remat(apply)(model, x) ** 2))(wrapped, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, remat)
+
+
+def test_float16_and_bfloat16_models(x):
+    for dtype in (jnp.float16, jnp.bfloat16):
+        model = Everything(dtype, rngs=nnx.Rngs(0))
+        wrapped = wrap(model)
+        out, grads = nnx.value_and_grad(lambda m, x: jnp.mean(m(x).astype(jnp.float32) ** 2))(
+            wrapped, x.astype(dtype)
+        )
+        assert np.isfinite(out)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_subclasses_are_wrapped(x):
+    class Scaled(nnx.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    linear = Scaled(16, 4, rngs=nnx.Rngs(0))
+    assert not np.array_equal(wrap(linear)(x), linear(x))
+
+
+def test_errors(model):
+    with pytest.raises(TypeError, match=r"wrap: model has type dict, expected an nnx.Module"):
+        wrap({})
+    with pytest.raises(TypeError, match=r"wrap: recipe has type str, expected a Recipe"):
+        wrap(model, "e4m3fn")
+    with pytest.raises(ValueError, match=r"LayerNorm has no layer to quantize, expected nnx.Linear"):
+        wrap(nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+
+    def own(*args, **kwargs):
+        raise NotImplementedError
+
+    model.linear.dot_general = own
+    with pytest.raises(ValueError, match=r"wrap: (linear|again): Linear.dot_general is .*own.* expected"):
+        wrap(model)
+    general = nnx.LinearGeneral(4, 4, dot_general_cls=lambda: own, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"\(the model itself\): LinearGeneral.dot_general_cls is"):
+        wrap(general)
+    promoting = nnx.Linear(4, 4, promote_dtype=own, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Linear.promote_dtype is"):
+        wrap(promoting)

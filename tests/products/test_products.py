@@ -1,0 +1,220 @@
+"""Quantized products against a numpy oracle: ml_dtypes' rounding, float64 accumulation.
+
+Products of 8-bit values are exact in float32, so results differ from the oracle by float32
+accumulation only: at most K * 2**-24 of the sum of magnitudes, for K terms.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qtoolkit as qt
+from qtoolkit import Recipe, conv_general_dilated, dot_general, einsum
+
+MATMUL = (((1,), (0,)), ((), ()))
+WIDE = Recipe(forward=None, gradient=None)
+
+
+@np.errstate(invalid="ignore")
+def quantized(x, target=ml_dtypes.float8_e4m3fn, largest=448.0):
+    """The oracle: q in float64 and the float32 scale, one reciprocal, then a multiplication."""
+    x = np.asarray(x, np.float32)
+    scale = np.float32(np.abs(x[np.isfinite(x)]).max(initial=0)) / np.float32(largest)
+    scale = max(scale, np.float32(2.0**-126))
+    q = np.clip(x * (np.float32(1) / scale), -largest, largest).astype(target)
+    return q.astype(np.float64), np.float64(scale)
+
+
+def draw(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def assert_close(got, expected, terms, magnitude):
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=terms * 2.0**-23 * magnitude)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_matmul_and_both_gradients(wrap):
+    x, w, g = draw(32, 48), draw(48, 24, seed=1), draw(32, 24, seed=2) * 1e-6
+    out, pullback = wrap(lambda x, w: jax.vjp(lambda x, w: dot_general(x, w, MATMUL), x, w))(x, w)
+    dx, dw = pullback(jnp.asarray(g))
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    qg, sg = quantized(g, ml_dtypes.float8_e5m2, 57344.0)
+    assert_close(out, qx @ qw * sx * sw, 48, np.abs(out).max())
+    assert_close(dx, qg @ qw.T * sg * sw, 24, np.abs(dx).max())
+    assert_close(dw, qx.T @ qg * sx * sg, 32, np.abs(dw).max())
+    assert out.dtype == dx.dtype == dw.dtype == np.float32
+    assert np.abs(np.asarray(out) - x @ w).max() > 0.01  # and it is not the plain product
+
+
+def test_weights_are_rounded_from_their_own_dtype():
+    """float32 weights beside bfloat16 activations: a bfloat16 copy first changes 3 % of the codes."""
+    x, w = draw(64, 64, dtype=ml_dtypes.bfloat16), draw(64, 64, seed=1)
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    out = dot_general(jnp.asarray(x), jnp.asarray(w), MATMUL, preferred_element_type=jnp.float32)
+    assert_close(out, qx @ qw * sx * sw, 64, np.abs(out).max())
+    copied, _ = quantized(w.astype(ml_dtypes.bfloat16))
+    assert np.mean(copied != qw) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_accumulates_in_float32_and_rounds_once(dtype):
+    """The largest E4M3 and E5M2 products overflow float16; scaled back they do not."""
+    x, w, g = (jnp.asarray(draw(16, 16, seed=seed), dtype) for seed in range(3))
+    out, pullback = jax.vjp(lambda x, w: dot_general(x, w, MATMUL), x, w)
+    dx, dw = pullback(g)
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    qg, sg = quantized(g, ml_dtypes.float8_e5m2, 57344.0)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    expected = {"out": qx @ qw * sx * sw, "dx": qg @ qw.T * sg * sw, "dw": qx.T @ qg * sx * sg}
+    for name, got in {"out": out, "dx": dx, "dw": dw}.items():
+        assert got.dtype == dtype
+        got = np.asarray(got, np.float64)
+        np.testing.assert_allclose(got, expected[name], rtol=eps, atol=1e-4, err_msg=name)
+
+
+def test_batch_dimensions_and_einsum_agree():
+    x, w = draw(3, 5, 8), draw(3, 8, 4, seed=1)
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    dot = dot_general(x, w, numbers)
+    np.testing.assert_array_equal(dot, einsum("bij,bjk->bik", x, w))
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    assert_close(dot, np.einsum("bij,bjk->bik", qx, qw) * sx * sw, 8, np.abs(dot).max())
+
+    def loss(product):
+        return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+
+    by_dot = jax.grad(loss(lambda x, w: dot_general(x, w, numbers)), (0, 1))(x, w)
+    by_einsum = jax.grad(loss(lambda x, w: einsum("bij,bjk->bik", x, w)), (0, 1))(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), by_dot, by_einsum)
+
+
+@pytest.mark.parametrize(
+    ("strides", "padding", "options"),
+    [
+        ((1,), "SAME", {}),
+        ((2,), [(1, 2)], {"rhs_dilation": (2,)}),
+        ((1,), "VALID", {"feature_group_count": 2}),
+    ],
+)
+def test_convolution_and_its_gradients(strides, padding, options):
+    """Oracle: XLA's own convolution, in float32, of the operands that numpy and ml_dtypes rounded."""
+    groups = options.get("feature_group_count", 1)
+    x, w = draw(2, 11, 4), draw(3, 4 // groups, 6, seed=1)
+    numbers = ("NWC", "WIO", "NWC")
+
+    def plain(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, strides, padding, dimension_numbers=numbers, **options
+        )
+
+    def ours(x, w):
+        return conv_general_dilated(x, w, strides, padding, dimension_numbers=numbers, **options)
+
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    qx, qw = jnp.asarray(qx, jnp.float32), jnp.asarray(qw, jnp.float32)
+    out, pullback = jax.vjp(ours, x, w)
+    expected, plain_pullback = jax.vjp(plain, qx, qw)
+    np.testing.assert_allclose(out, expected * np.float32(sx * sw), rtol=1e-5, atol=1e-6)
+    g = draw(*out.shape, seed=2)
+    qg, sg = quantized(g, ml_dtypes.float8_e5m2, 57344.0)
+    dx, dw = plain_pullback(jnp.asarray(qg, jnp.float32))
+    got_x, got_w = pullback(jnp.asarray(g))
+    np.testing.assert_allclose(got_x, dx * np.float32(sg * sw), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_w, dw * np.float32(sg * sx), rtol=1e-5, atol=1e-5)
+
+
+def test_forward_mode_sees_no_rounded_cotangent():
+    x, w, t = draw(8, 8), draw(8, 8, seed=1), draw(8, 8, seed=2)
+    (qx, sx), (qw, sw) = quantized(x), quantized(w)
+    _, dot = jax.jvp(lambda x: dot_general(x, w, MATMUL), (x,), (t,))
+    np.testing.assert_allclose(dot, t @ qw * sw, rtol=1e-5, atol=1e-5)
+    _, dot = jax.jvp(lambda w: dot_general(x, w, MATMUL), (w,), (t,))
+    np.testing.assert_allclose(dot, qx @ t * sx, rtol=1e-5, atol=1e-5)
+
+
+def test_transformations_agree():
+    x, w = draw(4, 6, 8), draw(8, 3, seed=1)
+
+    def loss(x, w):
+        return jnp.sum(dot_general(x, w, MATMUL) ** 2)
+
+    one_by_one = jnp.stack([jax.grad(loss)(row, w) for row in x])
+    np.testing.assert_allclose(jax.vmap(jax.grad(loss), (0, None))(x, w), one_by_one, rtol=1e-6)
+    summed = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (0, None))(x, w)))(w)
+    separate = sum(jax.grad(loss, 1)(row, w) for row in x)
+    np.testing.assert_allclose(summed, separate, rtol=1e-5, atol=1e-5)
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda c, row: (c + jax.checkpoint(loss)(row, w), None), 0.0, x)[0]
+
+    np.testing.assert_allclose(jax.grad(scanned)(x, w), one_by_one, rtol=1e-6)
+
+
+def test_second_derivatives_are_those_of_the_estimate():
+    x, w = draw(4, 5), draw(5, 3, seed=1)
+    recipe = Recipe(gradient=None)
+
+    def loss(x):
+        return jnp.sum(dot_general(x, w, MATMUL, recipe=recipe) ** 2)
+
+    qw, sw = quantized(w)
+    hessian = jax.hessian(loss)(x).reshape(20, 20)
+    expected = 2 * np.kron(np.eye(4), (qw * sw) @ (qw * sw).T)
+    np.testing.assert_allclose(hessian, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jacfwd(jax.jacfwd(loss))(x).reshape(20, 20), expected, atol=1e-5)
+    mixed = jax.jacobian(jax.grad(lambda x, w: jnp.sum(dot_general(x, w, MATMUL))), 1)(x, w)
+    np.testing.assert_array_equal(mixed[0, :, :, 0], np.eye(5))  # d(dx)/dw of x @ w
+
+
+def test_a_recipe_without_formats_is_the_plain_product():
+    x, w = draw(8, 16), draw(16, 4, seed=1)
+    np.testing.assert_array_equal(dot_general(x, w, MATMUL, recipe=WIDE), jnp.matmul(x, w))
+    got = jax.grad(lambda w: jnp.sum(jnp.sin(dot_general(x, w, MATMUL, recipe=WIDE))))(w)
+    expected = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.matmul(x, w))))(w)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_non_finite_and_zero_operands_stay_where_they_are():
+    x, w = draw(4, 4), draw(4, 4, seed=1)
+    x[1, 2], x[2, 0] = np.nan, np.inf
+    out = np.asarray(dot_general(x, w, MATMUL))
+    assert np.isnan(out[1]).all()  # the row of the NaN, as in the plain product
+    assert np.isfinite(out[[0, 2, 3]]).all()  # the infinity saturates
+    np.testing.assert_array_equal(dot_general(0 * w, w, MATMUL), np.zeros((4, 4)))
+    tiny = dot_general(np.full((4, 4), 1e-38, np.float32), w, MATMUL)
+    assert np.isfinite(np.asarray(tiny)).all()
+
+
+@pytest.mark.parametrize("fmt", ["e5m2", "e4m3fnuz", "int8", "bfloat16", "float16"])
+def test_other_formats(fmt):
+    x, w = draw(16, 16), draw(16, 16, seed=1)
+    out = dot_general(x, w, MATMUL, recipe=Recipe(forward=fmt, gradient=fmt))
+    steps = {"e5m2": 0.3, "e4m3fnuz": 0.15, "int8": 0.1, "bfloat16": 0.02, "float16": 0.003}
+    np.testing.assert_allclose(out, x @ w, atol=4 * steps[fmt])
+    assert (np.asarray(out) != x @ w).any()
+
+
+def test_recipes_are_frozen_data():
+    assert Recipe("F8_E4M3", jnp.float8_e5m2) == Recipe() == qt.Recipe()
+    assert hash(Recipe()) == hash(Recipe("e4m3fn"))
+    assert Recipe("e5m2") != Recipe()
+    with pytest.raises(AttributeError):
+        Recipe().forward = None
+    with pytest.raises(ValueError, match="scaling='delayed', expected one of tensor"):
+        Recipe(scaling="delayed")
+    with pytest.raises(ValueError, match="unknown format 'fp8'"):
+        Recipe("fp8")
+
+
+def test_errors():
+    x = jnp.ones((2, 2), jnp.float32)
+    with pytest.raises(TypeError, match=r"dot_general: x has dtype int32, expected float32"):
+        dot_general(x.astype(jnp.int32), x, MATMUL)
+    with pytest.raises(ValueError, match=r"einsum: dtype float16 does not hold .* bfloat16"):
+        einsum("ij,jk->ik", x.astype(jnp.float16), x, recipe=Recipe("bfloat16"))
+    with pytest.raises(TypeError, match=r"contracting dimensions to have the same shape"):
+        dot_general(jnp.ones((2, 3)), x, MATMUL)
