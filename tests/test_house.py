@@ -296,9 +296,9 @@ def test_the_search_for_paths_finds_some():
     for place in ("home", "Users", "root", "work"):
         assert PERSONAL.search(f'open("/{place}/someone/file")')
     for harmless in (
-        "https://example.org/work/1",
-        "./work/1",
-        "$HOME/work/x",
+        "https://example.org/home/1",
+        "./root/1",
+        "$HOME/root/x",
         "/usr/lib",
         "a/root/b",
     ):

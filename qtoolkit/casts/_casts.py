@@ -196,9 +196,8 @@ def _with_derivative(function: Callable[..., jax.Array], rule: Callable[..., Any
 def _no_derivative(name: str) -> Callable[..., Any]:
     def rule(*_: Any) -> Any:
         raise TypeError(
-            f"{name}: has no derivative here, expected one of 16 bits or more; differentiate "
-            "fake_cast, which returns the same values in the dtype of x, or pass "
-            f"jax.lax.stop_gradient(x) to {name}"
+            f"{name}: has no derivative; differentiate fake_cast, which returns the same values in "
+            f"the dtype of x, or pass jax.lax.stop_gradient(x) to {name}"
         )
 
     return rule

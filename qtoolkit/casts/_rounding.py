@@ -39,6 +39,8 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Array
         big = (binade + u32(shift << FLOAT32_MANTISSA)) | u32(first)
         code = _bits(_float(magnitude) + _float(big)) + (binade >> np.uint32(shift))
         code &= u32((1 << fmt.bits) - 1)
+        if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
+            code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
     else:
         code = _codes_by_shift(magnitude, fmt, saturation)
     sign = (bits >> np.uint32(32 - fmt.bits)) & u32(fmt.sign_code)
@@ -77,10 +79,10 @@ def _addition_rounds(fmt: FloatFormat) -> bool:
 
 def _spell_specials(magnitude: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Array:
     """Replaces what has no finite result by the number that the code of its result spells."""
-    overflow = _spelled(fmt, fmt.overflow_code)
-    limited = jnp.minimum(magnitude, overflow if saturation == "none" else _spelled(fmt, fmt.max_code))
+    beyond = saturation == "none" and fmt.overflow is not Overflow.MAX
+    limited = jnp.minimum(magnitude, _spelled(fmt, fmt.max_code + beyond))
     if saturation == "propagate":
-        limited = jnp.where(magnitude == u32(INF), overflow, limited)
+        limited = jnp.where(magnitude == u32(INF), _spelled(fmt, fmt.overflow_code), limited)
     return jnp.where(magnitude > u32(INF), _spelled(fmt, fmt.nan_code), limited)
 
 

@@ -122,7 +122,7 @@ def make_plan(
     if scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
     patterns = [_compiled(pattern) for pattern in (skip if not isinstance(skip, str) else (skip,))]
-    used = scaling if fmt.bits <= 8 else "none"
+    used = scaling if fmt.needs_scale else "none"
     tensors = tuple(
         _tensor_plan(source, info, target, used, patterns) for info in source.tensors.values()
     )
@@ -157,7 +157,7 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-_SCALED_DTYPES = tuple(fmt.dtype for fmt in FORMATS if fmt.bits <= 8 and fmt.dtype is not None)
+_SCALED_DTYPES = tuple(fmt.dtype for fmt in FORMATS if fmt.needs_scale and fmt.dtype is not None)
 
 
 def _tensor_plan(

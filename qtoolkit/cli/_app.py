@@ -3,11 +3,14 @@
 import enum
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from qtoolkit import checkpoints
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints import Report, SafetensorsFile
+from qtoolkit.checkpoints._header import shown
 from qtoolkit.cli._errors import one_line_errors
 from qtoolkit.cli._formats import HEADER, RIGHT, format_rows
 from qtoolkit.cli._tables import progress, table
@@ -103,8 +106,6 @@ def convert(
     value = code * scale. All other tensors are copied unchanged.
     """
     with one_line_errors(f"{dst} was not written"):
-        from qtoolkit import checkpoints
-
         with progress("converting") as callback:
             report = checkpoints.convert(
                 src,
@@ -119,27 +120,31 @@ def convert(
             typer.echo(line)
 
 
-def _summary(report: Any) -> list[str]:
+def _summary(report: Report) -> list[str]:
     reasons = [tensor.reason for tensor in report.kept]
     counts = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
     share = 100 * report.bytes_after / max(report.bytes_before, 1)
     scales = "" if report.scaling == "none" else f", a scale per {report.scaling}"
     lines = [
         f"{report.target}: {report.format}{scales}",
-        f"  quantized  {len(report.quantized)} tensors",
-        f"  kept       {len(report.kept)} tensors" + (f" ({counts})" if counts else ""),
+        f"  quantized  {_tensors(len(report.quantized))}",
+        f"  kept       {_tensors(len(report.kept))}" + (f" ({counts})" if counts else ""),
         f"  bytes      {report.bytes_before:,} -> {report.bytes_after:,} ({share:.1f} %)",
     ]
     if report.mean_sqnr_db is not None:
         worst = min(
             (tensor for tensor in report.quantized if tensor.sqnr_db is not None),
-            key=lambda tensor: tensor.sqnr_db,
+            key=lambda tensor: tensor.sqnr_db or 0.0,
         )
         lines.append(f"  mean SQNR  {_decibels(report.mean_sqnr_db)}")
-        lines.append(f"  lowest     {_decibels(worst.sqnr_db)}, {worst.name}")
+        lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
     if report.nonfinite:
         lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
     return lines
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor{'' if count == 1 else 's'}"
 
 
 def _decibels(value: float) -> str:
@@ -151,19 +156,15 @@ def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file.")],
 ) -> None:
     """List the tensors of a safetensors file."""
-    with one_line_errors("nothing was changed"):
-        from qtoolkit.checkpoints import SafetensorsFile
-        from qtoolkit.checkpoints._header import shown
-
-        with SafetensorsFile(file) as source:
-            tensors = source.tensors.values()
-            rows = [[shown(t.name), t.dtype, _shape(t.shape), f"{t.nbytes:,}"] for t in tensors]
-            size = sum(t.size for t in tensors)
-            nbytes = sum(t.nbytes for t in tensors)
-            table(("tensor", "dtype", "shape", "bytes"), rows, right=("bytes",))
-            typer.echo(f"{len(rows)} tensors, {size:,} elements, {nbytes:,} bytes")
-            for key, value in source.metadata.items():
-                typer.echo(f"metadata {shown(key)}: {shown(value)}")
+    with one_line_errors("nothing was changed"), SafetensorsFile(file) as source:
+        tensors = source.tensors.values()
+        rows = [[shown(t.name), t.dtype, _shape(t.shape), f"{t.nbytes:,}"] for t in tensors]
+        size = sum(t.size for t in tensors)
+        nbytes = sum(t.nbytes for t in tensors)
+        table(("tensor", "dtype", "shape", "bytes"), rows, right=("bytes",))
+        typer.echo(f"{_tensors(len(rows))}, {size:,} elements, {nbytes:,} bytes")
+        for key, value in source.metadata.items():
+            typer.echo(f"metadata {shown(key)}: {shown(value)}")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
         wide_now=pair.wide.losses[-1],
         step_seconds=(pair.wide.step_seconds, pair.quantized.step_seconds),
         sizes=(wide_path.stat().st_size, converted_path.stat().st_size),
-        sqnr=report.mean_sqnr_db,
+        sqnr=report.mean_sqnr_db or math.nan,
         format=recipe.forward.name,
         gradient=recipe.gradient.name if recipe.gradient is not None else "float32",
     )
@@ -190,7 +191,7 @@ def _print_table(console: Console, results: Results, headline: str) -> None:
         console.print(f"{name:<{width}}  {figure}", highlight=False, soft_wrap=True)
 
 
-def _plot(console: Console, folder: Path, pair: Pair, report: Any, results: Results) -> None:
+def _plot(console: Console, folder: Path, pair: Pair, report: checkpoints.Report, results: Results) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no plots: matplotlib is missing; pip install 'qtoolkit[plots]'")
         return
@@ -202,7 +203,8 @@ def _plot(console: Console, folder: Path, pair: Pair, report: Any, results: Resu
     }
     loss_curves(folder / "loss.png", pair.evaluated_at, curves)
     title = f"weights converted to {results.format}, one scale per tensor"
-    weight_errors(folder / "weight-error.png", report.sqnr_db, title)
+    errors = {tensor.name: tensor.sqnr_db for tensor in report.quantized if tensor.sqnr_db}
+    weight_errors(folder / "weight-error.png", errors, title)
 
 
 def parameters(model: nnx.Module) -> dict[str, jax.Array]:

@@ -8,8 +8,8 @@ from qtoolkit.formats import FORMATS, FloatFormat, Format
 HEADER = (
     "format",
     "bits",
-    "exponent",
-    "mantissa",
+    "exp",
+    "man",
     "bias",
     "max",
     "min normal",
@@ -18,7 +18,7 @@ HEADER = (
     "inf",
     "NaN codes",
 )
-RIGHT = ("bits", "exponent", "mantissa", "bias", "max", "min normal", "min subnormal", "epsilon")
+RIGHT = ("bits", "exp", "man", "bias", "max", "min normal", "min subnormal", "epsilon")
 
 
 def format_rows() -> list[list[str]]:

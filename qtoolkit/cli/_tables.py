@@ -1,6 +1,7 @@
 """Tables and progress: rich on a terminal, plain lines that survive a pipe elsewhere."""
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,11 +9,16 @@ import typer
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """Prints a table to stdout; the columns named in `right` are aligned to the right."""
-    if sys.stdout.isatty():
+    """Prints a table to stdout; the columns named in `right` are aligned to the right.
+
+    Drawn on a terminal that is wide enough; plain lines elsewhere, never folded or cut.
+    """
+    lines = list(_plain_table(header, rows, right))
+    drawn_width = max(map(len, lines)) + len(header)
+    if sys.stdout.isatty() and drawn_width <= shutil.get_terminal_size().columns:
         _rich_table(header, rows, right)
     else:
-        for line in _plain_table(header, rows, right):
+        for line in lines:
             typer.echo(line)
 
 
@@ -37,8 +43,7 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in header:
-        # Folded, not cut: the end of a tensor's name tells it from its neighbours.
-        drawn.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        drawn.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in rows:
         drawn.add_row(*map(Text, row))  # not markup: names may hold square brackets
     Console().print(drawn)

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers the 8-bit float names with numpy)
 import numpy as np
@@ -52,6 +53,12 @@ class FloatFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for field, kind in _FIELD_TYPES.items():
+            if not isinstance(getattr(self, field), kind):
+                raise TypeError(
+                    f"FloatFormat {self.name!r}: {field}={getattr(self, field)!r}, expected "
+                    f"{kind.__name__}"
+                )
         if self.exponent_bits < 1 or self.mantissa_bits < 1 or self.bits > 32:
             raise ValueError(
                 f"FloatFormat {self.name!r}: exponent_bits={self.exponent_bits}, "
@@ -63,6 +70,7 @@ class FloatFormat:
                 f"FloatFormat {self.name!r}: overflow=INF, but specials={self.specials.name} has "
                 "no infinity; use Overflow.NAN or Overflow.MAX"
             )
+        check_dtype(self)
 
     @property
     def bits(self) -> int:
@@ -169,6 +177,15 @@ class FloatFormat:
         )
 
     @property
+    def needs_scale(self) -> bool:
+        """Whether values are scaled into its range before they are rounded to it.
+
+        float16 and bfloat16 hold what float32 programs compute as it is; scaled up to their largest
+        value, products of them would overflow float32.
+        """
+        return self.bits <= 8
+
+    @property
     def dtype(self) -> np.dtype | None:
         """The format's own numpy dtype, None where numpy and ml_dtypes have none."""
         return None if self.dtype_name is None else np.dtype(self.dtype_name)
@@ -177,6 +194,24 @@ class FloatFormat:
     def code_dtype(self) -> np.dtype:
         """The smallest unsigned integer dtype that holds a code."""
         return unsigned_dtype(self.bits)
+
+
+_FIELD_TYPES = {
+    "exponent_bits": int,
+    "mantissa_bits": int,
+    "bias": int,
+    "specials": Specials,
+    "overflow": Overflow,
+}
+
+
+def check_dtype(fmt: Any) -> None:
+    """ValueError where a format's own dtype is not as wide as its codes are stored."""
+    if fmt.dtype is not None and fmt.dtype.itemsize != fmt.code_dtype.itemsize:
+        raise ValueError(
+            f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r} has "
+            f"{fmt.dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
+        )
 
 
 def unsigned_dtype(bits: int) -> np.dtype:

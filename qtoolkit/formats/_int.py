@@ -6,7 +6,7 @@ from fractions import Fraction
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
 
-from qtoolkit.formats._float import unsigned_dtype
+from qtoolkit.formats._float import check_dtype, unsigned_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,7 @@ class IntFormat:
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 32:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits}, expected 1 to 32")
+        check_dtype(self)
 
     @property
     def max_finite(self) -> Fraction:
@@ -54,6 +55,11 @@ class IntFormat:
     @property
     def finite_count(self) -> int:
         return 2**self.bits
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether values are scaled into its range before they are rounded to it: always."""
+        return True
 
     @property
     def dtype(self) -> np.dtype | None:

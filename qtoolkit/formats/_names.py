@@ -117,7 +117,7 @@ def _dtype_name(spec: Any) -> str:
         if spec is None:  # numpy reads None as float64
             raise TypeError
         return np.dtype(spec).name
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"format: got {spec!r} of type {type(spec).__name__}, expected a format, its name as a "
             "string, or a dtype, e.g. 'e4m3fn' or jnp.float8_e4m3fn"

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import product, quotient, round_values
+from qtoolkit.casts import check_source, product, quotient, round_values
 from qtoolkit.formats import Format
 
 _LEAST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite, and no smaller scale is normal
@@ -19,13 +19,18 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     """The largest finite |x|: infinities and NaNs are left out.
 
     Args:
-      x: float32, float16 or bfloat16, any shape; empty ones have amax 0.
+      x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals of float32 and
+        bfloat16 may count as zero.
       axis: The axes to reduce; None for all.
 
     Returns:
       float32, the reduced axes kept with length 1 (all of them kept: rank of `x`), or a scalar where
       `axis` is None.
+
+    Raises:
+      TypeError: `x` has another dtype.
     """
+    x = check_source("amax", x)
     keepdims = axis is not None
     axes = tuple(range(x.ndim)) if axis is None else axis
     largest = ml_dtypes.finfo(x.dtype).max
@@ -48,7 +53,7 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
     """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
 
     Args:
-      amax: float32, finite and not negative.
+      amax: float32, finite and not negative; not checked.
       fmt: The format that x / scale is to be rounded to.
 
     Returns:
@@ -62,15 +67,6 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
     return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
-
-
-def needs_scale(fmt: Format) -> bool:
-    """Whether values are scaled into the range of `fmt` before they are rounded to it.
-
-    float16 and bfloat16 hold what float32 programs compute as it is; scaled up to their largest
-    value, products of them would overflow float32.
-    """
-    return fmt.bits <= 8
 
 
 def quantized_values(
@@ -87,7 +83,7 @@ def quantized_values(
       q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
       scale: float32 scalar, 1 for formats that need none.
     """
-    if not needs_scale(fmt):
+    if not fmt.needs_scale:
         return round_values(x, fmt, saturation), jnp.float32(1)
     scale = scale_from_amax(amax(x), fmt)
     return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale

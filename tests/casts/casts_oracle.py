@@ -1,7 +1,7 @@
 """An exact oracle for casts that shares no code with the library.
 
-The parameters are typed in from the published tables, not read from `qtoolkit.formats`. The values of
-all codes, and the midpoints between neighbours, are float64 numbers without error (at most 25
+The parameters are typed in from the published tables, not read from `qtoolkit.formats`. The values
+of all codes, and the midpoints between neighbours, are float64 numbers without error (at most 25
 significant bits), so finding the nearest by comparison is exact for every float32, float16 and
 bfloat16 input. `fraction_code` does the same once more with rational numbers, one input at a time.
 """

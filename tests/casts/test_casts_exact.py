@@ -38,7 +38,6 @@ HOLDS = {
 HELD = [(name, source) for name, sources in HOLDS.items() for source in sources]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
 def test_the_oracle_equals_rational_arithmetic(name):
     spec = SHIPPED[name]
@@ -46,7 +45,7 @@ def test_the_oracle_equals_rational_arithmetic(name):
     table = [spec.fraction(code) for code in range(spec.max_code + 2)]
     points = [*table, *((a + b) / 2 for a, b in itertools.pairwise(table))]
     x = np.array([float(p) for p in points], np.float32)
-    spread = np.ldexp(rng.random(300), rng.integers(-20, 18, 300)).astype(np.float32)
+    spread = np.ldexp(rng.random(100), rng.integers(-20, 18, 100)).astype(np.float32)
     x = np.concatenate(
         [x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(1e9)), spread]
     )
@@ -142,7 +141,6 @@ def test_cast_has_the_dtype_of_the_format_and_the_bits_of_encode(name, source):
 
 # The arithmetic ways of rounding, at and beyond the edges between them.
 USER = {
-    "wide low": Float(7, 3, 120, "ieee", "inf"),
     "least step 2**-125": Float(7, 3, 123, "ieee", "inf"),
     "least step 2**-126": Float(7, 3, 124, "ieee", "inf"),
     "least step 2**-126, fnuz": Float(7, 3, 124, "fnuz", "nan"),
@@ -150,7 +148,6 @@ USER = {
     "float32's subnormals": Float(7, 3, 127, "fn", "max"),
     "e8m5": Float(8, 5, 127, "ieee", "inf"),
     "e8m5, nan": Float(8, 5, 127, "ieee", "nan"),
-    "e8m5, max": Float(8, 5, 127, "ieee", "max"),
     "tf32": Float(8, 10, 127, "ieee", "inf"),
     "e8m1": Float(8, 1, 127, "ieee", "inf"),
     "max exponent 103": Float(7, 2, 24, "fn", "nan"),
@@ -164,10 +161,8 @@ USER = {
     "e2m2fn": Float(2, 2, 1, "fn", "nan"),
     "e2m2fn, max": Float(2, 2, 1, "fn", "max"),
     "e2m2fnuz": Float(2, 2, 1, "fnuz", "nan"),
-    "e2m2fnuz, max": Float(2, 2, 1, "fnuz", "max"),
     "e4m3, nan": Float(4, 3, 7, "ieee", "nan"),
     "e5m1": Float(5, 1, 15, "ieee", "inf"),
-    "e5m1fnuz": Float(5, 1, 15, "fnuz", "nan"),
     "all subnormal": Float(1, 2, 0, "ieee", "inf"),
     "e1m2fn, max": Float(1, 2, 1, "fn", "max"),
     "e1m1fn": Float(1, 1, 0, "fn", "nan"),
@@ -220,7 +215,7 @@ def test_float32_as_a_format_is_the_identity_but_for_nans(saturation):
 def test_integer_formats_equal_the_exact_oracle(bits, signed, saturation):
     spec = Int(bits, signed)
     fmt = spec.library(f"{bits} bits")
-    for source in SOURCES if saturation == "none" else ("float32",):
+    for source in SOURCES if saturation == "none" and bits in (4, 8) else ("float32",):
         x = inputs(source, spec, random=2**17)
         expected = codes(x, spec, saturation)
         assert_same_bits(qt.encode(x, fmt, saturation=saturation), expected, x)

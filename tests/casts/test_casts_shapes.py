@@ -16,7 +16,6 @@ def _input(shape, source):
     return np.asarray(x, np.float32).astype(SOURCES[source])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_shape_of_numpy_and_jax_arrays(shape, source):

@@ -1,10 +1,7 @@
-"""The reader and the writer; the oracle is the `safetensors` package wherever it can do the same."""
+"""The reader and the writer; the oracle is the `safetensors` package where it can do the same."""
 
-import errno
-import io
 import json
 import os
-import stat
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,15 +10,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from qtoolkit.checkpoints import (
-    CheckpointError,
-    SafetensorsFile,
-    layout,
-    load,
-    save,
-    write_safetensors,
-)
-from qtoolkit.checkpoints import _header as header_module
+from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, load, save
 
 DTYPES = {
     "BOOL": np.bool_,
@@ -176,7 +165,10 @@ MALFORMED = {
     "long_integer": (raw_file(b'{"a":' + b"9" * 5000 + b"}"), "header: "),
     "lone_surrogate": (raw_file(b'{"\\ud800": 1}'), "no valid text"),
     "duplicate_tensor": (raw_file(b'{"a": 1, "a": 1}'), "'a' is given twice"),
-    "duplicate_field": (raw_file(b'{"a": {"dtype": "U8", "dtype": "U8"}}'), "'dtype' is given twice"),
+    "duplicate_field": (
+        raw_file(b'{"a": {"dtype": "U8", "dtype": "U8"}}'),
+        "'dtype' is given twice",
+    ),
     "metadata_list": (raw_file({"__metadata__": []}), "__metadata__ is not an object of strings"),
     "metadata_number": (raw_file({"__metadata__": {"a": 1}}), "__metadata__ is not an object"),
     "entry_number": (raw_file({"a": 1}), "tensor a: 1, expected an object"),
@@ -188,12 +180,18 @@ MALFORMED = {
     "shape_float": (raw_file({"a": entry(shape=(4.0,))}, b"1234"), r"shape \[4.0\]"),
     "shape_beyond_64_bits": (raw_file({"a": entry(shape=(2**64,))}, b"1234"), "tensor a: shape"),
     "offsets_three": (raw_file({"a": entry(offsets=(0, 4, 8))}, b"1234"), "data_offsets"),
-    "offsets_backwards": (raw_file({"a": entry(offsets=(4, 0))}, b"1234"), r"data_offsets \[4, 0\]"),
+    "offsets_backwards": (
+        raw_file({"a": entry(offsets=(4, 0))}, b"1234"),
+        r"data_offsets \[4, 0\]",
+    ),
     "offsets_negative": (raw_file({"a": entry(offsets=(-4, 0))}, b"1234"), "data_offsets"),
     "wrong_product": (raw_file({"a": entry(shape=(5,))}, b"1234"), "4 bytes of data, expected 5.0"),
     "half_byte": (raw_file({"a": entry("F4", (9,))}, b"1234"), "4 bytes of data, expected 4.5"),
     "overflow": (raw_file({"a": entry(shape=(2**63,) * 99)}, b"1234"), "tensor a: 4 bytes of data"),
-    "overflow_to_zero": (raw_file({"a": entry(shape=(2**63, 16, 0), offsets=(0, 0))}), "0 bytes of"),
+    "overflow_to_zero": (
+        raw_file({"a": entry(shape=(2**63, 16, 0), offsets=(0, 0))}),
+        "0 bytes of",
+    ),
     "overlap": (
         raw_file({"a": entry(), "b": entry(offsets=(2, 6))}, b"123456"),
         r"tensor b: data starts at 2, expected 4.*\(overlap\)",
@@ -218,10 +216,12 @@ def test_a_malformed_header_is_refused_in_one_line_that_names_the_file(tmp_path,
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("name", set(MALFORMED) - {"metadata_list", "duplicate_field"})
+# The package takes the last of two tensors of one name, and lets blanks lead against its own text.
+STRICTER = ("duplicate_tensor", "leading_space")
+
+
+@pytest.mark.parametrize("name", [name for name in MALFORMED if name not in STRICTER])
 def test_safetensors_refuses_what_we_refuse(tmp_path, name):
-    if name == "duplicate_tensor":
-        pytest.skip("the package takes the last of two")
     (tmp_path / TARGET).write_bytes(MALFORMED[name][0])
     with pytest.raises((safetensors.SafetensorError, OSError)):
         safetensors.safe_open(tmp_path / TARGET, "np")
@@ -247,152 +247,6 @@ def test_missing_files_folders_and_pipes(tmp_path):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     save(tmp_path / TARGET, {"x": np.ones(9, np.float32)})
     with SafetensorsFile(tmp_path / TARGET) as file:
-        os.truncate(tmp_path / TARGET, 100)
-        with pytest.raises(CheckpointError, match="tensor x: the file ended .* bytes early"):
+        os.truncate(tmp_path / TARGET, os.path.getsize(tmp_path / TARGET) - 1)
+        with pytest.raises(CheckpointError, match=r"tensor x: the file ended .* bytes early"):
             file.read("x")
-
-
-def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
-    save(tmp_path / TARGET, {"x": np.ones(2, np.float32)})
-    before = (tmp_path / TARGET).read_bytes()
-    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
-        save(tmp_path / TARGET, {})
-    assert (tmp_path / TARGET).read_bytes() == before
-    save(tmp_path / TARGET, {}, overwrite=True)
-    assert load(tmp_path / TARGET) == {}
-    assert os.listdir(tmp_path) == [TARGET]
-
-
-def test_a_target_that_appears_during_the_writing_stays(tmp_path):
-    def chunks():
-        (tmp_path / TARGET).write_bytes(b"somebody else's")
-        yield "x", b"1234"
-
-    with pytest.raises(CheckpointError, match="exists already"):
-        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks())
-    assert (tmp_path / TARGET).read_bytes() == b"somebody else's"
-    assert os.listdir(tmp_path) == [TARGET]
-
-
-def test_overwriting_through_a_link_keeps_the_link(tmp_path):
-    save(tmp_path / "real", {})
-    (tmp_path / "link").symlink_to("real")
-    save(tmp_path / "link", {"x": np.ones(1, np.int8)}, overwrite=True)
-    assert (tmp_path / "link").is_symlink()
-    assert list(load(tmp_path / "real")) == ["x"]
-
-
-def test_targets_that_cannot_be(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        save(tmp_path, {}, overwrite=True)
-    with pytest.raises(FileNotFoundError, match="its folder does not exist") as caught:
-        save(tmp_path / "no" / TARGET, {})
-    assert caught.value.filename == str(tmp_path / "no" / TARGET)
-    with pytest.raises(CheckpointError, match="/dev/null: is not a regular file"):
-        save("/dev/null", {}, overwrite=True)
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_mode_of_the_file_is_what_the_umask_says(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        save(tmp_path / TARGET, {})
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / TARGET).stat().st_mode) == 0o666 & ~umask
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, code):
-    def refuse(path, *_, **__):
-        raise OSError(code, os.strerror(code), path)
-
-    monkeypatch.setattr(os, "open", refuse)  # permissions do not stop the superuser
-    with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        save(tmp_path / TARGET, {})
-    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / TARGET))
-    assert os.listdir(tmp_path) == []
-
-
-class FullDisk(io.FileIO):
-    """A file on a disk that has room for 100 more bytes."""
-
-    room = 100
-
-    def write(self, data):
-        written = super().write(memoryview(data)[: self.room])
-        self.room -= written
-        if len(data) and not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return written
-
-
-def test_a_full_disk_leaves_nothing_and_names_the_target(tmp_path, monkeypatch):
-    save(tmp_path / TARGET, {"old": np.ones(1, np.int8)})
-    before = (tmp_path / TARGET).read_bytes()
-    from qtoolkit.checkpoints import _safetensors
-
-    monkeypatch.setattr(
-        _safetensors, "open", lambda file, mode, **_: FullDisk(file, mode), raising=False
-    )
-    with pytest.raises(OSError, match="No space left") as caught:
-        save(tmp_path / TARGET, {"x": np.ones(1000, np.float32)}, overwrite=True)
-    assert caught.value.filename == str(tmp_path / TARGET)
-    assert os.listdir(tmp_path) == [TARGET]
-    assert (tmp_path / TARGET).read_bytes() == before
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, RuntimeError])
-def test_any_failure_leaves_the_folder_as_it_was(tmp_path, failure):
-    save(tmp_path / TARGET, {"old": np.ones(1, np.int8)})
-    before = (tmp_path / TARGET).read_bytes()
-
-    def chunks():
-        yield "x", b"12"
-        assert len(os.listdir(tmp_path)) == 2  # the temporary file is in the target's folder
-        raise failure
-
-    with pytest.raises(failure):
-        write_safetensors(
-            tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks(), overwrite=True
-        )
-    assert os.listdir(tmp_path) == [TARGET]
-    assert (tmp_path / TARGET).read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([("x", b"123")], "tensor x: 1 bytes fewer produced"),
-        ([("x", b"123"), ("x", b"45")], "tensor x: 2 more bytes produced, expected 1"),
-        ([("y", b"1")], "tensor y: 1 more bytes produced, expected no such tensor"),
-    ],
-)
-def test_chunks_that_break_the_plan_write_nothing(tmp_path, chunks, message):
-    with pytest.raises(CheckpointError, match=message):
-        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("tensors", "metadata", "message"),
-    [
-        ({"x": np.zeros(2, np.complex128)}, None, "tensor x: dtype complex128, expected one of"),
-        ({"x": np.zeros(2, ml_dtypes.int4)}, None, "tensor x: dtype int4"),
-        ({"x": np.array(["text"])}, None, "tensor x: dtype <U4"),
-        ({"__metadata__": np.zeros(2)}, None, "expected a name that is text"),
-        ({"\ud800": np.zeros(2)}, None, "expected a name that is text"),
-        ({}, {"a": 1}, "metadata: got {'a': 1}, expected strings"),
-    ],
-)
-def test_what_safetensors_has_no_place_for(tmp_path, tensors, metadata, message):
-    with pytest.raises(CheckpointError, match=message):
-        save(tmp_path / TARGET, tensors, metadata)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_header_that_other_readers_would_refuse_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(header_module, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(CheckpointError, match="expected at most 100"):
-        save(tmp_path / TARGET, {f"tensor {i}": np.zeros(1) for i in range(9)})
-    assert os.listdir(tmp_path) == []

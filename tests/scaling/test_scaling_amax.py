@@ -50,7 +50,6 @@ def _data(dtype, shape=(5, 6, 7)):
     return x.astype(DTYPES[dtype])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), (-1, 0), (0, 1, 2), ()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_is_over_the_finite_elements(dtype, axis):
@@ -141,7 +140,6 @@ def test_scale_is_the_ieee_quotient(name):
     same_bits(more, expected + np.float32(1))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_scale_has_an_infinite_reciprocal(name):
     tiny = np.arange(0, 0x02000000, 997, dtype=np.uint32).view(np.float32)
@@ -167,7 +165,6 @@ def _pairs(count=2**16):
     return x, scale.astype(np.float32)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["elementwise", "scalar", "rows", "columns"])
 def test_scaled_is_one_reciprocal_and_one_product(shape, dtype):

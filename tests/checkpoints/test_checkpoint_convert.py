@@ -1,0 +1,290 @@
+"""Conversion; the oracle is NumPy with ml_dtypes, written out in `oracle`."""
+
+import json
+import math
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qtoolkit import checkpoints
+from qtoolkit.checkpoints import CheckpointError, _convert, convert, dequantize, load, save
+
+SRC, DST = "src.safetensors", "dst.safetensors"
+TARGETS = {
+    "e4m3fn": (ml_dtypes.float8_e4m3fn, 448),
+    "e5m2": (ml_dtypes.float8_e5m2, 57344),
+    "e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, 240),
+    "e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, 57344),
+    "int8": (np.int8, 127),
+}
+
+
+def oracle(x, fmt, axes=None):
+    """Codes and scale by NumPy and ml_dtypes: IEEE division, one reciprocal, one rounding."""
+    dtype, largest = TARGETS[fmt]
+    x = np.asarray(x, np.float32)
+    amax = np.max(np.abs(x), axis=axes, keepdims=True, initial=0, where=np.isfinite(x))
+    scale = np.maximum(amax / np.float32(largest), np.float32(2.0**-126))
+    with np.errstate(over="ignore", invalid="ignore"):
+        q = np.clip(x * (np.float32(1) / scale), -128 if fmt == "int8" else -largest, largest)
+        codes = np.where(np.isnan(q), 0, np.rint(q)) if fmt == "int8" else q
+        return codes.astype(dtype), scale
+
+
+def assert_same_codes(got, expected, name=""):
+    """Bit for bit; of NaN only that it is one."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), name
+    unsigned = f"u{got.itemsize}"
+    a, b = (np.array(codes).reshape(-1).view(unsigned) for codes in (got, expected))
+    nan = np.isnan(got.astype(np.float32)).reshape(-1)
+    np.testing.assert_array_equal(nan, np.isnan(expected.astype(np.float32)).reshape(-1), name)
+    np.testing.assert_array_equal(np.where(nan, 0, a), np.where(nan, 0, b), name)
+
+
+def normal(shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def converted(tmp_path, tensors, **options):
+    save(tmp_path / SRC, tensors, overwrite=True)
+    report = convert(tmp_path / SRC, tmp_path / DST, overwrite=True, **options)
+    return load(tmp_path / DST), report
+
+
+SHAPES = [(1, 1), (1, 65), (65, 1), (5, 7, 3), (2, 200), (129, 2)]
+CASES = [
+    *(("e4m3fn", dtype, 64) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)),
+    *((fmt, np.float32, 2**20) for fmt in TARGETS),
+]
+
+
+@pytest.mark.parametrize(("fmt", "dtype", "chunk"), CASES)
+def test_codes_and_scales_equal_numpy_with_ml_dtypes(tmp_path, monkeypatch, fmt, dtype, chunk):
+    monkeypatch.setattr(_convert, "CHUNK", chunk)
+    tensors = {
+        f"{i}{ending}": normal(shape, dtype, seed=i)
+        for i, shape in enumerate(SHAPES)
+        for ending in (".weight", "/kernel")
+    }
+    for scaling in ("tensor", "channel"):
+        found, report = converted(tmp_path, tensors, format=fmt, scaling=scaling)
+        for name, x in tensors.items():
+            axis = x.ndim - 1 if name.endswith("kernel") else 0
+            axes = None if scaling == "tensor" else tuple(i for i in range(x.ndim) if i != axis)
+            codes, scale = oracle(x, fmt, axes)
+            assert_same_codes(found[name], codes, name)
+            shape = (1,) if scaling == "tensor" else scale.shape
+            np.testing.assert_array_equal(found[name + "_scale"], scale.reshape(shape), name)
+        assert len(report.quantized) == len(tensors)
+
+
+@pytest.mark.parametrize("size", [1, 5, 32, 33, 97])
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_sizes_around_the_chunk_boundary(tmp_path, monkeypatch, size, scaling):
+    monkeypatch.setattr(_convert, "CHUNK", 32)
+    tensors = {
+        "a.weight": normal((size, 3)),
+        "b.weight": normal((3, size)),
+        "c/kernel": normal((size, 7)),
+    }
+    found, _ = converted(tmp_path, tensors, scaling=scaling)
+    for name, x in tensors.items():
+        axes = None if scaling == "tensor" else (0,) if name == "c/kernel" else (1,)
+        assert_same_codes(found[name], oracle(x, "e4m3fn", axes)[0], name)
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_16_bit_targets_equal_numpys_astype_after_a_clip(tmp_path, fmt, dtype):
+    with np.errstate(over="ignore"):
+        extremes = np.array([3e38, -1e5, 1e-6, 0], np.float32).astype(dtype)
+    x = np.concatenate([normal(500, dtype), extremes])
+    x = np.where(np.isfinite(x), x, np.ones_like(x)).reshape(8, 63)
+    found, report = converted(tmp_path, {"w": x}, format=fmt)
+    if report.kept:
+        assert np.dtype(dtype).name == fmt
+    largest = float(ml_dtypes.finfo(fmt).max)
+    expected = np.clip(x.astype(np.float32), -largest, largest).astype(fmt)
+    assert_same_codes(found["w"], expected)
+    assert list(found) == ["w"]
+
+
+@pytest.mark.parametrize("fmt", TARGETS)
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_nan_and_inf_do_not_reach_the_scale(tmp_path, fmt, scaling):
+    x = normal((6, 50))
+    x[0, 0], x[1, 1], x[2, 2], x[3] = np.nan, np.inf, -np.inf, np.nan
+    found, report = converted(tmp_path, {"w": x}, format=fmt, scaling=scaling)
+    codes, scale = oracle(x, fmt, None if scaling == "tensor" else (1,))
+    assert_same_codes(found["w"], codes)
+    np.testing.assert_array_equal(found["w_scale"].reshape(-1), scale.reshape(-1))
+    assert report.nonfinite == 53
+    assert math.isfinite(report.mean_sqnr_db)
+
+
+def test_zeros_empty_tensors_and_scalars(tmp_path):
+    tensors = {
+        "zeros": np.zeros((3, 5), np.float32),
+        "no_rows": np.zeros((0, 5), np.float32),
+        "no_columns": np.zeros((5, 0), np.float32),
+        "scalar": np.float32(2.5),
+        "tiny": np.full((2, 2), 1e-44, np.float32),
+    }
+    for scaling in ("tensor", "channel"):
+        found, report = converted(tmp_path, tensors, scaling=scaling)
+        for name in ("zeros", "no_rows", "no_columns"):
+            assert found[name].shape == tensors[name].shape
+            assert not found[name].view(np.uint8).any()
+            assert (found[name + "_scale"] == 2.0**-126).all()
+        assert found["scalar"] == 2.5
+        assert np.isfinite(dequantize(found)["tiny"]).all()
+        assert report.mean_sqnr_db is None
+
+
+def test_kept_tensors_are_copied_byte_for_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(_convert, "CHUNK", 16)
+    tensors = {
+        "ids": np.arange(1000, dtype=np.int64).reshape(10, 100),
+        "bias": normal(77),
+        "flags": np.array([[True, False]]),
+        "codes": normal((9, 9)).astype("float8_e5m2"),
+    }
+    found, report = converted(tmp_path, tensors)
+    for name, array in tensors.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    assert report.bytes_before == report.bytes_after
+    assert report.mean_sqnr_db is None
+
+
+def test_tensors_narrower_than_a_byte_are_copied(tmp_path):
+    header = json.dumps({"a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / SRC).write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
+    convert(tmp_path / SRC, tmp_path / DST)
+    with checkpoints.SafetensorsFile(tmp_path / DST) as file:
+        assert file.read_bytes("a", 0, 4) == b"abcd"
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int8", "bfloat16"])
+def test_the_report_agrees_with_float64_arithmetic_on_what_was_written(tmp_path, fmt, scaling):
+    tensors = {
+        "a.weight": normal((300, 70)),
+        "b/kernel": 1e-3 * normal((64, 32)),
+        "bias": normal(3),
+    }
+    found, report = converted(tmp_path, tensors, format=fmt, scaling=scaling)
+    values = dequantize(found)
+    assert values.keys() == tensors.keys()
+    for tensor in report.quantized:
+        x = tensors[tensor.name].astype(np.float64)
+        error = x - values[tensor.name].astype(np.float64)
+        # float32 sums over at most 2**10 or 300 elements: a relative error below 1e-4, 0.0004 dB
+        assert tensor.sqnr_db == pytest.approx(
+            10 * np.log10((x**2).sum() / (error**2).sum()), abs=1e-3
+        )
+        if fmt != "bfloat16":
+            assert values[tensor.name].dtype == np.float32
+            assert tensor.max_scale == found[tensor.name + "_scale"].max()
+    assert report.bytes_before == sum(x.nbytes for x in tensors.values())
+    assert report.bytes_after == sum(x.nbytes for x in found.values())
+    assert report.mean_sqnr_db == pytest.approx(np.mean([t.sqnr_db for t in report.quantized]))
+
+
+def test_exact_tensors_do_not_hide_the_mean_of_the_others(tmp_path):
+    _, exact = converted(tmp_path, {"w": np.full((2, 2), 3, np.float32)})
+    assert exact.mean_sqnr_db == math.inf
+    _, mixed = converted(tmp_path, {"w": np.full((2, 2), 3, np.float32), "v": normal((9, 9))})
+    assert mixed.mean_sqnr_db == mixed.quantized[0].sqnr_db or mixed.quantized[1].sqnr_db
+    assert math.isfinite(mixed.mean_sqnr_db)
+
+
+def test_the_result_depends_neither_on_the_chunk_size_nor_on_the_run(tmp_path, monkeypatch):
+    tensors = {"a.weight": normal((40, 70)), "b/kernel": normal((64, 32)), "bias": normal(3)}
+    files = []
+    for chunk in (16, 100, 2**20, 2**20):
+        monkeypatch.setattr(_convert, "CHUNK", chunk)
+        converted(tmp_path, tensors, scaling="channel")
+        files.append((tmp_path / DST).read_bytes())
+    assert len(set(files)) == 1
+
+
+def test_progress_ends_at_the_total(tmp_path, monkeypatch):
+    monkeypatch.setattr(_convert, "CHUNK", 64)
+    calls = []
+    tensors = {"w": normal((40, 7)), "bias": normal(100)}
+    converted(tmp_path, tensors, progress=lambda *call: calls.append(call))
+    assert {name for name, _, _ in calls} == {"w", "bias"}
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert calls[-1][1] == calls[-1][2] == 2 * 4 * 280 + 400
+
+
+def test_few_shapes_compile(tmp_path):
+    before = _convert._encode_block._cache_size()
+    converted(tmp_path, {f"{n}.weight": normal((n, 9)) for n in range(5, 100)})
+    assert _convert._encode_block._cache_size() - before <= 1
+
+
+def test_in_place_with_overwrite(tmp_path):
+    x = normal((20, 30))
+    save(tmp_path / SRC, {"w": x})
+    before = (tmp_path / SRC).read_bytes()
+    with pytest.raises(CheckpointError, match=r"src\.safetensors: exists already"):
+        convert(tmp_path / SRC, tmp_path / SRC)
+    assert (tmp_path / SRC).read_bytes() == before
+    convert(tmp_path / SRC, tmp_path / SRC, overwrite=True)
+    assert_same_codes(load(tmp_path / SRC)["w"], oracle(x, "e4m3fn")[0])
+
+
+def test_converting_the_result_again_changes_nothing_but_is_no_error(tmp_path):
+    found, _ = converted(tmp_path, {"w": normal((20, 30))}, scaling="channel")
+    again = convert(tmp_path / DST, tmp_path / "again")
+    assert not again.quantized
+    for name, array in load(tmp_path / "again").items():
+        assert array.tobytes() == found[name].tobytes()
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("existing", [True, False])
+def test_an_interrupt_in_the_middle_leaves_the_folder_as_it_was(tmp_path, failure, existing):
+    save(tmp_path / SRC, {"a": normal((9, 9)), "b": normal((9, 9))})
+    if existing:
+        (tmp_path / DST).write_bytes(b"precious")
+    before = sorted(os.listdir(tmp_path))
+
+    def interrupt(name, done, total):
+        if done > total / 2:
+            assert len(os.listdir(tmp_path)) == len(before) + 1
+            raise failure
+
+    with pytest.raises(failure):
+        convert(tmp_path / SRC, tmp_path / DST, overwrite=existing, progress=interrupt)
+    assert sorted(os.listdir(tmp_path)) == before
+    if existing:
+        assert (tmp_path / DST).read_bytes() == b"precious"
+
+
+def test_errors_come_before_anything_is_written(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        convert(tmp_path / SRC, tmp_path / DST)
+    assert caught.value.filename == str(tmp_path / SRC)
+    save(tmp_path / SRC, {"w": normal((2, 2)).astype(np.float64)})
+    with pytest.raises(CheckpointError, match="tensor w: dtype F64"):
+        convert(tmp_path / SRC, tmp_path / DST)
+    with pytest.raises(FileNotFoundError, match="folder does not exist"):
+        convert(tmp_path / SRC, tmp_path / "no" / DST)
+    with pytest.raises(IsADirectoryError):
+        convert(tmp_path / SRC, tmp_path, overwrite=True)
+    assert os.listdir(tmp_path) == [SRC]
+
+
+def test_dequantize_leaves_foreign_scales_alone():
+    tensors = {
+        "w": np.ones((2, 2), np.float32),
+        "w_scale": np.ones(1, np.float32),
+        "codes": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+        "ids": np.ones(2, np.int8),
+        "ids_scale": np.ones(2, np.int32),
+    }
+    assert dequantize(tensors).keys() == tensors.keys()

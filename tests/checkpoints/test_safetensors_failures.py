@@ -1,0 +1,158 @@
+"""Writing that fails: the folder stays as it was, whatever the cause."""
+
+import errno
+import io
+import os
+import stat
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, layout, load, save, write_safetensors
+from qtoolkit.checkpoints import _header as header_module
+from qtoolkit.checkpoints import _safetensors as safetensors_module
+
+TARGET = "model.safetensors"
+
+
+def test_an_existing_target_stays_unless_told_otherwise(tmp_path):
+    save(tmp_path / TARGET, {"x": np.ones(2, np.float32)})
+    before = (tmp_path / TARGET).read_bytes()
+    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+        save(tmp_path / TARGET, {})
+    assert (tmp_path / TARGET).read_bytes() == before
+    save(tmp_path / TARGET, {}, overwrite=True)
+    assert load(tmp_path / TARGET) == {}
+    assert os.listdir(tmp_path) == [TARGET]
+
+
+def test_a_target_that_appears_during_the_writing_stays(tmp_path):
+    def chunks():
+        (tmp_path / TARGET).write_bytes(b"somebody else's")
+        yield "x", b"1234"
+
+    with pytest.raises(CheckpointError, match="exists already"):
+        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks())
+    assert (tmp_path / TARGET).read_bytes() == b"somebody else's"
+    assert os.listdir(tmp_path) == [TARGET]
+
+
+def test_overwriting_through_a_link_keeps_the_link(tmp_path):
+    save(tmp_path / "real", {})
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", {"x": np.ones(1, np.int8)}, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert list(load(tmp_path / "real")) == ["x"]
+
+
+def test_targets_that_cannot_be(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        save(tmp_path, {}, overwrite=True)
+    with pytest.raises(FileNotFoundError, match="its folder does not exist") as caught:
+        save(tmp_path / "no" / TARGET, {})
+    assert caught.value.filename == str(tmp_path / "no" / TARGET)
+    with pytest.raises(CheckpointError, match="/dev/null: is not a regular file"):
+        save("/dev/null", {}, overwrite=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_the_mode_of_the_file_is_what_the_umask_says(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save(tmp_path / TARGET, {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / TARGET).stat().st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, code):
+    def refuse(path, *_, **__):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(os, "open", refuse)  # permissions do not stop the superuser
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        save(tmp_path / TARGET, {})
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / TARGET))
+    assert os.listdir(tmp_path) == []
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that has room for 100 more bytes."""
+
+    room = 100
+
+    def write(self, data):
+        written = super().write(memoryview(data)[: self.room])
+        self.room -= written
+        if len(data) and not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
+
+
+def test_a_full_disk_leaves_nothing_and_names_the_target(tmp_path, monkeypatch):
+    save(tmp_path / TARGET, {"old": np.ones(1, np.int8)})
+    before = (tmp_path / TARGET).read_bytes()
+    monkeypatch.setattr(
+        safetensors_module, "open", lambda file, mode, **_: FullDisk(file, mode), raising=False
+    )
+    with pytest.raises(OSError, match="No space left") as caught:
+        save(tmp_path / TARGET, {"x": np.ones(1000, np.float32)}, overwrite=True)
+    assert caught.value.filename == str(tmp_path / TARGET)
+    assert os.listdir(tmp_path) == [TARGET]
+    assert (tmp_path / TARGET).read_bytes() == before
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_any_failure_leaves_the_folder_as_it_was(tmp_path, failure):
+    save(tmp_path / TARGET, {"old": np.ones(1, np.int8)})
+    before = (tmp_path / TARGET).read_bytes()
+
+    def chunks():
+        yield "x", b"12"
+        assert len(os.listdir(tmp_path)) == 2  # the temporary file is in the target's folder
+        raise failure
+
+    with pytest.raises(failure):
+        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks(), overwrite=True)
+    assert os.listdir(tmp_path) == [TARGET]
+    assert (tmp_path / TARGET).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([("x", b"123")], "tensor x: 1 bytes fewer produced"),
+        ([("x", b"123"), ("x", b"45")], "tensor x: 2 more bytes produced, expected 1"),
+        ([("y", b"1")], "tensor y: 1 more bytes produced, expected no such tensor"),
+    ],
+)
+def test_chunks_that_break_the_plan_write_nothing(tmp_path, chunks, message):
+    with pytest.raises(CheckpointError, match=message):
+        write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({"x": np.zeros(2, np.complex128)}, None, "tensor x: dtype complex128, expected one of"),
+        ({"x": np.zeros(2, ml_dtypes.int4)}, None, "tensor x: dtype int4"),
+        ({"x": np.array(["text"])}, None, "tensor x: dtype <U4"),
+        ({"__metadata__": np.zeros(2)}, None, "expected a name that is text"),
+        ({"\ud800": np.zeros(2)}, None, "expected a name that is text"),
+        ({}, {"a": 1}, "metadata: got {'a': 1}, expected strings"),
+    ],
+)
+def test_what_safetensors_has_no_place_for(tmp_path, tensors, metadata, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / TARGET, tensors, metadata)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_header_that_other_readers_would_refuse_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(header_module, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match="expected at most 100"):
+        save(tmp_path / TARGET, {f"tensor {i}": np.zeros(1) for i in range(9)})
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,336 @@
+"""The command as a user meets it: in a process of its own where that matters."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from qtoolkit import __version__
+from qtoolkit.checkpoints import load, save
+from qtoolkit.cli import _formats
+from qtoolkit.cli._app import app
+from qtoolkit.formats import FORMATS, FloatFormat
+
+COMMAND = (sys.executable, "-m", "qtoolkit")
+
+
+def run(*arguments):
+    """The command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def fails(*arguments):
+    """The one line that a failing command prints; nothing else, no traceback, exit code 1."""
+    result = run(*arguments)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("converting")]
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert (len(lines), result.stdout) == (1, "")
+    assert lines[0].startswith("qtoolkit: ")
+    return lines[0].removeprefix("qtoolkit: ")
+
+
+@pytest.fixture
+def source(tmp_path):
+    rng = np.random.default_rng(0)
+    save(
+        tmp_path / "model.safetensors",
+        {
+            "layers/0/kernel": rng.normal(size=(32, 16)).astype(np.float32),
+            "layers/0/bias": np.zeros(16, np.float32),
+            "embed/embedding": rng.normal(size=(8, 32)).astype(np.float32),
+        },
+        {"format": "pt"},
+    )
+    return tmp_path / "model.safetensors"
+
+
+def test_convert_writes_and_sums_up(source, tmp_path):
+    result = run("convert", source, tmp_path / "out", "--scaling", "channel", "--format", "F8_E5M2")
+    assert result.exit_code == 0
+    assert "out: e5m2, a scale per channel" in result.stdout
+    assert "quantized  1 tensor\n" in result.stdout
+    assert "kept       2 tensors" in result.stdout
+    assert "mean SQNR" in result.stdout
+    assert "converting: 100 %" in result.stderr
+    found = load(tmp_path / "out")
+    assert found["layers/0/kernel"].dtype == ml_dtypes.float8_e5m2
+    assert found["layers/0/kernel_scale"].shape == (1, 16)
+
+
+def test_convert_skips_what_it_is_told_to(source, tmp_path):
+    result = run(
+        "convert", source, tmp_path / "out", "--skip", "^nothing$", "--skip", r"layers/\d/"
+    )
+    assert result.exit_code == 0
+    assert "quantized  0 tensors" in result.stdout
+    assert load(tmp_path / "out")["layers/0/kernel"].dtype == np.float32
+
+
+def test_errors_are_one_line_that_names_the_file(source, tmp_path):
+    missing, out = tmp_path / "missing", tmp_path / "out"
+    assert fails("convert", missing, out) == f"{missing}: No such file or directory"
+    assert fails("inspect", missing) == f"{missing}: No such file or directory"
+    assert fails("inspect", tmp_path) == f"{tmp_path}: Is a directory"
+    assert fails("convert", source, source).startswith(
+        f"{source}: exists already; pass --overwrite"
+    )
+    assert fails("convert", source, tmp_path / "no" / "out") == (
+        f"{tmp_path}/no/out: its folder does not exist; create it"
+    )
+    assert fails("convert", source, tmp_path).startswith(f"{tmp_path}: is a folder")
+    assert fails("convert", source, out, "--skip", "(").startswith("--skip (: invalid regular")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_tensor_that_cannot_be_converted_is_named(tmp_path):
+    save(tmp_path / "wide", {"layers/3/kernel": np.zeros((2, 2))})
+    assert fails("convert", tmp_path / "wide", tmp_path / "out") == (
+        f"{tmp_path}/wide: tensor layers/3/kernel: dtype F64, expected F32, F16 or BF16; "
+        "leave it out with --skip"
+    )
+
+
+@pytest.mark.parametrize("length", [0, 7, 9, 100, -1])
+def test_a_damaged_file_is_named(source, tmp_path, length):
+    source.write_bytes(source.read_bytes()[:length])
+    for command in (("inspect", source), ("convert", source, tmp_path / "out")):
+        assert fails(*command).startswith(f"{source}: ")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_line_breaks_in_names_stay_out_of_the_error(tmp_path):
+    header = json.dumps({"a\nb": {"dtype": "X"}}).encode()
+    (tmp_path / "odd\nname").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "tensor 'a\\nb': dtype 'X'" in fails("inspect", tmp_path / "odd\nname")
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="needs /proc, which nobody can write to"
+)
+def test_a_folder_that_cannot_be_written_to(source):
+    assert fails("convert", source, "/proc/out").startswith("/proc/out: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "e4m4"], "unknown format 'e4m4'; did you mean"),
+        (["--scaling", "row"], "'row' is not one of 'tensor', 'channel'"),
+        (["--unknown"], "No such option: --unknown"),
+    ],
+)
+def test_misuse_exits_with_2(source, tmp_path, arguments, message):
+    result = run("convert", source, tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
+    name = "a_very_long_name." * 10
+    save(tmp_path / "f", {name: np.zeros((2, 3), np.float32), "[b]": np.int8(1)}, {"k": "v\n"})
+    result = run("inspect", tmp_path / "f")
+    assert result.stdout.splitlines() == [
+        "tensor".ljust(len(name)) + "  dtype  shape   bytes",
+        f"{name}  F32    [2, 3]     24",
+        "[b]".ljust(len(name)) + "  I8     []          1",
+        "2 tensors, 7 elements, 25 bytes",
+        "metadata k: 'v\\n'",
+    ]
+
+
+def test_formats_lists_exact_properties():
+    result = run("formats")
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines()[1:]}
+    assert list(rows) == [fmt.name for fmt in FORMATS]
+    assert rows["e4m3fn"] == [
+        "e4m3fn",
+        "8",
+        "4",
+        "3",
+        "7",
+        "448",
+        "2^-6",
+        "2^-9",
+        "2^-3",
+        "no",
+        "0x7F",
+        "0xFF",
+    ]
+    assert rows["e5m2"] == [
+        "e5m2",
+        "8",
+        "5",
+        "2",
+        "15",
+        "57344",
+        "2^-14",
+        "2^-16",
+        "2^-2",
+        "yes",
+        "0x7D-0x7F",
+        "0xFD-0xFF",
+    ]
+    assert rows["e4m3fnuz"] == [
+        "e4m3fnuz",
+        "8",
+        "4",
+        "3",
+        "8",
+        "240",
+        "2^-7",
+        "2^-10",
+        "2^-3",
+        "no",
+        "0x80",
+    ]
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if isinstance(fmt, FloatFormat)])
+def test_printed_properties_equal_ml_dtypes_finfo(fmt):
+    info = ml_dtypes.finfo(fmt.dtype)
+    row = dict(zip(_formats.HEADER, _formats._row(fmt), strict=True))
+
+    def value(text):
+        factor, power = text.split("*") if "*" in text else ("1", text)
+        return float(factor) * 2.0 ** int(power[2:]) if power.startswith("2^") else float(text)
+
+    assert value(row["max"]) == float(info.max)
+    assert value(row["min normal"]) == float(info.smallest_normal)
+    assert value(row["min subnormal"]) == float(info.smallest_subnormal)
+    assert value(row["epsilon"]) == float(info.eps)
+
+
+def test_demo_passes_its_options_on(monkeypatch, tmp_path):
+    calls = []
+    stub = types.ModuleType("qtoolkit.cli._demo")
+    stub.run = lambda **options: calls.append(options)
+    monkeypatch.setitem(sys.modules, "qtoolkit.cli._demo", stub)
+    assert run("demo").exit_code == 0
+    result = run("demo", "--steps", 3, "--out", tmp_path, "--seed", 5, "--format", "f8e5m2")
+    assert result.exit_code == 0
+    assert [{**call, "out": str(call["out"])} for call in calls] == [
+        {"steps": 400, "out": "qtoolkit-demo", "seed": 0, "format": "e4m3fn"},
+        {"steps": 3, "out": str(tmp_path), "seed": 5, "format": "e5m2"},
+    ]
+    assert run("demo", "--steps", 0).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["convert", "--help"], ["formats"], ["--version"]]
+)
+def test_looking_loads_neither_jax_nor_anything_heavy(arguments):
+    assert not loaded_by(arguments) & HEAVY
+
+
+def test_inspecting_does_not_either(source):
+    assert not loaded_by(["inspect", str(source)]) & HEAVY
+
+
+HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
+
+
+def loaded_by(arguments):
+    code = (
+        "import sys; sys.argv[0] = 'qtoolkit'\n"
+        "from qtoolkit.cli import main\n"
+        "try: main()\n"
+        "finally: print('MODULES', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
+    )
+    return set(done.stdout.split("MODULES ")[1].split())
+
+
+def test_python_m_and_version():
+    done = subprocess.run([*COMMAND, "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"qtoolkit {__version__}\n"
+
+
+def endless(path):
+    """A source of 64 GiB that takes no room: longer to convert than any test waits."""
+    entry = {"dtype": "F32", "shape": [2**17, 2**17], "data_offsets": [0, 2**36]}
+    header = json.dumps({"layers/0/kernel": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 2**36)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
+    endless(tmp_path / "src")
+    (tmp_path / "dst").write_bytes(b"precious")
+    with subprocess.Popen(
+        [*COMMAND, "convert", "src", "dst", "--overwrite"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
+        process.send_signal(sent)
+        stdout, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.splitlines() if not line.startswith("converting")]
+    assert lines == [f"qtoolkit: {word}; dst was not written"]
+    assert (process.returncode, stdout) == (code, "")
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+    assert (tmp_path / "dst").read_bytes() == b"precious"
+
+
+def test_a_reader_that_hangs_up_is_no_error(tmp_path):
+    save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
+    with subprocess.Popen(
+        [*COMMAND, "inspect", "f"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path):
+    parts = [
+        in_terminal(["convert", str(source), str(tmp_path / "out")]),
+        in_terminal(["inspect", str(tmp_path / "out")]),
+        in_terminal(["formats"]),
+    ]
+    assert "converting" in parts[0]
+    assert "━" in parts[0]
+    assert "layers/0/kernel_scale" in parts[1]
+    assert "─" in parts[1]
+    assert "e4m3fnuz" in parts[2]
+
+
+def in_terminal(arguments):
+    """What the command writes to a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [*COMMAND, *arguments], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while part := os.read(ours, 65536):
+            output += part
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    finally:
+        os.close(ours)
+    assert process.wait(timeout=60) == 0, output
+    return output.decode()
