@@ -11,16 +11,18 @@ import numpy as np
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], *, runs: int = 25, warm: int = 2
 ) -> dict[str, np.ndarray]:
-    """Seconds of each call of each function, called in turn so that drift meets all alike.
+    """Seconds of each call of each function; a new order each turn, so that drift meets all.
 
     Each turn calls a function twice and times the second call: the first one refills the caches.
     """
+    order = np.random.default_rng(0)
     for function in functions.values():
         for _ in range(warm):
             jax.block_until_ready(function())
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(runs):
-        for name, function in functions.items():
+        for name in order.permutation(list(functions)):
+            function = functions[name]
             jax.block_until_ready(function())
             start = time.perf_counter()
             jax.block_until_ready(function())

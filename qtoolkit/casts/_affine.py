@@ -21,5 +21,5 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` in float32 by IEEE division: a divisor that depends on `a` has no shared reciprocal."""
+    """`a / b` in float32 by IEEE division: a divisor that depends on `a` shares no reciprocal."""
     return a / jnp.where(a == a, b, jnp.ones_like(b))

@@ -1,6 +1,5 @@
 """The public casts: arguments checked, then one jitted call."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -166,9 +165,7 @@ def round_values(x: jax.Array, fmt: Format, saturation: str) -> jax.Array:
 
 
 def _codes(x: jax.Array, fmt: Format, saturation: str) -> jax.Array:
-    to_codes: Callable[..., jax.Array] = (
-        int_codes if isinstance(fmt, IntFormat) else float_codes
-    )
+    to_codes: Callable[..., jax.Array] = int_codes if isinstance(fmt, IntFormat) else float_codes
     return to_codes(pattern(x), fmt, saturation).astype(fmt.code_dtype)
 
 
@@ -204,6 +201,7 @@ def _no_derivative(name: str) -> Callable[..., Any]:
 
 
 def _cast_codes(x: jax.Array, fmt: Format, saturation: str) -> jax.Array:
+    assert fmt.dtype is not None
     return lax.bitcast_convert_type(_codes(x, fmt, saturation), fmt.dtype)
 
 

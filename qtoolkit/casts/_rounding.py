@@ -1,10 +1,10 @@
 """The rounding itself, on float32 patterns: to a format's codes, and to its values.
 
-Two ways, one result. `_by_addition`: beside 2**23 steps of the target, float32's own adder has no
-room for a fraction of a step and rounds to nearest even, once. It is the fast way, and right wherever
-neither the steps nor those sums leave float32's normal range; the special values are put in as the
-numbers that their codes would spell, so that they need no branch of their own. `_codes_by_shift`
-serves the formats with wider exponents, bfloat16 first of all, by integer shifts alone.
+Two ways, one result. By addition: beside 2**23 steps of the target, float32's own adder has no room
+for a fraction of a step and rounds to nearest even, once. It is the fast way, and right wherever
+neither the steps nor those sums leave float32's normal range; what has no finite result is put in
+as the number that the code of its result spells. By shift: integers alone, for the formats with
+wider exponents, bfloat16 first of all.
 """
 
 import jax
@@ -31,13 +31,14 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Array
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
     magnitude = bits & u32(MAGNITUDE)
     if _addition_rounds(fmt):
-        magnitude = _spell_specials(magnitude, fmt, saturation)
-        binade = _binade(magnitude, fmt)
+        limited = _limit(magnitude, fmt, saturation)
+        limited = jnp.where(magnitude > u32(INF), _spelled(fmt, fmt.nan_code), limited)
+        binade = _binade(limited, fmt)
         # A sum's pattern ends in the number of steps; `first` of them are in the exponent already.
         first = -((fmt.min_exponent + 127) << fmt.mantissa_bits) & ((1 << fmt.bits) - 1)
         shift = FLOAT32_MANTISSA - fmt.mantissa_bits
         big = (binade + u32(shift << FLOAT32_MANTISSA)) | u32(first)
-        code = _bits(_float(magnitude) + _float(big)) + (binade >> np.uint32(shift))
+        code = _bits(_float(limited) + _float(big)) + (binade >> np.uint32(shift))
         code &= u32((1 << fmt.bits) - 1)
         if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
             code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
@@ -54,17 +55,18 @@ def float_values(bits: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Arra
     if not _addition_rounds(fmt):
         return float_pattern(float_codes(bits, fmt, saturation), fmt)
     magnitude = bits & u32(MAGNITUDE)
-    spelled = _spell_specials(magnitude, fmt, saturation)
+    limited = _limit(magnitude, fmt, saturation)
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    big = _float(_binade(spelled, fmt) + u32(shift << FLOAT32_MANTISSA))
-    value = _bits((_float(spelled) + big) - big)  # of the data: XLA would cancel a constant
+    big = _float(_binade(limited, fmt) + u32(shift << FLOAT32_MANTISSA))
+    value = _bits((_float(limited) + big) - big)  # of the data: XLA would cancel a constant
     if saturation != "finite" and fmt.overflow is not Overflow.MAX:
         beyond = value > u32(exact_float32_pattern(fmt.max_finite))
         value = jnp.where(beyond, u32(INF if fmt.overflow is Overflow.INF else NAN), value)
     value = jnp.where(magnitude > u32(INF), u32(NAN), value)
     sign = bits & u32(SIGN)
     if not fmt.has_negative_zero:
-        sign = jnp.where((value == 0) | (value == u32(NAN)), u32(0), sign)
+        is_signed = value - np.uint32(1) < u32(NAN - 1)  # neither zero nor NaN
+        sign = jnp.where(is_signed, sign, u32(0))
     return value | sign
 
 
@@ -77,13 +79,13 @@ def _addition_rounds(fmt: FloatFormat) -> bool:
     return least_step >= -125 and fmt.max_exponent + 1 + FLOAT32_MANTISSA <= 127
 
 
-def _spell_specials(magnitude: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Array:
-    """Replaces what has no finite result by the number that the code of its result spells."""
+def _limit(magnitude: jax.Array, fmt: FloatFormat, saturation: str) -> jax.Array:
+    """Clamps to the largest finite value, or to what the code of an unclamped result spells."""
     beyond = saturation == "none" and fmt.overflow is not Overflow.MAX
     limited = jnp.minimum(magnitude, _spelled(fmt, fmt.max_code + beyond))
     if saturation == "propagate":
         limited = jnp.where(magnitude == u32(INF), _spelled(fmt, fmt.overflow_code), limited)
-    return jnp.where(magnitude > u32(INF), _spelled(fmt, fmt.nan_code), limited)
+    return limited
 
 
 def _spelled(fmt: FloatFormat, code: int) -> np.uint32:
@@ -107,7 +109,9 @@ def _codes_by_shift(magnitude: jax.Array, fmt: FloatFormat, saturation: str) -> 
     """The codes, without sign, of values with float32 patterns `magnitude`."""
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
     min_field = fmt.min_exponent + 127
-    code = _shift_right_to_nearest_even(magnitude, shift) - u32((min_field - 1) << fmt.mantissa_bits)
+    code = _shift_right_to_nearest_even(magnitude, shift) - u32(
+        (min_field - 1) << fmt.mantissa_bits
+    )
     if min_field > 1:  # else the format's subnormals are float32's own
         field = magnitude >> np.uint32(FLOAT32_MANTISSA)
         hidden = jnp.where(field > 0, u32(1 << FLOAT32_MANTISSA), u32(0))
@@ -126,7 +130,7 @@ def _codes_by_shift(magnitude: jax.Array, fmt: FloatFormat, saturation: str) -> 
 
 
 def _shift_right_to_nearest_even(bits: jax.Array, count: int | jax.Array) -> jax.Array:
-    """bits / 2**count, rounded once; `bits` below 2**31."""
+    """Bits / 2**count, rounded once; `bits` below 2**31."""
     if isinstance(count, int):
         if count == 0:
             return bits

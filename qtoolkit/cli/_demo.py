@@ -191,7 +191,9 @@ def _print_table(console: Console, results: Results, headline: str) -> None:
         console.print(f"{name:<{width}}  {figure}", highlight=False, soft_wrap=True)
 
 
-def _plot(console: Console, folder: Path, pair: Pair, report: checkpoints.Report, results: Results) -> None:
+def _plot(
+    console: Console, folder: Path, pair: Pair, report: checkpoints.Report, results: Results
+) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no plots: matplotlib is missing; pip install 'qtoolkit[plots]'")
         return

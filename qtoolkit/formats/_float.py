@@ -39,7 +39,7 @@ class FloatFormat:
       bias: Field e > 0 stands for 2**(e - bias); field 0, the subnormals, for 2**(1 - bias).
       specials: Which codes are not finite.
       overflow: What overflow and infinities become where they are not clamped.
-      dtype_name: The numpy name of the format's own dtype; None where numpy and ml_dtypes have none.
+      dtype_name: The numpy name of its own dtype; None where numpy and ml_dtypes have none.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
     """
 

@@ -86,7 +86,7 @@ _BY_SPELLING = {
 }
 
 
-def format(spec: Any) -> Format:  # noqa: A001  (the public name; `qt.format`)
+def format(spec: Any) -> Format:
     """The format that `spec` names.
 
     Args:

@@ -68,7 +68,9 @@ def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
             number = float(np.asarray(value, x.dtype))
         if not math.isfinite(number) or (name == "scale" and number == 0):
             wanted = "a finite number" + (" other than zero" if name == "scale" else "")
-            raise ValueError(f"fake_convert: {name}={value} is {number} in {x.dtype}, expected {wanted}")
+            raise ValueError(
+                f"fake_convert: {name}={value} is {number} in {x.dtype}, expected {wanted}"
+            )
         return jnp.asarray(value, x.dtype)
     dtype = getattr(value, "dtype", type(value).__name__)
     if dtype != x.dtype:

@@ -69,12 +69,10 @@ def _jvp(
     if not all(isinstance(dot, ad.Zero) for dot in residual_dots):
         dots = tuple(map(ad.instantiate_zeros, residual_dots))
         terms.append(jax.jvp(lambda *r: forward(r, x), tuple(residuals), dots)[1])
-    return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
+    return out, functools.reduce(jnp.add, terms)
 
 
-def _transpose(
-    cotangent: Any, *operands: Any, forward: Linear, transpose: Linear
-) -> list[Any]:
+def _transpose(cotangent: Any, *operands: Any, forward: Linear, transpose: Linear) -> list[Any]:
     *residuals, x = operands
     if isinstance(cotangent, ad.Zero):
         return [None] * len(residuals) + [ad.Zero(x.aval)]

@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
-
-import jax.numpy as jnp
 
 from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
 
@@ -31,9 +30,7 @@ class Einsum:
 
     recipe: Recipe
 
-    def __call__(
-        self, subscripts: str, lhs: jax.Array, rhs: jax.Array, **kwargs: Any
-    ) -> jax.Array:
+    def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array, **kwargs: Any) -> jax.Array:
         return einsum(subscripts, lhs, rhs, recipe=self.recipe, **kwargs)
 
 
@@ -70,13 +67,13 @@ _HOOKS: dict[type[nnx.Module], tuple[str, Any, Any]] = {
 def wrap(model: Model, recipe: Recipe | None = None) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
-    Every `nnx.Linear`, `nnx.LinearGeneral` (attention's projections are four of them), `nnx.Einsum`
-    and `nnx.Conv`, and any subclass, gets a quantized product by attribute. Everything else stays as
-    it is: embeddings, normalisation, softmax, and attention's own two products.
+    Every `nnx.Linear`, `nnx.LinearGeneral` (attention's projections are four of them),
+    `nnx.Einsum` and `nnx.Conv`, and any subclass, gets a quantized product by attribute. Everything
+    else stays as it is: embeddings, normalisation, softmax, and attention's own two products.
 
     Args:
-      model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models work
-        side by side, eager and under `nnx.jit`.
+      model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
+        work side by side, eager and under `nnx.jit`.
       recipe: Formats and scaling; None for `Recipe()`, E4M3 forward and E5M2 for gradients.
 
     Returns:
@@ -109,7 +106,9 @@ def _check_hooks(model: nnx.Module) -> None:
                 continue
             found = True
             _check_attribute(path, layer, attribute, (original, None), quantized)
-            _check_attribute(path, layer, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
+            _check_attribute(
+                path, layer, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype)
+            )
             if isinstance(layer, nnx.LinearGeneral):
                 _check_attribute(path, layer, "dot_general_cls", (None,))
     if not found:

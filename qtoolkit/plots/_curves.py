@@ -15,7 +15,9 @@ def loss_curves(
     """Writes a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`."""
     figure, axes = _figure(7.0, 4.2)
     for (name, losses), (colour, dashes) in zip(curves.items(), _STYLES, strict=False):
-        axes.plot(steps, losses, dashes, color=colour, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}")
+        axes.plot(
+            steps, losses, dashes, color=colour, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}"
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("validation loss, bits per byte")
     axes.legend(frameon=False, title="last evaluation")

@@ -90,7 +90,7 @@ def conv_general_dilated(
     recipe: Recipe = _DEFAULT,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` of operands rounded by `recipe`; all else as in `dot_general`."""
+    """`jax.lax.conv_general_dilated` of operands rounded by `recipe`, as in `dot_general`."""
     function = _ConvGeneralDilated(
         window_strides=_integers(window_strides),
         padding=padding if isinstance(padding, str) else tuple(map(_integers, padding)),

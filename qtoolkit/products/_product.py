@@ -1,8 +1,8 @@
 """The one quantized product: any bilinear function of two arrays, with its derivatives.
 
-The forward product is `f(q_l, q_r) * s_l * s_r`: operands on the grid of their format, scales outside.
-Its derivatives are products of the same kind: `f` transposed, of the rounded cotangent and the other
-operand's q. Operand roundings count as the identity (nothing saturates under current scaling).
+The forward product is `f(q_l, q_r) * s_l * s_r`: operands on the grid of their format, the scales
+outside. Its derivatives are products of the same kind: `f` transposed, of the rounded cotangent and
+the other operand's q. Operand roundings count as the identity (nothing saturates under current scaling).
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ def _on_side(function: Bilinear, side: int, operand: jax.Array, q: jax.Array) ->
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _operand(x: jax.Array, fmt: Format | None) -> tuple[jax.Array, jax.Array]:
-    """q and scale with x ~ q * scale; the derivative takes that for an equality, scale fixed."""
+    """Q and scale with x ~ q * scale; the derivative takes that for an equality, scale fixed."""
     return (x, jnp.float32(1)) if fmt is None else quantized_values(x, fmt)
 
 

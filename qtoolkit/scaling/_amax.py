@@ -1,7 +1,7 @@
-"""The largest finite magnitude of an array, and the scale that maps it to the largest of a format."""
+"""The largest finite magnitude of an array, and the scale that maps it to that of a format."""
 
-from collections.abc import Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax import lax
 
 from qtoolkit.casts import check_source, product, quotient, round_values
 from qtoolkit.formats import Format
+
+Result = TypeVar("Result")
 
 _LEAST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite, and no smaller scale is normal
 
@@ -24,29 +26,12 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
       axis: The axes to reduce; None for all.
 
     Returns:
-      float32, the reduced axes kept with length 1 (all of them kept: rank of `x`), or a scalar where
-      `axis` is None.
+      float32: the rank of `x`, reduced axes with length 1; a scalar where `axis` is None.
 
     Raises:
       TypeError: `x` has another dtype.
     """
-    x = check_source("amax", x)
-    keepdims = axis is not None
-    axes = tuple(range(x.ndim)) if axis is None else axis
-    largest = ml_dtypes.finfo(x.dtype).max
-
-    def masked(x: jax.Array) -> jax.Array:
-        magnitude = jnp.abs(x)
-        finite = jnp.where(magnitude <= largest, magnitude, jnp.zeros_like(magnitude))
-        return jnp.max(finite, axis=axes, keepdims=keepdims, initial=0)
-
-    def plain_first(x: jax.Array) -> jax.Array:
-        plain = jnp.max(jnp.abs(x), axis=axes, keepdims=keepdims, initial=0)
-        return lax.cond(jnp.all(plain <= largest), lambda _: plain, masked, x)
-
-    # XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out.
-    x = lax.stop_gradient(x)
-    return lax.platform_dependent(x, cpu=plain_first, default=masked).astype(jnp.float32)
+    return _with_amax(check_source("amax", x), axis, lambda x, amax: amax)
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
@@ -60,12 +45,12 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
       Shape of `amax`, float32, at least 2**-126: a zero or tiny `amax` never gives a scale whose
       reciprocal is infinite.
     """
-    largest = np.float32(float(Fraction(fmt.max_finite)))
+    largest = np.float32(float(fmt.max_finite))
     return jnp.maximum(quotient(amax, jnp.broadcast_to(largest, amax.shape)), _LEAST_SCALE)
 
 
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
+    """X / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
     return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
 
 
@@ -83,7 +68,41 @@ def quantized_values(
       q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
       scale: float32 scalar, 1 for formats that need none.
     """
+    x = lax.stop_gradient(x)
     if not fmt.needs_scale:
         return round_values(x, fmt, saturation), jnp.float32(1)
-    scale = scale_from_amax(amax(x), fmt)
-    return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale
+
+    def rounded(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = scale_from_amax(amax, fmt)
+        return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale
+
+    return _with_amax(x, None, rounded)
+
+
+def _with_amax(
+    x: jax.Array,
+    axis: int | Sequence[int] | None,
+    use: Callable[[jax.Array, jax.Array], Result],
+) -> Result:
+    """`use(x, amax)`. On CPU in a branch of its own, which pays twice.
+
+    XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out;
+    and it would otherwise fuse `use` into every transposed copy that a product makes of it.
+    """
+    axes = tuple(range(x.ndim)) if axis is None else axis
+    largest = ml_dtypes.finfo(x.dtype).max
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(x), axis=axes, keepdims=axis is not None, initial=0)
+
+    def masked(x: jax.Array) -> Result:
+        finite = jnp.where(jnp.abs(x) <= largest, x, jnp.zeros_like(x))
+        return use(x, plain(finite).astype(jnp.float32))
+
+    def plain_first(x: jax.Array) -> Result:
+        amax = plain(x)
+        return lax.cond(
+            jnp.all(amax <= largest), lambda x: use(x, amax.astype(jnp.float32)), masked, x
+        )
+
+    return lax.platform_dependent(lax.stop_gradient(x), cpu=plain_first, default=masked)

@@ -121,9 +121,13 @@ def test_errors():
         fake_cast(x, "e4m3")
     with pytest.raises(ValueError, match=r"fake_cast: rounding='up', expected one of nearest_even"):
         fake_cast(x, E4M3FN, rounding="up")
-    with pytest.raises(ValueError, match=r"saturation=True, expected one of finite, propagate, none"):
+    with pytest.raises(
+        ValueError, match=r"saturation=True, expected one of finite, propagate, none"
+    ):
         fake_cast(x, E4M3FN, saturation=True)
-    with pytest.raises(ValueError, match=r"gradient='ste', expected one of identity, clipped, zero"):
+    with pytest.raises(
+        ValueError, match=r"gradient='ste', expected one of identity, clipped, zero"
+    ):
         fake_cast(x, E4M3FN, gradient="ste")
     with pytest.raises(ValueError, match=r"float16 does not hold every finite value of bfloat16"):
         fake_cast(x.astype(jnp.float16), "bfloat16")

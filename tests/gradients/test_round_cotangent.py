@@ -1,4 +1,4 @@
-"""round_cotangent: the identity forward, ml_dtypes' rounding backward, under every transformation."""
+"""round_cotangent: the identity forward, ml_dtypes' rounding backward, however transformed."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,9 @@ def test_every_transformation_rounds_the_same(x):
             lambda x: jnp.sum(jax.vmap(identity, 1, 1)(x.reshape(2, 3)) * cotangent.reshape(2, 3))
         )(x),
         "linear_transpose": jax.linear_transpose(identity, x)(cotangent)[0],
-        "transposed linearize": jax.linear_transpose(jax.linearize(identity, x)[1], x)(cotangent)[0],
+        "transposed linearize": jax.linear_transpose(jax.linearize(identity, x)[1], x)(cotangent)[
+            0
+        ],
         "scan": jax.grad(
             lambda x: jnp.sum(jax.lax.scan(lambda c, v: (c, identity(v)), 0, x)[1] * cotangent)
         )(x),

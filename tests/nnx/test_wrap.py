@@ -64,7 +64,7 @@ def test_parameters_are_shared_and_the_original_is_untouched(model, x):
 
 def test_both_models_in_any_order_eager_and_jitted(model, x):
     wrapped = wrap(model)
-    # Eager and jitted float32 products differ in the last bits; rounded ones are compared bit by bit.
+    # Eager and jitted float32 products differ in the last bits, the same call does not.
     wide, quantized = model(x), wrapped(x)
     jitted = nnx.jit(apply)
     for _ in range(2):
@@ -211,14 +211,18 @@ def test_errors(model):
         wrap({})
     with pytest.raises(TypeError, match=r"wrap: recipe has type str, expected a Recipe"):
         wrap(model, "e4m3fn")
-    with pytest.raises(ValueError, match=r"LayerNorm has no layer to quantize, expected nnx.Linear"):
+    with pytest.raises(
+        ValueError, match=r"LayerNorm has no layer to quantize, expected nnx.Linear"
+    ):
         wrap(nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
 
     def own(*args, **kwargs):
         raise NotImplementedError
 
     model.linear.dot_general = own
-    with pytest.raises(ValueError, match=r"wrap: (linear|again): Linear.dot_general is .*own.* expected"):
+    with pytest.raises(
+        ValueError, match=r"wrap: (linear|again): Linear.dot_general is .*own.* expected"
+    ):
         wrap(model)
     general = nnx.LinearGeneral(4, 4, dot_general_cls=lambda: own, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"\(the model itself\): LinearGeneral.dot_general_cls is"):

@@ -32,7 +32,9 @@ def draw(*shape, seed=0, dtype=np.float32):
 
 
 def assert_close(got, expected, terms, magnitude):
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=terms * 2.0**-23 * magnitude)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), expected, atol=terms * 2.0**-23 * magnitude
+    )
 
 
 @pytest.mark.quick
@@ -51,7 +53,7 @@ def test_matmul_and_both_gradients(wrap):
 
 
 def test_weights_are_rounded_from_their_own_dtype():
-    """float32 weights beside bfloat16 activations: a bfloat16 copy first changes 3 % of the codes."""
+    """float32 weights, bfloat16 activations: a bfloat16 copy would change 3 % of the codes."""
     x, w = draw(64, 64, dtype=ml_dtypes.bfloat16), draw(64, 64, seed=1)
     (qx, sx), (qw, sw) = quantized(x), quantized(w)
     out = dot_general(jnp.asarray(x), jnp.asarray(w), MATMUL, preferred_element_type=jnp.float32)
@@ -89,7 +91,9 @@ def test_batch_dimensions_and_einsum_agree():
 
     by_dot = jax.grad(loss(lambda x, w: dot_general(x, w, numbers)), (0, 1))(x, w)
     by_einsum = jax.grad(loss(lambda x, w: einsum("bij,bjk->bik", x, w)), (0, 1))(x, w)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), by_dot, by_einsum)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), by_dot, by_einsum
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_batch_dimensions_and_einsum_agree():
     ],
 )
 def test_convolution_and_its_gradients(strides, padding, options):
-    """Oracle: XLA's own convolution, in float32, of the operands that numpy and ml_dtypes rounded."""
+    """Oracle: XLA's own float32 convolution of what numpy and ml_dtypes rounded."""
     groups = options.get("feature_group_count", 1)
     x, w = draw(2, 11, 4), draw(3, 4 // groups, 6, seed=1)
     numbers = ("NWC", "WIO", "NWC")
