@@ -9,7 +9,7 @@ run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## the whole suite but what is marked exhaustive
-	$(BIN)/python -m pytest -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 quick: $(VENV)/.stamp-dev  ## a few seconds of it
 	$(BIN)/python -m pytest -m quick $(ARGS)

@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("--format", default="e4m3fn")
     arguments = parser.parse_args()
     corpus, recipe = load_corpus(), Recipe(forward=arguments.format)
-    print(f"{corpus.description}; {arguments.steps} steps; {recipe}")
+    formats = f"{recipe.forward.name} forward, {recipe.gradient.name} gradients"
+    print(f"{corpus.description}; {arguments.steps} steps; {formats}")
     print("seed  float32  FP8     gap       step-time ratio")
     gaps = []
     for seed in arguments.seeds:

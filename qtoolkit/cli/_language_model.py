@@ -20,9 +20,9 @@ from flax import nnx
 from qtoolkit.nnx import wrap
 from qtoolkit.products import Recipe
 
-CONTEXT = 128
-BATCH = 16
-VALIDATION_WINDOWS = 96
+CONTEXT = 64
+BATCH = 32
+VALIDATION_WINDOWS = 192
 EVALUATIONS = 20
 PEAK_LEARNING_RATE = 6e-3
 EMBEDDING_DEVIATION = 0.35  # with Flax's 0.09 attention takes twice the steps to set in

@@ -2,7 +2,8 @@
 
 The forward product is `f(q_l, q_r) * s_l * s_r`: operands on the grid of their format, the scales
 outside. Its derivatives are products of the same kind: `f` transposed, of the rounded cotangent and
-the other operand's q. Operand roundings count as the identity (nothing saturates under current scaling).
+the other operand's q. Rounding an operand counts as the identity: with current scaling nothing
+saturates.
 """
 
 import dataclasses
