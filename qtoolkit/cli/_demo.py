@@ -44,7 +44,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
     corpus = load_corpus()
-    console.print(f"text: {corpus.description}", highlight=False)
+    console.print(f"text: {corpus.description}", highlight=False, markup=False)
     started = time.perf_counter()
     pair = _train(console, corpus, recipe, steps, seed)
     wide_path = folder / "float32.safetensors"
@@ -71,7 +71,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     _print_table(console, results, headline)
     (folder / "table.md").write_text(results.markdown(f"{headline}; {corpus.description}"))
     _plot(console, folder, pair, report, results)
-    console.print(f"written to {folder}/", highlight=False)
+    console.print(f"written to {folder}/", highlight=False, markup=False, soft_wrap=True)
 
 
 def _format(name: str) -> Any:
@@ -195,7 +195,9 @@ def _plot(
     console: Console, folder: Path, pair: Pair, report: checkpoints.Report, results: Results
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("no plots: matplotlib is missing; pip install 'qtoolkit[plots]'")
+        console.print(
+            "no plots: matplotlib is missing; pip install 'qtoolkit[plots]'", markup=False
+        )
         return
     from qtoolkit.plots import loss_curves, weight_errors
 

@@ -37,7 +37,10 @@ class Corpus(NamedTuple):
 
 
 def load_corpus() -> Corpus:
-    """CPython's help topics; every tenth topic is kept apart for validation."""
+    """CPython's help topics; every tenth topic is kept apart for validation.
+
+    Topics quote one another, so what is kept apart is paragraphs.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -46,12 +49,18 @@ def load_corpus() -> Corpus:
             "CPython; install the full Python (Debian: python3-full)"
         ) from error
     texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))  # some topics are aliases
-    held_out = texts[9::10]
-    parts = [text for text in texts if text not in held_out], held_out
-    training, validation = (np.frombuffer("\n".join(part).encode(), np.uint8) for part in parts)
+    held_out = list(dict.fromkeys(_paragraphs(texts[9::10])))
+    kept = [paragraph for paragraph in _paragraphs(texts) if paragraph not in set(held_out)]
+    training, validation = (
+        np.frombuffer("\n\n".join(part).encode(), np.uint8) for part in (kept, held_out)
+    )
     digest = hashlib.sha256(training.tobytes() + validation.tobytes()).hexdigest()[:12]
     size = f"{training.size:,} + {validation.size:,} bytes"
     return Corpus(training, validation, f"pydoc_data.topics, {size}, sha256 {digest}")
+
+
+def _paragraphs(texts: list[str]) -> list[str]:
+    return [paragraph for text in texts for paragraph in text.split("\n\n")]
 
 
 class Block(nnx.Module):
@@ -166,7 +175,7 @@ def train_pair(
     wide, quantized = (Run(m, nnx.Optimizer(m, transform, wrt=nnx.Param)) for m in models)
     pair = Pair(wide, quantized, [])
     batches = np.random.default_rng(seed)
-    held_out = validation_windows(corpus)
+    held_out_windows = validation_windows(corpus)
     evaluate_at = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)} - {0}
     report(0, pair)
     for step in range(1, steps + 1):
@@ -176,7 +185,7 @@ def train_pair(
         if step in evaluate_at:
             pair.evaluated_at.append(step)
             for run in (wide, quantized):
-                run.losses.append(float(evaluate(run.model, held_out)))
+                run.losses.append(float(evaluate(run.model, held_out_windows)))
         report(step, pair)
     return pair
 
