@@ -39,7 +39,7 @@ class Corpus(NamedTuple):
 def load_corpus() -> Corpus:
     """CPython's help topics; every tenth topic is kept apart for validation.
 
-    Topics quote one another, so what is kept apart is paragraphs.
+    Topics quote one another, so paragraphs that share a line with validation are left out.
     """
     try:
         from pydoc_data.topics import topics
@@ -50,7 +50,9 @@ def load_corpus() -> Corpus:
         ) from error
     texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))  # some topics are aliases
     held_out = list(dict.fromkeys(_paragraphs(texts[9::10])))
-    kept = [paragraph for paragraph in _paragraphs(texts) if paragraph not in set(held_out)]
+    lines = {line for paragraph in held_out for line in paragraph.split("\n") if len(line) > 30}
+    kept = [part for part in _paragraphs(texts) if lines.isdisjoint(part.split("\n"))]
+    kept = [part for part in kept if part not in set(held_out)]
     training, validation = (
         np.frombuffer("\n\n".join(part).encode(), np.uint8) for part in (kept, held_out)
     )

@@ -60,8 +60,9 @@ def test_the_figures_are_those_of_the_files(finished, corpus):
         tensors = checkpoints.dequantize(checkpoints.load(folder / f"{name}.safetensors"))
         loss = float(_language_model.evaluate(_demo.restore(model, tensors), windows))
         assert table[row].startswith(f"{loss:.4f} bits/byte")
-        assert f"{(folder / f'{name}.safetensors').stat().st_size:,}" in (
-            table["checkpoint, float32 and e5m2"]
+        assert (
+            f"{(folder / f'{name}.safetensors').stat().st_size:,}"
+            in (table["checkpoint, float32 and e5m2"])
         )
     assert 15 < float(table["mean SQNR of the converted weights"].split()[0]) < 40
     assert "trained in e5m2 / e5m2, last five" in table
