@@ -101,7 +101,7 @@ def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: i
 
 
 def _side_by_side(pair: Pair) -> Table:
-    table = Table("step", "float32", "FP8", "gap", title="validation loss, bits per byte")
+    table = Table("step", "float32", "quantized", "gap", title="validation loss, bits per byte")
     rows = zip(pair.evaluated_at, pair.wide.losses, pair.quantized.losses, strict=True)
     for step, wide, quantized in rows:
         table.add_row(str(step), f"{wide:.4f}", f"{quantized:.4f}", f"{quantized / wide - 1:+.2%}")
@@ -120,7 +120,7 @@ class _PlainLines:
             self.shown = len(pair.evaluated_at)
             wide, quantized = pair.wide.losses[-1], pair.quantized.losses[-1]
             self.console.print(
-                f"step {step:>5}/{self.steps}  float32 {wide:.4f}  FP8 {quantized:.4f}  "
+                f"step {step:>5}/{self.steps}  float32 {wide:.4f}  quantized {quantized:.4f}  "
                 f"gap {quantized / wide - 1:+.2%}",
                 highlight=False,
             )

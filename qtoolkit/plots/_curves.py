@@ -32,6 +32,7 @@ def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title
     for row, name in enumerate(names):
         axes.text(sqnr_db[name], row, f" {sqnr_db[name]:.1f}", va="center", fontsize=8)
     axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
     axes.margins(x=0.1)
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("signal to quantization noise, dB (higher is better)")
@@ -45,6 +46,7 @@ def _figure(width: float, height: float):  # type: ignore[no-untyped-def]
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
     return figure, axes
 
 
