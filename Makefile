@@ -1,4 +1,5 @@
-# Everything runs in a virtual environment of its own, remade when pyproject.toml changes.
+# Everything runs in a virtual environment of its own, brought up to date when pyproject.toml changes.
+# Another Python takes another one: make run PYTHON=python3.13 VENV=.venv-3.13
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

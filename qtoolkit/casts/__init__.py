@@ -1,7 +1,7 @@
 """How a value becomes a code and back: the one layer that knows bits."""
 
 from qtoolkit.casts._affine import product, quotient
-from qtoolkit.casts._bits import check_holds, check_source
+from qtoolkit.casts._bits import SOURCES, check_holds, check_source
 from qtoolkit.casts._casts import (
     cast,
     check_arguments,
@@ -14,6 +14,7 @@ from qtoolkit.casts._rounding import SATURATIONS
 
 __all__ = [
     "SATURATIONS",
+    "SOURCES",
     "cast",
     "check_arguments",
     "check_holds",

@@ -250,6 +250,11 @@ def _tensor(where: str, name: str, entry: Any) -> TensorInfo:
             f"{where}: data_offsets {_brief(offsets)}, expected [start, stop] with "
             f"0 <= start <= stop; {_DAMAGED}"
         )
+    if len(shape) > 32 or math.prod(max(length, 1) for length in shape) >= 2**60:
+        raise CheckpointError(
+            f"{where}: shape {_brief(shape)}, expected at most 32 dimensions and 2**60 "
+            f"elements, lengths of 0 left out; {_DAMAGED}"
+        )
     bits = DTYPE_BITS[dtype]
     for length in shape:
         bits *= length

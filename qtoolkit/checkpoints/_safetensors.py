@@ -28,6 +28,8 @@ from qtoolkit.checkpoints._header import (
 
 Path = str | os.PathLike[str]
 
+_TEMPORARY = ".qtoolkit-"
+
 
 class SafetensorsFile:
     """An open safetensors file, its header read and checked. A context manager.
@@ -154,7 +156,7 @@ def write_safetensors(
     """
     target = check_target(path, overwrite)
     header = header_bytes(tensors, metadata)
-    temporary = os.path.join(os.path.dirname(target), f".qtoolkit-{secrets.token_hex(6)}.tmp")
+    temporary = os.path.join(os.path.dirname(target), f"{_TEMPORARY}{secrets.token_hex(6)}.tmp")
     try:
         with _naming(path):
             # Not tempfile: its files are private, these get the mode that the umask says.
@@ -273,7 +275,8 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename == str(path) or error.errno is None:
+        ours = error.filename is None or _TEMPORARY in os.path.basename(str(error.filename))
+        if not ours or error.errno is None:  # a source read meanwhile has a name of its own
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -206,8 +206,12 @@ def _plot(
         f"{results.format} / {results.gradient}": pair.quantized.losses,
     }
     loss_curves(folder / "loss.png", pair.evaluated_at, curves)
-    title = f"weights converted to {results.format}, one scale per tensor"
-    errors = {tensor.name: tensor.sqnr_db for tensor in report.quantized if tensor.sqnr_db}
+    title = f"weights converted to {results.format}, scaling: {report.scaling}"
+    errors = {
+        tensor.name: tensor.sqnr_db
+        for tensor in report.quantized
+        if tensor.sqnr_db is not None and math.isfinite(tensor.sqnr_db)
+    }
     weight_errors(folder / "weight-error.png", errors, title)
 
 

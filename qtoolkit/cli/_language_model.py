@@ -89,12 +89,16 @@ class ByteTransformer(nnx.Module):
         embedding = nnx.initializers.normal(EMBEDDING_DEVIATION)
         self.embed_bytes = nnx.Embed(256, width, embedding_init=embedding, rngs=rngs)
         self.embed_positions = nnx.Embed(CONTEXT, width, embedding_init=embedding, rngs=rngs)
+        self.mix = nnx.Conv(width, width, (4,), padding="CAUSAL", rngs=rngs)
         self.blocks = nnx.List([Block(width, heads, rngs=rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, 256, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed_bytes(tokens) + self.embed_positions(jnp.arange(tokens.shape[-1]))
+        x = self.mix(
+            self.embed_bytes(tokens)
+        )  # the last four bytes: what attention is slow to find
+        x = x + self.embed_positions(jnp.arange(tokens.shape[-1]))
         mask = nnx.make_causal_mask(tokens)
         for block in self.blocks:
             x = block(x, mask)

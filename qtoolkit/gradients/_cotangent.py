@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import check_arguments, check_holds, round_values
@@ -63,4 +64,4 @@ class _Rounding:
         if self.scaling == "none":
             return round_values(cotangent, self.fmt, self.saturation)
         q, scale = quantized_values(cotangent, self.fmt, self.saturation)
-        return q * scale.astype(q.dtype)
+        return (q.astype(jnp.float32) * scale).astype(q.dtype)  # half types cannot hold the scale

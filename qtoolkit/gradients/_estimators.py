@@ -1,6 +1,7 @@
 """Straight-through estimators: what stands for the derivative of a rounding."""
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -58,11 +59,15 @@ def estimator(where: str, gradient: str | Estimator) -> Estimator:
     """The estimator that `gradient` names or is."""
     if isinstance(gradient, str) and gradient in ESTIMATORS:
         return ESTIMATORS[gradient]
-    if not isinstance(gradient, str) and isinstance(gradient, Estimator):
+    if (
+        not isinstance(gradient, str | type)
+        and isinstance(gradient, Estimator)
+        and isinstance(gradient, Hashable)
+    ):
         return gradient
     raise ValueError(
-        f"{where}: gradient={gradient!r}, expected one of {', '.join(ESTIMATORS)} or an object "
-        "with slope(x, lower, upper, fmt)"
+        f"{where}: gradient={gradient!r}, expected one of {', '.join(ESTIMATORS)} or a "
+        "hashable object with slope(x, lower, upper, fmt), e.g. a frozen dataclass"
     )
 
 

@@ -64,8 +64,7 @@ def fake_convert(
 
 def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
     if isinstance(value, int | float):
-        with np.errstate(over="ignore"):
-            number = float(np.asarray(value, x.dtype))
+        number = _number(value, x.dtype)
         if not math.isfinite(number) or (name == "scale" and number == 0):
             wanted = "a finite number" + (" other than zero" if name == "scale" else "")
             raise ValueError(
@@ -88,26 +87,37 @@ def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
             f"fake_convert: {name} has shape {array.shape}, expected one that broadcasts to that "
             f"of x, {x.shape}"
         )
-    return array
+    return jnp.broadcast_to(array, (1,) * (x.ndim - array.ndim) + array.shape)
 
 
-def _steps(
-    x: jax.Array, scale: jax.Array, shift: jax.Array | None, fmt: Format, saturation: str
-) -> tuple[jax.Array, jax.Array]:
-    """The result and what was rounded, both in float32.
+def _number(value: float, dtype: DTypeLike) -> float:
+    """A Python number as `dtype` has it; zero for float32's subnormals, as XLA reads them."""
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            number = float(np.asarray(float(value), dtype))
+    except OverflowError:
+        return math.inf
+    return 0.0 if abs(number) < 2.0**-126 else number
+
+
+@jax.custom_jvp
+def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
+    """What is converted, x * scale - shift, in the dtype of `x` and rounded to it after each step.
 
     float32 has at least 2p + 2 significand bits for the p of float16 and bfloat16, so rounding its
     sums, products and quotients once more is as rounding the exact ones (Figueroa, 1995).
     """
-    dtype = x.dtype
-    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
-    u = _rounded_to_dtype(product(x, scale), dtype)
-    if shift is None:
-        return _rounded_to_dtype(quotient(round_values(u, fmt, saturation), scale), dtype), u
-    shift = shift.astype(jnp.float32)
-    u = _rounded_to_dtype(u - shift, dtype)
-    back = _rounded_to_dtype(round_values(u, fmt, saturation) + shift, dtype)
-    return _rounded_to_dtype(quotient(back, scale), dtype), u
+    u = _rounded_to_dtype(product(x.astype(jnp.float32), scale.astype(jnp.float32)), x.dtype)
+    if shift is not None:
+        u = _rounded_to_dtype(u - shift.astype(jnp.float32), x.dtype)
+    return u.astype(x.dtype)
+
+
+@_argument.defjvp
+def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, scale, shift), (x_dot, scale_dot, shift_dot) = primals, tangents
+    u_dot = x_dot * scale + x * scale_dot
+    return _argument(x, scale, shift), u_dot if shift is None else u_dot - shift_dot
 
 
 def _rounded_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -124,7 +134,10 @@ def _fake_convert(
     saturation: str,
     rule: Estimator,
 ) -> jax.Array:
-    return _steps(x, scale, shift, fmt, saturation)[0].astype(x.dtype)
+    q = round_values(_argument(x, scale, shift), fmt, saturation).astype(jnp.float32)
+    if shift is not None:
+        q = _rounded_to_dtype(q + shift.astype(jnp.float32), x.dtype)
+    return _rounded_to_dtype(quotient(q, scale.astype(jnp.float32)), x.dtype).astype(x.dtype)
 
 
 def _fake_convert_jvp(
@@ -132,8 +145,7 @@ def _fake_convert_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     x, scale, shift = primals
     y = _fake_convert(x, scale, shift, fmt, saturation, rule)
-    u = _steps(x, scale, shift, fmt, saturation)[1].astype(x.dtype)
-    d = slope(rule, u, fmt)
+    d = slope(rule, _argument(x, scale, shift), fmt)
     x_dot, scale_dot, shift_dot = tangents
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):

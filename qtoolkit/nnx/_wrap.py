@@ -49,10 +49,10 @@ def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: b
 
     The kernel is rounded from its own dtype; a bfloat16 copy of it would be rounded twice.
     """
-    inputs, kernel, bias = args
-    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=dtype, inexact=inexact)
-    bias = None if bias is None else jnp.asarray(bias, dtype)
-    return jnp.asarray(inputs, dtype), jnp.asarray(kernel), bias
+    inputs, kernel, *biases = args
+    dtype = dtypes.canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
+    biases = [None if bias is None else jnp.asarray(bias, dtype) for bias in biases]
+    return jnp.asarray(inputs, dtype), jnp.asarray(kernel), *biases
 
 
 # For each layer with a hook: its attribute, Flax's own value of it, ours.
@@ -68,8 +68,9 @@ def wrap(model: Model, recipe: Recipe | None = None) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
     Every `nnx.Linear`, `nnx.LinearGeneral` (attention's projections are four of them),
-    `nnx.Einsum` and `nnx.Conv`, and any subclass, gets a quantized product by attribute. Everything
-    else stays as it is: embeddings, normalisation, softmax, and attention's own two products.
+    `nnx.Einsum` and `nnx.Conv`, and any subclass that uses their hook, gets a quantized product by
+    attribute. Everything else stays as it is: embeddings, normalisation, softmax, and attention's
+    own two products.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models

@@ -43,8 +43,8 @@ def dot_general(
       The shape that `jax.lax.dot_general` gives.
 
     Raises:
-      TypeError: An operand has another dtype, or shapes do not match.
-      ValueError: The dtype of `lhs` or of the result does not hold a format's finite values.
+      TypeError: An operand or the result has another dtype, or shapes do not match.
+      ValueError: The dtype of an operand or of the result does not hold a format's finite values.
 
     Gradient: with respect to an operand, the product of the cotangent, rounded to
     `recipe.gradient`, and the other operand as it was rounded; operand roundings count as the

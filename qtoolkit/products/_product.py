@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts import check_holds, check_source
+from qtoolkit.casts import SOURCES, check_holds, check_source
 from qtoolkit.formats import Format
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.products._recipe import Recipe
@@ -37,13 +37,18 @@ def quantized_product(
     dtype: DTypeLike | None,
 ) -> jax.Array:
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe")
     lhs, rhs = check_source(where, lhs), check_source(where, rhs)
-    for fmt in (recipe.forward, recipe.gradient):
-        if fmt is not None:
-            check_holds(where, fmt, lhs.dtype)
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
-    if recipe.gradient is not None:
-        check_holds(where, recipe.gradient, dtype)
+    if dtype not in SOURCES:
+        raise TypeError(
+            f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
+        )
+    for fmt, held_in in ((recipe.forward, (lhs.dtype, rhs.dtype)), (recipe.gradient, (dtype,))):
+        for held in held_in:
+            if fmt is not None:
+                check_holds(where, fmt, held)
     return _product(lhs, rhs, function, recipe, dtype)
 
 
@@ -64,7 +69,7 @@ def _product_jvp(
         if not isinstance(dot, SymbolicZero):
             other = _operand(primals[1 - side], recipe.forward)
             forward = _Tangent(function, side, dtype)
-            transpose = _Cotangent(function, side, recipe.gradient, operand.shape, operand.dtype)
+            transpose = _Cotangent(function, side, recipe.gradient, _struct(operand))
             terms.append(linear_with_transpose(forward, transpose, other, dot))
     return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
 
@@ -93,15 +98,20 @@ class _Cotangent:
     function: Bilinear
     side: int
     fmt: Format | None
-    shape: tuple[int, ...]
-    dtype: DTypeLike
+    operand: jax.ShapeDtypeStruct
 
     def __call__(self, other: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
         (q_g, s_g), (q, scale) = _operand(cotangent, self.fmt), other
         along = functools.partial(_on_side, self.function, self.side, q=q)
-        transposed = jax.linear_transpose(along, jax.ShapeDtypeStruct(self.shape, jnp.float32))
+        transposed = jax.linear_transpose(along, self.operand.update(dtype=jnp.float32))
         (out,) = transposed(q_g.astype(jnp.float32))
-        return (out * scale * s_g).astype(self.dtype)
+        return (out * scale * s_g).astype(self.operand.dtype)
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and, on explicit meshes, sharding: all that a transpose needs to know of `x`."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None))
 
 
 def _on_side(function: Bilinear, side: int, operand: jax.Array, q: jax.Array) -> jax.Array:

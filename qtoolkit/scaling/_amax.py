@@ -42,11 +42,13 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
       fmt: The format that x / scale is to be rounded to.
 
     Returns:
-      Shape of `amax`, float32, at least 2**-126: a zero or tiny `amax` never gives a scale whose
-      reciprocal is infinite.
+      Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
+      beside them saturate to the largest finite value. Else at least 2**-126: a tiny `amax` never
+      gives a scale whose reciprocal is infinite.
     """
     largest = np.float32(float(fmt.max_finite))
-    return jnp.maximum(quotient(amax, jnp.broadcast_to(largest, amax.shape)), _LEAST_SCALE)
+    scale = jnp.maximum(quotient(amax, jnp.broadcast_to(largest, amax.shape)), _LEAST_SCALE)
+    return jnp.where(amax == 0, jnp.ones_like(scale), scale)
 
 
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:

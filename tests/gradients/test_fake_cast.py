@@ -129,5 +129,7 @@ def test_errors():
         ValueError, match=r"gradient='ste', expected one of identity, clipped, zero"
     ):
         fake_cast(x, E4M3FN, gradient="ste")
+    with pytest.raises(ValueError, match=r"gradient=<class .*Clipped'>, expected one of"):
+        fake_cast(x, E4M3FN, gradient=Clipped)
     with pytest.raises(ValueError, match=r"float16 does not hold every finite value of bfloat16"):
         fake_cast(x.astype(jnp.float16), "bfloat16")

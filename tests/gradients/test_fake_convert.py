@@ -1,5 +1,7 @@
 """fake_convert against numpy with ml_dtypes, step by step, each step rounded once."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -160,6 +162,26 @@ def test_forward_and_reverse_mode_agree(dtype):
     jax.hessian(lambda s: jnp.sum(f(primals[0], s, primals[2]).astype(jnp.float32)))(primals[1])
 
 
+def test_second_derivatives_of_a_soft_estimator():
+    """d2y/dx2 of an estimate with slope 1 - tanh(u)^2 is scale times that slope's derivative."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Soft:
+        def slope(self, x, lower, upper, fmt):
+            return 1 - jnp.tanh(x) ** 2
+
+    def f(x, s, z):
+        return fake_convert(x, s, z, fmt="e4m3fn", gradient=Soft())
+
+    x, s, z = map(jnp.float32, (0.3, 2.0, 0.1))
+    u = 0.3 * 2.0 - 0.1
+    curvature = -2 * np.tanh(u) * (1 - np.tanh(u) ** 2)
+    np.testing.assert_allclose(jax.hessian(f)(x, s, z), 2.0 * curvature, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(jax.grad(f), 2)(x, s, z), -curvature, rtol=1e-5)
+    alone = jax.hessian(lambda x: fake_cast(x, "e4m3fn", gradient=Soft()))(x)
+    np.testing.assert_allclose(jax.hessian(f)(x, jnp.float32(1), None), alone, rtol=1e-6)
+
+
 def test_vmap_and_scan():
     x = draw(np.float32, (3, 8))
     s = np.float32([0.5, 1.5, 2.5])
@@ -180,6 +202,10 @@ def test_errors():
     x = jnp.ones((2, 3), jnp.float32)
     with pytest.raises(ValueError, match=r"scale=1e-10 is 0.0 in float16"):
         fake_convert(x.astype(jnp.float16), 1e-10, fmt="e4m3fn")
+    with pytest.raises(ValueError, match=r"scale=1e-40 is 0.0 in float32"):
+        fake_convert(x, 1e-40, fmt="e4m3fn")
+    with pytest.raises(ValueError, match=r"is inf in float32, expected a finite number"):
+        fake_convert(x, 10**400, fmt="e4m3fn")
     with pytest.raises(ValueError, match=r"shift=nan is nan in float32, expected a finite number"):
         fake_convert(x, 1.0, float("nan"), fmt="e4m3fn")
     with pytest.raises(ValueError, match=r"scale has shape \(2,\), expected one that broadcasts"):

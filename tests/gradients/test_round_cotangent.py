@@ -123,6 +123,23 @@ def test_tensor_scaling_keeps_small_and_large_cotangents(exponent):
     np.testing.assert_array_equal(jax.vmap(back)(both)[0], expected)  # a scale for each example
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_tensor_scaling_in_half_precision(dtype):
+    """The scale of small cotangents is no float16 number; the result is rounded once."""
+    c = jnp.asarray(np.random.default_rng(0).normal(size=64) * 1e-3, dtype)
+    wide = np.asarray(c, np.float32)
+    scale = np.abs(wide).max() / np.float32(57344)
+    expected = (rounded(wide * (np.float32(1) / scale)) * scale).astype(dtype)
+    (got,) = jax.vjp(lambda x: round_cotangent(x, "e5m2", scaling="tensor"), c)[1](c)
+    np.testing.assert_array_equal(np.asarray(got), expected)
+
+
+def test_an_infinite_cotangent_is_not_taken_for_a_small_one():
+    x = jnp.full(3, jnp.inf, jnp.float32)
+    (got,) = jax.vjp(lambda x: round_cotangent(x, "e5m2", scaling="tensor"), x)[1](x)
+    np.testing.assert_array_equal(got, np.full(3, 57344))
+
+
 def test_zero_cotangents_stay_exact_zeros():
     x = jnp.ones(4, jnp.float32)
     (got,) = jax.vjp(lambda x: round_cotangent(x, "e5m2", scaling="tensor"), x)[1](0 * x)

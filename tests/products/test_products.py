@@ -22,7 +22,7 @@ def quantized(x, target=ml_dtypes.float8_e4m3fn, largest=448.0):
     """The oracle: q in float64 and the float32 scale, one reciprocal, then a multiplication."""
     x = np.asarray(x, np.float32)
     scale = np.float32(np.abs(x[np.isfinite(x)]).max(initial=0)) / np.float32(largest)
-    scale = max(scale, np.float32(2.0**-126))
+    scale = max(scale, np.float32(2.0**-126)) if scale else np.float32(1)
     q = np.clip(x * (np.float32(1) / scale), -largest, largest).astype(target)
     return q.astype(np.float64), np.float64(scale)
 
@@ -193,12 +193,25 @@ def test_non_finite_and_zero_operands_stay_where_they_are():
     assert np.isfinite(np.asarray(tiny)).all()
 
 
-@pytest.mark.parametrize("fmt", ["e5m2", "e4m3fnuz", "int8", "bfloat16", "float16"])
+OTHERS = {
+    "e5m2": (ml_dtypes.float8_e5m2, 57344.0),
+    "e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, 240.0),
+    "bfloat16": (ml_dtypes.bfloat16, None),
+    "float16": (np.float16, None),
+}
+
+
+@pytest.mark.parametrize("fmt", OTHERS)
 def test_other_formats(fmt):
     x, w = draw(16, 16), draw(16, 16, seed=1)
     out = dot_general(x, w, MATMUL, recipe=Recipe(forward=fmt, gradient=fmt))
-    steps = {"e5m2": 0.3, "e4m3fnuz": 0.15, "int8": 0.1, "bfloat16": 0.02, "float16": 0.003}
-    np.testing.assert_allclose(out, x @ w, atol=4 * steps[fmt])
+    target, largest = OTHERS[fmt]
+    if largest is None:  # rounded without a scale
+        qx, qw, scale = x.astype(target).astype(np.float64), w.astype(target).astype(np.float64), 1
+    else:
+        (qx, sx), (qw, sw) = quantized(x, target, largest), quantized(w, target, largest)
+        scale = sx * sw
+    assert_close(out, qx @ qw * scale, 16, np.abs(out).max())
     assert (np.asarray(out) != x @ w).any()
 
 
@@ -220,5 +233,13 @@ def test_errors():
         dot_general(x.astype(jnp.int32), x, MATMUL)
     with pytest.raises(ValueError, match=r"einsum: dtype float16 does not hold .* bfloat16"):
         einsum("ij,jk->ik", x.astype(jnp.float16), x, recipe=Recipe("bfloat16"))
+    with pytest.raises(ValueError, match=r"dtype float16 does not hold .* bfloat16"):
+        dot_general(x, x.astype(jnp.float16), MATMUL, recipe=Recipe("bfloat16"))
+    with pytest.raises(TypeError, match=r"recipe has type str, expected a Recipe"):
+        dot_general(x, x, MATMUL, recipe="e4m3fn")
+    with pytest.raises(TypeError, match=r"preferred_element_type is int32, expected float32"):
+        dot_general(x, x, MATMUL, preferred_element_type=jnp.int32)
+    with pytest.raises(TypeError, match=r"preferred_element_type is float8_e5m2, expected"):
+        dot_general(x, x, MATMUL, preferred_element_type=jnp.float8_e5m2)
     with pytest.raises(TypeError, match=r"contracting dimensions to have the same shape"):
         dot_general(jnp.ones((2, 3)), x, MATMUL)
