@@ -138,12 +138,11 @@ class _Engine:
         signal, noise, nonfinite = 0.0, 0.0, 0
         for block, x in self._blocks(tensor):
             scale = None if scales is None else _padded_part(scales, block, axis)
-            codes, squares, errors, count = _encode_block(x, scale, self.plan.format, axis)
+            codes, squares, errors, unit, count = _encode_block(x, scale, self.plan.format, axis)
             yield tensor.name, np.asarray(codes).reshape(-1)[: block.size]
-            # In units of the scale, because the squares of the elements themselves may overflow.
-            unit = np.float64(1) if scale is None else scale.astype(np.float64)
-            signal += float(np.sum(np.asarray(squares) * unit**2))
-            noise += float(np.sum(np.asarray(errors) * unit**2))
+            area = np.asarray(unit, np.float64) ** 2
+            signal += float(np.sum(np.asarray(squares) * area))
+            noise += float(np.sum(np.asarray(errors) * area))
             nonfinite += int(count)
         self.reports.append(
             TensorReport(
@@ -244,18 +243,24 @@ def _scales_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _encode_block(
     x: jax.Array, scale: jax.Array | None, fmt: Format, axis: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Codes of x / scale; partial sums of its squares and squared errors; how many are not finite.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Codes of x / scale; partial sums of its squares and squared errors; their unit; non-finites.
 
-    The partial sums, [rows, n] or [1, columns], broadcast with the scales.
+    The sums, [rows, n] or [1, columns], are in units of the scale, or of the largest magnitude
+    where there is none: the squares of the elements themselves may leave float32.
     """
     finite = lax.is_finite(x)
     q = x if scale is None else scaling.scaled(x, scale)
     codes = casts.encode(q, fmt, saturation="finite")
     wide = jnp.where(finite, q, jnp.zeros_like(q)).astype(jnp.float32)
     error = wide - jnp.where(finite, casts.decode(codes, fmt), jnp.zeros_like(wide))
+    unit = scale
+    if unit is None:
+        largest = scaling.amax(x)
+        unit = jnp.where(largest == 0, jnp.ones_like(largest), largest)
+        wide, error = scaling.scaled(wide, unit), scaling.scaled(error, unit)
     count = jnp.sum(~finite, dtype=jnp.int32)
-    return codes, _partial_sums(wide * wide, axis), _partial_sums(error * error, axis), count
+    return codes, _partial_sums(wide * wide, axis), _partial_sums(error * error, axis), unit, count
 
 
 def _partial_sums(x: jax.Array, axis: int) -> jax.Array:

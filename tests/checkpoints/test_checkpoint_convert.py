@@ -289,3 +289,14 @@ def test_dequantize_leaves_foreign_scales_alone():
         "ids_scale": np.ones(2, np.int32),
     }
     assert dequantize(tensors).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("magnitude", [1e-18, 1.0, 1e30])
+def test_sqnr_of_unscaled_formats_at_any_magnitude(tmp_path, magnitude):
+    """Oracle: float64 sums of what ml_dtypes rounds."""
+    x = (np.random.default_rng(0).uniform(0, 1, (64, 64)) * magnitude).astype(np.float32)
+    wide = x.astype(np.float64)
+    noise = np.sum((wide - x.astype(ml_dtypes.bfloat16).astype(np.float64)) ** 2)
+    expected = 10 * np.log10(np.sum(wide**2) / noise)
+    _, report = converted(tmp_path, {"kernel": x}, format="bfloat16")
+    assert abs(report.tensors[0].sqnr_db - expected) < 0.01
