@@ -71,7 +71,7 @@ class Float:
         leading, field = (0, 1) if field == 0 else (2**self.mantissa, field)
         return (leading + mantissa) * Fraction(2) ** (field - self.bias - self.mantissa)
 
-    def library(self, name: str) -> FloatFormat:
+    def as_format(self, name: str) -> FloatFormat:
         """The same fields as a format of the library."""
         return FloatFormat(
             name=name,
@@ -92,7 +92,7 @@ class Int:
     def unsigned(self) -> np.dtype:
         return np.dtype(np.uint8 if self.bits <= 8 else np.uint16 if self.bits <= 16 else np.uint32)
 
-    def library(self, name: str) -> IntFormat:
+    def as_format(self, name: str) -> IntFormat:
         return IntFormat(name=name, bits=self.bits, signed=self.signed)
 
 

@@ -9,7 +9,7 @@ import qtoolkit as qt
 
 CASTS = {"round_to_format": qt.round_to_format, "encode": qt.encode, "cast": qt.cast}
 X = np.ones(3, np.float32)
-MADE = Float(4, 3, 7, "fn", "nan").library("made")
+MADE = Float(4, 3, 7, "fn", "nan").as_format("made")
 
 
 @pytest.mark.quick
@@ -79,10 +79,10 @@ def test_options_of_an_unhashable_or_array_type(name, option):
     [
         (jnp.float16, "bfloat16"),
         (jnp.bfloat16, "float16"),
-        (jnp.float16, Float(5, 2, 40, "ieee", "inf").library("tiny")),
-        (jnp.float16, Float(5, 2, 8, "ieee", "inf").library("large")),
-        (jnp.float16, Float(3, 12, 3, "ieee", "inf").library("long")),
-        (jnp.bfloat16, Float(3, 8, 3, "ieee", "inf").library("long")),
+        (jnp.float16, Float(5, 2, 40, "ieee", "inf").as_format("tiny")),
+        (jnp.float16, Float(5, 2, 8, "ieee", "inf").as_format("large")),
+        (jnp.float16, Float(3, 12, 3, "ieee", "inf").as_format("long")),
+        (jnp.bfloat16, Float(3, 8, 3, "ieee", "inf").as_format("long")),
         (jnp.bfloat16, qt.IntFormat(name="int10", bits=10)),
         (jnp.float32, qt.IntFormat(name="int32", bits=32)),
         (jnp.float32, qt.IntFormat(name="uint32", bits=32, signed=False)),
@@ -107,7 +107,11 @@ def test_dtypes_that_do_not_hold_the_format(dtype, fmt):
         (np.ones(2, np.float32), "e4m3fn", "dtype float32, expected uint8"),
         (np.ones(2, np.uint8), "bfloat16", "dtype uint8, expected uint16"),
         (jnp.ones(2, jnp.float8_e5m2), "e4m3fn", "dtype float8_e5m2, expected uint8"),
-        (np.ones(2, np.uint8), Float(8, 5, 127, "ieee", "inf").library("made"), "expected uint16"),
+        (
+            np.ones(2, np.uint8),
+            Float(8, 5, 127, "ieee", "inf").as_format("made"),
+            "expected uint16",
+        ),
         ([1, 2], "e4m3fn", "type list, expected uint8"),
         (1, "e4m3fn", "type int, expected uint8"),
         ("a", "e4m3fn", "type str, expected uint8"),
@@ -137,7 +141,7 @@ def test_decode_refuses_other_target_dtypes(dtype):
     ],
 )
 def test_formats_beyond_float32_are_refused(spec):
-    fmt = spec.library("wide")
+    fmt = spec.as_format("wide")
     why = (
         r"format wide has exponents -?\d+ to -?\d+ and \d+ mantissa bits, expected at most float32"
     )

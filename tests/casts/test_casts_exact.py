@@ -174,7 +174,7 @@ USER = {
 @pytest.mark.parametrize("name", USER)
 def test_user_made_float_formats_equal_the_exact_oracle(name, saturation):
     spec = USER[name]
-    fmt = spec.library(name)
+    fmt = spec.as_format(name)
     x = float32_inputs(spec, random=2**16)
     expected = codes(x, spec, saturation)
     assert_same_bits(qt.encode(x, fmt, saturation=saturation), expected, x)
@@ -191,13 +191,13 @@ def test_user_made_float_formats_equal_the_exact_oracle(name, saturation):
 def test_user_made_float_formats_on_every_16_bit_input(name, source, saturation):
     spec = USER[name]
     x = inputs(source, spec)
-    got = qt.encode(x, spec.library(name), saturation=saturation)
+    got = qt.encode(x, spec.as_format(name), saturation=saturation)
     assert_same_bits(got, codes(x, spec, saturation), x)
 
 
 @pytest.mark.parametrize("saturation", SATURATIONS)
 def test_float32_as_a_format_is_the_identity_but_for_nans(saturation):
-    fmt = Float(8, 23, 127, "ieee", "inf").library("float32")
+    fmt = Float(8, 23, 127, "ieee", "inf").as_format("float32")
     x = float32_inputs(SHIPPED["float16"])
     nan = (np.uint32(0x7FC00000) | (bits_of(x) & np.uint32(0x80000000))).astype(np.uint32)
     expected = np.where(np.isnan(x), nan, bits_of(x))
@@ -214,7 +214,7 @@ def test_float32_as_a_format_is_the_identity_but_for_nans(saturation):
 @pytest.mark.parametrize("bits", [1, 4, 8, 32])
 def test_integer_formats_equal_the_exact_oracle(bits, signed, saturation):
     spec = Int(bits, signed)
-    fmt = spec.library(f"{bits} bits")
+    fmt = spec.as_format(f"{bits} bits")
     for source in SOURCES if saturation == "none" and bits in (4, 8) else ("float32",):
         x = inputs(source, spec, random=2**17)
         expected = codes(x, spec, saturation)
