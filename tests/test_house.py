@@ -232,8 +232,6 @@ def test_help_of_the_command(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", qtoolkit.__all__)
 def test_every_public_name_resolves(name):
-    if name == "plots":
-        pytest.importorskip("matplotlib")
     value = getattr(qtoolkit, name)
     assert value is getattr(qtoolkit, name)
     home = qtoolkit._HOME_OF.get(name)

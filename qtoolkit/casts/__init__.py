@@ -10,10 +10,8 @@ from qtoolkit.casts._casts import (
     round_to_format,
     round_values,
 )
-from qtoolkit.casts._rounding import SATURATIONS
 
 __all__ = [
-    "SATURATIONS",
     "SOURCES",
     "cast",
     "check_arguments",
