@@ -20,14 +20,14 @@ if TYPE_CHECKING:
         products,
         scaling,
     )
-    from qtoolkit.casts import cast, decode, encode, round_to_format
-    from qtoolkit.formats import FloatFormat, IntFormat, format
+    from qtoolkit.casts import Stochastic, cast, decode, encode, pack, round_to_format, unpack
+    from qtoolkit.formats import FloatFormat, IntFormat, TableFormat, format, p3109
     from qtoolkit.gradients import fake_cast, fake_convert, round_cotangent
     from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
 
 _HOMES = {
-    "casts": ("cast", "decode", "encode", "round_to_format"),
-    "formats": ("FloatFormat", "IntFormat", "format"),
+    "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
+    "formats": ("FloatFormat", "IntFormat", "TableFormat", "format", "p3109"),
     "gradients": ("fake_cast", "fake_convert", "round_cotangent"),
     "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
     "scaling": (),
@@ -41,6 +41,8 @@ __all__ = [
     "FloatFormat",
     "IntFormat",
     "Recipe",
+    "Stochastic",
+    "TableFormat",
     "__version__",
     "cast",
     "casts",
@@ -56,11 +58,14 @@ __all__ = [
     "formats",
     "gradients",
     "nnx",
+    "p3109",
+    "pack",
     "plots",
     "products",
     "round_cotangent",
     "round_to_format",
     "scaling",
+    "unpack",
 ]
 
 

@@ -1,26 +1,48 @@
 """How a value becomes a code and back: the one layer that knows bits."""
 
 from qtoolkit.casts._affine import product, quotient
-from qtoolkit.casts._bits import SOURCES, check_holds, check_source
+from qtoolkit.casts._bits import check_holds
 from qtoolkit.casts._casts import (
     cast,
     check_arguments,
     decode,
     encode,
+    random_of,
     round_to_format,
+)
+from qtoolkit.casts._modes import DETERMINISTIC, SATURATIONS, Rounding, Stochastic
+from qtoolkit.casts._pack import pack, unpack
+from qtoolkit.casts._random import Draw
+from qtoolkit.casts._sources import (
+    FLOATS,
+    SOURCES,
+    check_differentiable,
+    codes_of,
     round_values,
+    values_of,
 )
 
 __all__ = [
+    "DETERMINISTIC",
+    "FLOATS",
+    "SATURATIONS",
     "SOURCES",
+    "Draw",
+    "Rounding",
+    "Stochastic",
     "cast",
     "check_arguments",
+    "check_differentiable",
     "check_holds",
-    "check_source",
+    "codes_of",
     "decode",
     "encode",
+    "pack",
     "product",
     "quotient",
+    "random_of",
     "round_to_format",
     "round_values",
+    "unpack",
+    "values_of",
 ]

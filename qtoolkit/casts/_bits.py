@@ -1,21 +1,20 @@
-"""float32 bit patterns: the one shape in which values are rounded.
+"""Bit patterns: the shapes in which values are rounded.
 
-Every source is widened to the pattern of its exact float32 value and narrowed back from it. All of
-it is integer work where XLA's float arithmetic is not exact: on CPU it reads subnormals as zero.
+A source of up to 32 bits is the pattern of its exact float32 value. What float32 does not hold,
+32- and 64-bit integers and float64, is an `Exact`: sign, significand, exponent. All of it is
+integer work: XLA's float arithmetic reads subnormals as zero on CPU.
 """
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from qtoolkit.formats import FloatFormat, Format
-
-SOURCES = (np.dtype("float32"), np.dtype("float16"), np.dtype("bfloat16"))
+from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
 
 FLOAT32_MANTISSA = 23
 MAGNITUDE = 0x7FFFFFFF
@@ -29,18 +28,147 @@ def u32(value: int) -> np.uint32:
     return np.uint32(value & 0xFFFFFFFF)
 
 
+class Exact(NamedTuple):
+    """Numbers (-1)**negative * significand * 2**(exponent - width + 3), and what is none.
+
+    `significand` is unsigned, of `width` bits, its leading one at bit width - 3 or, where it is not
+    normalized, below; its last bit is set where lower bits were cut off (rounding to odd). So a
+    later rounding to at most width - 4 bits is that of the exact number.
+    """
+
+    negative: jax.Array
+    significand: jax.Array
+    exponent: jax.Array  # int32
+    is_inf: jax.Array | bool = False
+    is_nan: jax.Array | bool = False
+
+    @property
+    def top(self) -> int:
+        """The place of a normalized significand's leading one."""
+        return 8 * self.significand.dtype.itemsize - 3
+
+
 def pattern(x: jax.Array) -> jax.Array:
-    """The uint32 pattern of `x` (float32, float16 or bfloat16) widened to float32, exactly."""
+    """The uint32 pattern of the float32 value of `x`, which float32 must hold."""
     if x.dtype == jnp.bfloat16:  # a shift, so that bfloat16's subnormals survive
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << np.uint32(16)
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    if x.dtype in (jnp.float32, jnp.float16):
+        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    fmt = format(x.dtype)
+    if isinstance(fmt, FloatFormat):
+        return float_pattern(stored_codes(x, fmt).astype(jnp.uint32), fmt)
+    return lax.bitcast_convert_type(x.astype(jnp.int32).astype(jnp.float32), jnp.uint32)
 
 
 def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The value with float32 pattern `bits`, which `dtype` must hold exactly."""
+    """The value with float32 pattern `bits`, which `dtype` (float32 or narrower) must hold."""
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def stored_codes(x: jax.Array, fmt: Format) -> jax.Array:
+    """The codes of an array of the format's own dtype, as `fmt.code_dtype`."""
+    if fmt.bits == 1:
+        return x.astype(fmt.code_dtype)
+    unsigned = np.dtype(f"uint{fmt.bits}")
+    return lax.bitcast_convert_type(x, unsigned).astype(fmt.code_dtype)
+
+
+def from_stored_codes(codes: jax.Array, fmt: Format) -> jax.Array:
+    """The array of the format's own dtype with these codes."""
+    assert fmt.dtype is not None
+    if fmt.bits == 1:
+        return codes.astype(fmt.dtype)
+    return lax.bitcast_convert_type(codes.astype(np.dtype(f"uint{fmt.bits}")), fmt.dtype)
+
+
+def exact_from_pattern(bits: jax.Array, normalized: bool = True) -> Exact:
+    """float32 patterns as `Exact` numbers of 32 bits."""
+    magnitude = bits & u32(MAGNITUDE)
+    negative, is_inf, is_nan = bits >= u32(SIGN), magnitude == u32(INF), magnitude > u32(INF)
+    field = (magnitude >> np.uint32(FLOAT32_MANTISSA)).astype(jnp.int32)
+    mantissa = magnitude & u32((1 << FLOAT32_MANTISSA) - 1)
+    significand = mantissa | jnp.where(field > 0, u32(1 << FLOAT32_MANTISSA), u32(0))
+    exponent = jnp.maximum(field, 1) - np.int32(127)
+    if normalized:
+        exponent -= np.int32(FLOAT32_MANTISSA)
+        return _normalized(negative, significand, exponent, is_inf, is_nan)
+    return Exact(negative, significand << np.uint32(6), exponent, is_inf, is_nan)
+
+
+def exact_from_float64(x: jax.Array) -> Exact:
+    bits = lax.bitcast_convert_type(x, jnp.uint64)
+    magnitude = bits & np.uint64(2**63 - 1)
+    field = (magnitude >> np.uint64(52)).astype(jnp.int32)
+    hidden = jnp.where(field > 0, np.uint64(2**52), np.uint64(0))
+    inf = np.uint64(0x7FF << 52)
+    return _normalized(
+        bits >= np.uint64(2**63),
+        (magnitude & np.uint64(2**52 - 1)) | hidden,
+        jnp.maximum(field, 1) - np.int32(1023 + 52),
+        magnitude == inf,
+        magnitude > inf,
+    )
+
+
+def exact_from_integer(x: jax.Array) -> Exact:
+    """Integers of any width as `Exact` numbers of 32 bits, from 64-bit ones of 64."""
+    width = 64 if x.dtype.itemsize == 8 else 32
+    unsigned = jnp.uint64 if width == 64 else jnp.uint32
+    negative = x < 0 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.zeros(x.shape, bool)
+    magnitude = x.astype(unsigned)
+    magnitude = jnp.where(negative, -magnitude, magnitude)
+    return _normalized(negative, magnitude, jnp.zeros(x.shape, jnp.int32))
+
+
+def widened(x: Exact) -> Exact:
+    """The same numbers with significands of 64 bits."""
+    if x.significand.dtype == jnp.uint64:
+        return x
+    return x._replace(significand=x.significand.astype(jnp.uint64) << np.uint64(32))
+
+
+def _normalized(
+    negative: jax.Array,
+    magnitude: jax.Array,
+    exponent: jax.Array,
+    is_inf: jax.Array | bool = False,
+    is_nan: jax.Array | bool = False,
+) -> Exact:
+    """Magnitude * 2**exponent with its leading one moved into place; zero has a low exponent."""
+    dtype = magnitude.dtype.type
+    width = 8 * magnitude.dtype.itemsize
+    zeros = lax.clz(magnitude)
+    shifted = magnitude << jnp.minimum(zeros, dtype(width - 1))
+    significand = (shifted >> dtype(2)) | ((shifted & dtype(3)) != 0)
+    leading = exponent + np.int32(width - 1) - zeros.astype(jnp.int32)
+    leading = jnp.where(magnitude == 0, np.int32(-(2**20)), leading)
+    return Exact(negative, significand, leading, is_inf, is_nan)
+
+
+def exact_from_codes(codes: jax.Array, fmt: FloatFormat) -> Exact:
+    """What codes of `fmt` stand for, as `Exact` numbers of the codes' width (32 or 64 bits)."""
+    dtype = codes.dtype.type
+    magnitude = codes & dtype(fmt.magnitude_count - 1)
+    field = (magnitude >> dtype(fmt.mantissa_bits)).astype(jnp.int32)
+    mantissa = magnitude & dtype((1 << fmt.mantissa_bits) - 1)
+    hidden = dtype(1 << fmt.mantissa_bits)
+    if fmt.has_zero:
+        mantissa = mantissa | jnp.where(field > 0, hidden, dtype(0))
+        field = jnp.maximum(field, 1)
+    else:
+        mantissa = mantissa | hidden
+    negative = (codes & dtype(fmt.sign_code)) != 0
+    is_nan: jax.Array | bool = False
+    if fmt.has_negative_zero:
+        is_nan = magnitude > dtype(fmt.max_code + fmt.has_inf)
+    elif fmt.nan_code is not None:
+        is_nan = codes == dtype(fmt.nan_code)
+        negative &= ~is_nan
+    is_inf = False if fmt.inf_code is None else magnitude == dtype(fmt.inf_code)
+    exponent = field - np.int32(fmt.bias + fmt.mantissa_bits)
+    return _normalized(negative, mantissa, exponent, is_inf, is_nan)
 
 
 def scaled_integer(q: jax.Array, exponent: int) -> jax.Array:
@@ -55,21 +183,34 @@ def scaled_integer(q: jax.Array, exponent: int) -> jax.Array:
 
 
 def float_pattern(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """The float32 patterns of float codes given as uint32."""
-    magnitude = codes & u32(fmt.sign_code - 1)
+    """The float32 patterns of float codes given as uint32; float32 must hold the format."""
+    magnitude = codes & u32(fmt.magnitude_count - 1)
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
     bits = (magnitude << np.uint32(shift)) + u32((127 - fmt.bias) << FLOAT32_MANTISSA)
-    if fmt.min_exponent > -126:  # else its subnormals are float32's own
+    if fmt.has_zero and fmt.min_exponent != -126:  # else its subnormals are float32's own
         step_exponent = fmt.min_exponent - fmt.mantissa_bits
         subnormal = magnitude < u32(1 << fmt.mantissa_bits)
         bits = jnp.where(subnormal, scaled_integer(magnitude, step_exponent), bits)
+    if fmt.min_exponent < -126:  # binades that are float32's subnormals
+        field = (magnitude >> np.uint32(fmt.mantissa_bits)).astype(jnp.int32)
+        below = np.int32(fmt.bias - 127 + 1) - field  # binades below the lowest normal one
+        mantissa = magnitude & u32((1 << fmt.mantissa_bits) - 1)
+        significand = (mantissa | u32(1 << fmt.mantissa_bits)) << np.uint32(shift)
+        shifted = significand >> jnp.clip(below, 0, 31).astype(jnp.uint32)
+        is_small = (below > 0) & ((field > 0) if fmt.has_zero else True)
+        bits = jnp.where(is_small, shifted, bits)
     if fmt.inf_code is not None:
         bits = jnp.where(magnitude == u32(fmt.inf_code), u32(INF), bits)
-    sign = (codes << np.uint32(32 - fmt.bits)) & u32(SIGN)
+    sign = (codes << np.uint32(32 - fmt.bits)) & u32(SIGN if fmt.signed else 0)
     if fmt.has_negative_zero:
-        is_nan = magnitude > u32(fmt.max_code + fmt.has_inf)
-        return jnp.where(is_nan, u32(NAN), bits) | sign
-    return jnp.where(codes == u32(fmt.nan_code), u32(NAN), bits | sign)
+        if fmt.has_nan:
+            is_nan = magnitude > u32(fmt.max_code + fmt.has_inf)
+            bits = jnp.where(is_nan, u32(NAN), bits)
+        return bits | sign
+    if fmt.nan_code is None:
+        return bits | sign
+    is_nan = codes >= u32(fmt.nan_code) if not fmt.signed else codes == u32(fmt.nan_code)
+    return jnp.where(is_nan, u32(NAN), bits | sign)
 
 
 def exact_float32_pattern(value: Fraction | int) -> int:
@@ -77,38 +218,37 @@ def exact_float32_pattern(value: Fraction | int) -> int:
     return int(np.float32(float(value)).view(np.uint32))
 
 
-def check_source(where: str, x: jax.typing.ArrayLike) -> jax.Array:
-    """`x` as a JAX array, or TypeError where its dtype is none of `SOURCES`."""
-    dtype = getattr(x, "dtype", None)
-    if dtype not in SOURCES:
-        got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
-        raise TypeError(
-            f"{where}: x has {got}, expected float32, float16 or bfloat16; convert it first, "
-            "e.g. jnp.asarray(x, jnp.float32)"
-        )
-    return jnp.asarray(x)
+def holds(fmt: Format, dtype: DTypeLike) -> bool:
+    """Whether `dtype` holds every finite value of `fmt` exactly."""
+    wide = format(dtype)
+    inside = wide.lowest <= fmt.lowest and fmt.max_finite <= wide.max_finite
+    if isinstance(wide, IntFormat):
+        return inside and isinstance(fmt, IntFormat)
+    assert isinstance(wide, FloatFormat)
+    has_zero = not isinstance(fmt, FloatFormat) or fmt.has_zero
+    return (
+        inside
+        and fmt.mantissa_bits <= wide.mantissa_bits
+        and _least_step(fmt) >= wide.min_subnormal
+        and (wide.has_zero or not has_zero)
+    )
 
 
-def check_range(where: str, fmt: Format) -> None:
-    """ValueError where `fmt` has finite values that float32's normal exponents do not reach."""
-    if isinstance(fmt, FloatFormat) and not (
-        fmt.min_exponent >= -126 and fmt.max_exponent <= 127 and fmt.mantissa_bits <= 23
-    ):
-        raise ValueError(
-            f"{where}: format {fmt.name} has exponents {fmt.min_exponent} to {fmt.max_exponent} "
-            f"and {fmt.mantissa_bits} mantissa bits, expected at most float32's (-126 to 127, 23)"
-        )
+def _least_step(fmt: Format) -> Fraction:
+    """A power of two of which every finite value is a multiple."""
+    if isinstance(fmt, FloatFormat):
+        return fmt.min_normal / 2**fmt.mantissa_bits
+    if isinstance(fmt, TableFormat):
+        return Fraction(1, max(Fraction(value).denominator for value in fmt.finite))
+    return Fraction(1)
 
 
 def check_holds(where: str, fmt: Format, dtype: DTypeLike) -> None:
     """ValueError where `dtype` does not hold every finite value of `fmt` exactly."""
-    info = ml_dtypes.finfo(dtype)
-    if (
-        fmt.mantissa_bits > info.nmant
-        or max(fmt.max_finite, -fmt.lowest) > Fraction(float(info.max))
-        or fmt.min_subnormal < Fraction(float(info.smallest_subnormal))
-    ):
+    if not holds(fmt, dtype):
+        wide = next((d for d in ("float32", "float64") if holds(fmt, d)), None)
+        hint = f"use {wide}" if wide else "use format.value(code), which is exact"
         raise ValueError(
             f"{where}: dtype {np.dtype(dtype)} does not hold every finite value of {fmt.name}, "
-            "expected a wider one; use float32"
+            f"expected a wider one; {hint}"
         )

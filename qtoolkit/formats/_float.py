@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import functools
+import itertools
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +18,8 @@ class Specials(enum.Enum):
     IEEE = enum.auto()  # the top exponent field holds the infinities and the NaNs
     FN = enum.auto()  # no infinity; NaN only where every bit but the sign is one
     FNUZ = enum.auto()  # no infinity, one zero; the only NaN is the code of "-0"
+    EXTENDED = enum.auto()  # IEEE P3109: infinities at the top, one zero, one NaN
+    NONE = enum.auto()  # every code is a finite number
 
 
 class Overflow(enum.Enum):
@@ -39,6 +43,9 @@ class FloatFormat:
       bias: Field e > 0 stands for 2**(e - bias); field 0, the subnormals, for 2**(1 - bias).
       specials: Which codes are not finite.
       overflow: What overflow and infinities become where they are not clamped.
+      signed: Whether codes begin with a sign bit.
+      has_zero: Whether field 0 holds zero and the subnormals. If not, it is one more binade,
+        2**-bias, as in E8M0.
       dtype_name: The numpy name of its own dtype; None where numpy and ml_dtypes have none.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
     """
@@ -49,6 +56,8 @@ class FloatFormat:
     bias: int
     specials: Specials
     overflow: Overflow
+    signed: bool = True
+    has_zero: bool = True
     dtype_name: str | None = None
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -59,43 +68,82 @@ class FloatFormat:
                     f"FloatFormat {self.name!r}: {field}={getattr(self, field)!r}, expected "
                     f"{kind.__name__}"
                 )
-        if self.exponent_bits < 1 or self.mantissa_bits < 1 or self.bits > 32:
+        if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 64:
             raise ValueError(
                 f"FloatFormat {self.name!r}: exponent_bits={self.exponent_bits}, "
-                f"mantissa_bits={self.mantissa_bits}; expected at least one bit of each and "
-                "at most 32 bits with the sign"
+                f"mantissa_bits={self.mantissa_bits}; expected at least one exponent bit, no "
+                "negative number of mantissa bits, and at most 64 bits with the sign"
+            )
+        if self.specials is Specials.IEEE and self.mantissa_bits == 0:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: mantissa_bits=0 with specials=IEEE leaves no code for "
+                "NaN, expected at least one mantissa bit or other specials"
+            )
+        if self.specials is Specials.FNUZ and not self.signed:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: specials=FNUZ puts NaN at -0, but the format is "
+                "unsigned; use Specials.FN"
+            )
+        if self.signed and not self.has_zero:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: has_zero=False with signed=True, expected signed=False"
+            )
+        if self.max_code < 1:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: no positive finite value is left beside "
+                f"specials={self.specials.name}, expected more bits"
             )
         if self.overflow is Overflow.INF and not self.has_inf:
             raise ValueError(
                 f"FloatFormat {self.name!r}: overflow=INF, but specials={self.specials.name} has "
                 "no infinity; use Overflow.NAN or Overflow.MAX"
             )
+        if self.overflow is Overflow.NAN and not self.has_nan:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: overflow=NAN, but specials={self.specials.name} has "
+                "no NaN; use Overflow.MAX"
+            )
         check_dtype(self)
 
     @property
     def bits(self) -> int:
         """Width of a code: 8 for E4M3FN."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def magnitude_count(self) -> int:
+        """Number of codes without a sign: 128 for E4M3FN, 256 for E8M0."""
+        return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @property
     def sign_code(self) -> int:
-        """The sign bit alone."""
-        return 1 << (self.bits - 1)
+        """The sign bit alone; 0 where there is none."""
+        return self.magnitude_count if self.signed else 0
 
     @property
     def max_code(self) -> int:
         """Code of the largest finite value: 0x7E for E4M3FN."""
-        if self.specials is Specials.IEEE:
-            return self.sign_code - (1 << self.mantissa_bits) - 1
-        return self.sign_code - 1 - (self.specials is Specials.FN)
+        match self.specials:
+            case Specials.IEEE:
+                return self.magnitude_count - (1 << self.mantissa_bits) - 1
+            case Specials.FN:
+                return self.magnitude_count - 2
+            case Specials.EXTENDED:
+                return self.magnitude_count - 2 - (not self.signed)
+            case _:
+                return self.magnitude_count - 1
 
     @property
     def has_inf(self) -> bool:
-        return self.specials is Specials.IEEE
+        return self.specials in (Specials.IEEE, Specials.EXTENDED)
+
+    @property
+    def has_nan(self) -> bool:
+        return self.specials is not Specials.NONE
 
     @property
     def has_negative_zero(self) -> bool:
-        return self.specials is not Specials.FNUZ
+        return self.signed and self.specials not in (Specials.FNUZ, Specials.EXTENDED)
 
     @property
     def inf_code(self) -> int | None:
@@ -103,42 +151,62 @@ class FloatFormat:
         return self.max_code + 1 if self.has_inf else None
 
     @property
-    def nan_code(self) -> int:
+    def nan_code(self) -> int | None:
         """The NaN that casts write: quiet and positive; 0x7F for E4M3FN, 0x7E for E5M2."""
+        if not self.has_nan:
+            return None
         if self.specials is Specials.IEEE:
             return self.max_code + 1 + (1 << (self.mantissa_bits - 1))
-        return self.max_code + 1  # FN: all ones; FNUZ: the sign bit alone
+        return self.max_code + 1 + self.has_inf  # FN: all ones; one NaN: the sign bit alone
 
     @property
     def overflow_code(self) -> int:
         """What positive overflow becomes where it is not clamped, see `overflow`."""
-        if self.overflow is Overflow.MAX:
-            return self.max_code
-        return self.nan_code if self.overflow is Overflow.NAN else self.max_code + 1
+        return {
+            Overflow.MAX: self.max_code,
+            Overflow.NAN: self.nan_code,
+            Overflow.INF: self.inf_code,
+        }[self.overflow]  # type: ignore[return-value]  # checked at construction
+
+    @property
+    def nan_ranges(self) -> tuple[range, ...]:
+        """The codes that are NaN, as runs in rising order: two for float32, one for E4M3FNUZ."""
+        if not self.has_nan:
+            return ()
+        if self.signed and not self.has_negative_zero:
+            return (range(self.sign_code, self.sign_code + 1),)
+        first = self.max_code + 1 + self.has_inf
+        positive = range(first, self.magnitude_count)
+        if not self.signed:
+            return (positive,)
+        return (positive, range(self.sign_code + first, 2 * self.sign_code))
 
     @property
     def nan_codes(self) -> tuple[int, ...]:
-        """Every code that is NaN, in rising order."""
-        if self.specials is Specials.FNUZ:
-            return (self.sign_code,)
-        first = self.max_code + 1 + self.has_inf
-        positive = range(first, self.sign_code)
-        return (*positive, *(self.sign_code | code for code in positive))
+        """Every code that is NaN, in rising order; see `nan_ranges` for formats of many bits."""
+        count = sum(map(len, self.nan_ranges))
+        if count > 2**16:
+            raise ValueError(
+                f"{self.name}: {count} codes of NaN are too many to list, see nan_ranges"
+            )
+        return tuple(itertools.chain(*self.nan_ranges))
 
     @property
     def finite_count(self) -> int:
         """Number of distinct finite values, the zeros counted once: 253 for E4M3FN."""
-        return 2 * self.max_code + 1
+        return (1 + self.signed) * (self.max_code + 1) - (self.signed and self.has_zero)
 
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite value's binade: 8 for E4M3FN."""
+        if self.has_zero and self.max_code < (1 << self.mantissa_bits):
+            return self.min_exponent - self.mantissa_bits + self.max_code.bit_length() - 1
         return (self.max_code >> self.mantissa_bits) - self.bias
 
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value: -6 for E4M3FN."""
-        return 1 - self.bias
+        return self.has_zero - self.bias
 
     @functools.cached_property
     def max_finite(self) -> Fraction:
@@ -147,8 +215,8 @@ class FloatFormat:
 
     @property
     def lowest(self) -> Fraction:
-        """The most negative finite value."""
-        return -self.max_finite
+        """The most negative finite value; of unsigned formats the smallest."""
+        return -self.max_finite if self.signed else self.magnitude(0)
 
     @property
     def min_normal(self) -> Fraction:
@@ -157,7 +225,7 @@ class FloatFormat:
     @property
     def min_subnormal(self) -> Fraction:
         """The smallest positive value: 2**-9 for E4M3FN."""
-        return _power_of_two(self.min_exponent - self.mantissa_bits)
+        return self.magnitude(int(self.has_zero))
 
     @property
     def epsilon(self) -> Fraction:
@@ -170,11 +238,34 @@ class FloatFormat:
         Codes above `max_code` stand for no finite value; for them it is the next in line.
         """
         field, mantissa = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
-        if field == 0:
-            return mantissa * self.min_subnormal
-        return ((1 << self.mantissa_bits) + mantissa) * _power_of_two(
+        if self.has_zero:
+            hidden, field = int(field > 0), max(field, 1)
+        else:
+            hidden = 1
+        return ((hidden << self.mantissa_bits) + mantissa) * _power_of_two(
             field - self.bias - self.mantissa_bits
         )
+
+    def value(self, code: int) -> Fraction | float:
+        """What `code` stands for: a Fraction, or a float that is infinite, NaN or -0."""
+        check_code(self, code)
+        if any(code in codes for codes in self.nan_ranges):
+            return math.nan
+        magnitude = code & (self.magnitude_count - 1)
+        negative = code != magnitude
+        if magnitude == self.inf_code:
+            return -math.inf if negative else math.inf
+        if negative and magnitude == 0:
+            return -0.0
+        return -self.magnitude(magnitude) if negative else self.magnitude(magnitude)
+
+    def values(self) -> np.ndarray:
+        """float64 array of what each code stands for, in the order of the codes.
+
+        Raises:
+          ValueError: More than 2**16 codes, or float64 does not hold them; see `value`.
+        """
+        return float64_values(self)
 
     @property
     def needs_scale(self) -> bool:
@@ -202,6 +293,8 @@ _FIELD_TYPES = {
     "bias": int,
     "specials": Specials,
     "overflow": Overflow,
+    "signed": bool,
+    "has_zero": bool,
 }
 
 
@@ -212,6 +305,28 @@ def check_dtype(fmt: Any) -> None:
             f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r} has "
             f"{fmt.dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
         )
+
+
+def check_code(fmt: Any, code: int) -> None:
+    """ValueError where `code` is no code of `fmt`."""
+    if not 0 <= code < 1 << fmt.bits:
+        raise ValueError(
+            f"{fmt.name}: code {code}, expected 0 to {(1 << fmt.bits) - 1} ({fmt.bits} bits)"
+        )
+
+
+def float64_values(fmt: Any) -> np.ndarray:
+    """`fmt.value` of every code, as float64; ValueError where that cannot be."""
+    if fmt.bits > 16:
+        raise ValueError(
+            f"{fmt.name}: 2**{fmt.bits} codes are too many to list, expected at most 2**16; use "
+            "value(code) for one of them"
+        )
+    if fmt.max_finite >= 2**1024 or fmt.min_subnormal < Fraction(2) ** -1074:
+        raise ValueError(
+            f"{fmt.name}: float64 does not hold every value; use value(code), which is exact"
+        )
+    return np.array([float(fmt.value(code)) for code in range(1 << fmt.bits)])
 
 
 def unsigned_dtype(bits: int) -> np.dtype:

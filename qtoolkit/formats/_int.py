@@ -6,7 +6,7 @@ from fractions import Fraction
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
 
-from qtoolkit.formats._float import check_dtype, unsigned_dtype
+from qtoolkit.formats._float import check_code, check_dtype, float64_values, unsigned_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,10 @@ class IntFormat:
 
     Attributes:
       name: As users write it, on the command line and in checkpoints.
-      bits: Width of a code, 1 to 32.
+      bits: Width of a code, 1 to 64.
       signed: Two's complement if true.
-      dtype_name: The numpy name of the format's own dtype; None where there is none.
+      dtype_name: The numpy name of the format's own dtype; None where there is none. "bool" makes
+        it the truth value: one bit, 1 for whatever is not zero.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
     """
 
@@ -28,9 +29,19 @@ class IntFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 32:
-            raise ValueError(f"IntFormat {self.name!r}: bits={self.bits}, expected 1 to 32")
+        if not isinstance(self.bits, int) or not 1 <= self.bits <= 64:
+            raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
+        if self.is_bool and (self.bits != 1 or self.signed):
+            raise ValueError(
+                f"IntFormat {self.name!r}: dtype_name='bool' with bits={self.bits}, "
+                f"signed={self.signed}; expected bits=1, signed=False"
+            )
         check_dtype(self)
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether a cast asks only if a value is zero."""
+        return self.dtype_name == "bool"
 
     @property
     def max_finite(self) -> Fraction:
@@ -55,6 +66,19 @@ class IntFormat:
     @property
     def finite_count(self) -> int:
         return 2**self.bits
+
+    def value(self, code: int) -> Fraction:
+        """The integer that `code` stands for."""
+        check_code(self, code)
+        return Fraction(code - (2**self.bits if code > self.max_finite else 0))
+
+    def values(self) -> np.ndarray:
+        """float64 array of what each code stands for, in the order of the codes.
+
+        Raises:
+          ValueError: More than 2**16 codes; see `value`.
+        """
+        return float64_values(self)
 
     @property
     def needs_scale(self) -> bool:

@@ -1,27 +1,71 @@
 """The formats that ship, and how any of their spellings is resolved."""
 
 import difflib
+import re
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
+from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
+from qtoolkit.formats._p3109 import from_name
+from qtoolkit.formats._table import HIFLOAT8, NF4, POSIT8, TableFormat
 
-Format = FloatFormat | IntFormat
+Format = FloatFormat | IntFormat | TableFormat
 
-# Parameters: arXiv:2209.05433, section "FP8 Binary Interchange Format"; OCP 8-bit Floating Point
-# Specification (OFP8) 1.0.
-E4M3FN = FloatFormat(
-    name="e4m3fn",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    specials=Specials.FN,
-    overflow=Overflow.NAN,
-    dtype_name="float8_e4m3fn",
-    spellings=("FLOAT8E4M3FN", "f8e4m3", "f8e4m3fn", "F8_E4M3"),
+# IEEE 754-2019: binary64, binary32, binary16. bfloat16 and NVIDIA's tf32 are cut from binary32.
+FLOAT64 = FloatFormat(
+    name="float64",
+    exponent_bits=11,
+    mantissa_bits=52,
+    bias=1023,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="float64",
+    spellings=("DOUBLE", "F64", "binary64", "DT_DOUBLE"),
 )
+FLOAT32 = FloatFormat(
+    name="float32",
+    exponent_bits=8,
+    mantissa_bits=23,
+    bias=127,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="float32",
+    spellings=("FLOAT", "F32", "binary32", "DT_FP32"),
+)
+TF32 = FloatFormat(
+    name="tf32",
+    exponent_bits=8,
+    mantissa_bits=10,
+    bias=127,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    spellings=("TensorFloat32",),
+)
+FLOAT16 = FloatFormat(
+    name="float16",
+    exponent_bits=5,
+    mantissa_bits=10,
+    bias=15,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="float16",
+    spellings=("F16", "binary16", "DT_FP16"),
+)
+BFLOAT16 = FloatFormat(
+    name="bfloat16",
+    exponent_bits=8,
+    mantissa_bits=7,
+    bias=127,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="bfloat16",
+    spellings=("BF16", "DT_BF16"),
+)
+# arXiv:2209.05433, section "FP8 Binary Interchange Format"; OCP 8-bit Floating Point Specification
+# (OFP8) 1.0.
 E5M2 = FloatFormat(
     name="e5m2",
     exponent_bits=5,
@@ -30,19 +74,22 @@ E5M2 = FloatFormat(
     specials=Specials.IEEE,
     overflow=Overflow.INF,
     dtype_name="float8_e5m2",
-    spellings=("FLOAT8E5M2", "f8e5m2", "F8_E5M2"),
+    spellings=("FLOAT8E5M2", "f8e5m2", "F8_E5M2", "DT_FP8E5M2"),
 )
-# Parameters: arXiv:2206.02915 (Graphcore, AMD and Qualcomm), named as in LLVM and ONNX.
-E4M3FNUZ = FloatFormat(
-    name="e4m3fnuz",
+E4M3FN = FloatFormat(
+    name="e4m3fn",
     exponent_bits=4,
     mantissa_bits=3,
-    bias=8,
-    specials=Specials.FNUZ,
+    bias=7,
+    specials=Specials.FN,
     overflow=Overflow.NAN,
-    dtype_name="float8_e4m3fnuz",
-    spellings=("FLOAT8E4M3FNUZ", "f8e4m3fnuz", "F8_E4M3FNUZ"),
+    dtype_name="float8_e4m3fn",
+    spellings=(
+        *("FLOAT8E4M3FN", "f8e4m3", "f8e4m3fn", "F8_E4M3"),
+        *("DT_FP8E4M3", "DT_FP8E4M3FN"),
+    ),
 )
+# arXiv:2206.02915 (Graphcore, AMD and Qualcomm), named as in LLVM and ONNX.
 E5M2FNUZ = FloatFormat(
     name="e5m2fnuz",
     exponent_bits=5,
@@ -53,35 +100,145 @@ E5M2FNUZ = FloatFormat(
     dtype_name="float8_e5m2fnuz",
     spellings=("FLOAT8E5M2FNUZ", "f8e5m2fnuz", "F8_E5M2FNUZ"),
 )
-BFLOAT16 = FloatFormat(
-    name="bfloat16",
+E4M3FNUZ = FloatFormat(
+    name="e4m3fnuz",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=8,
+    specials=Specials.FNUZ,
+    overflow=Overflow.NAN,
+    dtype_name="float8_e4m3fnuz",
+    spellings=("FLOAT8E4M3FNUZ", "f8e4m3fnuz", "F8_E4M3FNUZ"),
+)
+# Google's TPUs, named as in LLVM.
+E4M3B11FNUZ = FloatFormat(
+    name="e4m3b11fnuz",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=11,
+    specials=Specials.FNUZ,
+    overflow=Overflow.NAN,
+    dtype_name="float8_e4m3b11fnuz",
+    spellings=("f8e4m3b11fnuz", "float8_e4m3b11"),
+)
+# IEEE 754's rules at 8 bits, named as in LLVM.
+E4M3 = FloatFormat(
+    name="e4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="float8_e4m3",
+)
+E3M4 = FloatFormat(
+    name="e3m4",
+    exponent_bits=3,
+    mantissa_bits=4,
+    bias=3,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+    dtype_name="float8_e3m4",
+    spellings=("f8e3m4",),
+)
+# Scales: of NVFP4, E4M3FN without its sign; of OCP Microscaling Formats (MX) 1.0, powers of two.
+UE4M3 = FloatFormat(
+    name="ue4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    bias=7,
+    specials=Specials.FN,
+    overflow=Overflow.NAN,
+    signed=False,
+)
+E8M0FNU = FloatFormat(
+    name="e8m0fnu",
     exponent_bits=8,
-    mantissa_bits=7,
+    mantissa_bits=0,
     bias=127,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-    dtype_name="bfloat16",
-    spellings=("BF16",),
+    specials=Specials.FN,
+    overflow=Overflow.NAN,
+    signed=False,
+    has_zero=False,
+    dtype_name="float8_e8m0fnu",
+    spellings=("FLOAT8E8M0", "e8m0", "ue8m0", "f8e8m0", "F8_E8M0", "DT_FP8E8M0"),
 )
-# IEEE 754-2019 binary16.
-FLOAT16 = FloatFormat(
-    name="float16",
-    exponent_bits=5,
-    mantissa_bits=10,
-    bias=15,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-    dtype_name="float16",
-    spellings=("F16", "binary16"),
+# Elements of OCP MX 1.0.
+E2M3FN = FloatFormat(
+    name="e2m3fn",
+    exponent_bits=2,
+    mantissa_bits=3,
+    bias=1,
+    specials=Specials.NONE,
+    overflow=Overflow.MAX,
+    spellings=("e2m3", "float6_e2m3fn", "F6_E2M3"),
 )
-INT8 = IntFormat(name="int8", bits=8, dtype_name="int8", spellings=("I8",))
+E3M2FN = FloatFormat(
+    name="e3m2fn",
+    exponent_bits=3,
+    mantissa_bits=2,
+    bias=3,
+    specials=Specials.NONE,
+    overflow=Overflow.MAX,
+    spellings=("e3m2", "float6_e3m2fn", "F6_E3M2"),
+)
+E2M1FN = FloatFormat(
+    name="e2m1fn",
+    exponent_bits=2,
+    mantissa_bits=1,
+    bias=1,
+    specials=Specials.NONE,
+    overflow=Overflow.MAX,
+    dtype_name="float4_e2m1fn",
+    spellings=(
+        *("e2m1", "FLOAT4E2M1", "f4e2m1", "F4"),
+        *("DT_FP4_E2M1", "DT_FP4_E2M1X2", "DT_FP4E2M1"),
+    ),
+)
+# Huawei Ascend's other FP4: quarters from 0 to 1.75.
+E1M2FN = FloatFormat(
+    name="e1m2fn",
+    exponent_bits=1,
+    mantissa_bits=2,
+    bias=1,
+    specials=Specials.NONE,
+    overflow=Overflow.MAX,
+    spellings=("e1m2", "DT_FP4_E1M2", "DT_FP4_E1M2X2", "DT_FP4E1M2"),
+)
+BOOL = IntFormat(
+    name="bool", bits=1, signed=False, dtype_name="bool", spellings=("boolean", "DT_BOOL")
+)
 
-FORMATS: tuple[Format, ...] = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, BFLOAT16, FLOAT16, INT8)
+
+def _integer(bits: int, signed: bool) -> IntFormat:
+    """The integer of that width, with the dtype that numpy or ml_dtypes have for it."""
+    name, letter = (f"int{bits}", "I") if signed else (f"uint{bits}", "U")
+    own = bits in (2, 4, 8, 16, 32, 64)
+    return IntFormat(
+        name=name,
+        bits=bits,
+        signed=signed,
+        dtype_name=name if own else None,
+        spellings=(f"{letter}{bits}", f"DT_{name.upper()}") if own else (f"{letter}{bits}",),
+    )
+
+
+INT2, INT4, INT8, INT16, INT32, INT64 = (_integer(1 << n, True) for n in range(1, 7))
+UINT2, UINT4, UINT8, UINT16, UINT32, UINT64 = (_integer(1 << n, False) for n in range(1, 7))
+
+FORMATS: tuple[Format, ...] = (
+    *(FLOAT64, FLOAT32, TF32, FLOAT16, BFLOAT16),
+    *(E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E4M3, E3M4, UE4M3, E8M0FNU),
+    *(E2M3FN, E3M2FN, E2M1FN, E1M2FN),
+    *(HIFLOAT8, POSIT8, NF4),
+    *(INT64, INT32, INT16, INT8, INT4, INT2),
+    *(UINT64, UINT32, UINT16, UINT8, UINT4, UINT2, BOOL),
+)
 
 _BY_SPELLING = {
     spelling.lower(): fmt
     for fmt in FORMATS
-    for spelling in (fmt.name, fmt.dtype_name, *fmt.spellings)
+    for spelling in (fmt.name, getattr(fmt, "dtype_name", None), *fmt.spellings)
     if spelling is not None
 }
 
@@ -92,24 +249,45 @@ def format(spec: Any) -> Format:
     Args:
       spec: A format (returned as it is); a string in any of the spellings of qtoolkit ("e4m3fn"),
         numpy and JAX ("float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"), OpenVINO ("f8e4m3") or safetensors
-        ("F8_E4M3"), upper or lower case; or a numpy, ml_dtypes or JAX dtype.
+        ("F8_E4M3"), IEEE P3109 ("Binary8p3se") or an integer of any width ("int5"), upper or lower
+        case; or a numpy, ml_dtypes or JAX dtype.
 
     Raises:
-      ValueError: No shipped format has that name; the message lists the closest ones.
+      ValueError: No format has that name; the message lists the closest ones.
       TypeError: `spec` is neither a format nor a string nor a dtype.
     """
-    if isinstance(spec, FloatFormat | IntFormat):
+    if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
     name = spec if isinstance(spec, str) else _dtype_name(spec)
-    found = _BY_SPELLING.get(name.lower())
+    found = _BY_SPELLING.get(name.lower()) or _family_member(name)
     if found is None:
-        close = difflib.get_close_matches(name.lower(), _BY_SPELLING, n=8, cutoff=0.5)
-        nearest = list(dict.fromkeys(_BY_SPELLING[spelling].name for spelling in close))[:3]
+        nearest = _closest(name)
         hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
         raise ValueError(
-            f"format: unknown format {name!r}; {hint}known: {', '.join(f.name for f in FORMATS)}"
+            f"format: unknown format {name!r}; {hint}known: {', '.join(f.name for f in FORMATS)}, "
+            "int1 to int64, uint1 to uint64, binary3p1se to binary16p16uf (IEEE P3109)"
         )
     return found
+
+
+_INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)
+
+
+def _family_member(name: str) -> Format | None:
+    """What `name` spells in the families that are too large to list."""
+    integer = _INTEGER.fullmatch(name)
+    if integer and int(integer[2]) <= 64:
+        return _integer(int(integer[2]), integer[1].lower() in ("int", "i"))
+    return from_name(name)
+
+
+def _closest(name: str) -> list[str]:
+    """The names of up to three formats with a spelling like `name`, the likest first."""
+    spellings = {spelling: fmt.name for spelling, fmt in _BY_SPELLING.items()}
+    families = (*(f"{u}int{bits}" for u in ("", "u") for bits in range(1, 65)), *P3109_NAMES)
+    spellings |= {member: member for member in families}
+    close = difflib.get_close_matches(name.lower(), spellings, n=8, cutoff=0.5)
+    return list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
 
 
 def _dtype_name(spec: Any) -> str:

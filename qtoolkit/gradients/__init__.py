@@ -1,15 +1,27 @@
 """What the derivative is: estimators, rounded cotangents, and the differentiable casts."""
 
 from qtoolkit.gradients._cotangent import round_cotangent
-from qtoolkit.gradients._estimators import Clipped, Estimator, Identity, Zero
+from qtoolkit.gradients._estimators import (
+    Clipped,
+    CotangentEstimator,
+    Estimator,
+    Identity,
+    Zero,
+)
 from qtoolkit.gradients._fake_cast import fake_cast
 from qtoolkit.gradients._fake_convert import fake_convert
 from qtoolkit.gradients._linear import linear_with_transpose
+from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
 
 __all__ = [
+    "DSQ",
+    "EWGS",
     "Clipped",
+    "CotangentEstimator",
     "Estimator",
     "Identity",
+    "Ramp",
+    "ReSTE",
     "Zero",
     "fake_cast",
     "fake_convert",

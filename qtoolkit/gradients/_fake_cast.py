@@ -6,17 +6,29 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import check_arguments, check_holds, round_values
+from qtoolkit.casts import (
+    Draw,
+    Rounding,
+    Stochastic,
+    check_arguments,
+    check_differentiable,
+    check_holds,
+    random_of,
+    round_values,
+)
 from qtoolkit.formats import Format
-from qtoolkit.gradients._estimators import Estimator, estimator, slope, times_slope
+from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 
 
 def fake_cast(
     x: ArrayLike,
     fmt: Any,
     *,
-    rounding: str = "nearest_even",
+    rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
+    key: jax.Array | None = None,
+    random_bits: ArrayLike | None = None,
+    index_offset: ArrayLike = 0,
     gradient: str | Estimator = "clipped",
 ) -> jax.Array:
     """Rounds `x` once to the values of `fmt`, keeps its dtype, and is differentiable.
@@ -24,12 +36,12 @@ def fake_cast(
     Bit for bit `decode(encode(x, fmt), fmt, x.dtype)`.
 
     Args:
-      x: float32, float16 or bfloat16, any shape; already divided by its scale.
+      x: float32, float16, bfloat16 or float64, any shape; already divided by its scale.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
-      rounding, saturation: As in `round_to_format`.
+      rounding, saturation, key, random_bits, index_offset: As in `round_to_format`.
       gradient: The slope that stands for the rounding's derivative: "clipped" (1 within the finite
-        range of `fmt`, else 0, also at infinities and NaN), "identity", "zero", or an object with a
-        method `slope`, see `qtoolkit.gradients.Estimator`.
+        range of `fmt`, else 0, also at infinities and NaN), "identity", "zero", or an object such
+        as `qtoolkit.gradients.DSQ()`, see `qtoolkit.gradients.Estimator`.
 
     Returns:
       Shape and dtype of `x`.
@@ -40,30 +52,43 @@ def fake_cast(
         hold every finite value of `fmt`.
 
     Gradient: the tangent times the estimator's slope, by `custom_jvp`: forward and reverse mode of
-    any order.
+    any order. Random bits have none.
 
     Source: arXiv:2209.05433 (the formats); arXiv:1308.3432 (straight-through estimator).
     """
-    x, fmt = check_arguments("fake_cast", x, fmt, rounding, saturation)
+    x = check_differentiable("fake_cast", x)
+    fmt, rounding, draw = check_arguments(
+        "fake_cast", x, fmt, rounding, saturation, key, random_bits, index_offset
+    )
     check_holds("fake_cast", fmt, x.dtype)
-    return _fake_cast_jitted(x, fmt, saturation, estimator("fake_cast", gradient))
+    rule = estimator("fake_cast", gradient)
+    return _fake_cast_jitted(x, draw, fmt, rounding, saturation, rule)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _fake_cast(x: jax.Array, fmt: Format, saturation: str, rule: Estimator) -> jax.Array:
-    return round_values(x, fmt, saturation)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
+def _fake_cast(
+    x: jax.Array,
+    draw: Draw | None,
+    fmt: Format,
+    rounding: Rounding,
+    saturation: str,
+    rule: Estimator,
+) -> jax.Array:
+    return round_values(x, fmt, rounding, saturation, random_of(draw, x, rounding))
 
 
 @_fake_cast.defjvp
 def _fake_cast_jvp(
     fmt: Format,
+    rounding: Rounding,
     saturation: str,
     rule: Estimator,
-    primals: tuple[jax.Array],
-    tangents: tuple[jax.Array],
+    primals: Any,
+    tangents: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    (x,), (x_dot,) = primals, tangents
-    return _fake_cast(x, fmt, saturation, rule), times_slope(slope(rule, x, fmt), x_dot)
+    (x, draw), (x_dot, _) = primals, tangents
+    q = _fake_cast(x, draw, fmt, rounding, saturation, rule)
+    return q, tangent(rule, x, q, x_dot, fmt)
 
 
-_fake_cast_jitted = jax.jit(_fake_cast, static_argnums=(1, 2, 3))
+_fake_cast_jitted = jax.jit(_fake_cast, static_argnums=(2, 3, 4, 5))

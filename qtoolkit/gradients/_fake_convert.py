@@ -7,12 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from qtoolkit.casts import check_arguments, check_holds, product, quotient, round_values
+from qtoolkit.casts import (
+    Draw,
+    Rounding,
+    Stochastic,
+    check_arguments,
+    check_differentiable,
+    check_holds,
+    product,
+    quotient,
+    random_of,
+    round_values,
+)
 from qtoolkit.formats import Format, format
-from qtoolkit.gradients._estimators import Estimator, estimator, slope, times_slope
+from qtoolkit.gradients._estimators import Estimator, estimator, slope, tangent, times_slope
 
 
 def fake_convert(
@@ -21,8 +33,11 @@ def fake_convert(
     shift: ArrayLike | None = None,
     *,
     fmt: Any,
-    rounding: str = "nearest_even",
+    rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
+    key: jax.Array | None = None,
+    random_bits: ArrayLike | None = None,
+    index_offset: ArrayLike = 0,
     gradient: str | Estimator = "clipped",
 ) -> jax.Array:
     """`(conv(x * scale - shift) + shift) / scale`, each step rounded once to the dtype of `x`.
@@ -38,7 +53,7 @@ def fake_convert(
       shift: None, a finite number, or an array as for `scale`. None leaves the addition out, so
         that -0 keeps its sign.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
-      rounding, saturation, gradient: As in `fake_cast`.
+      rounding, saturation, key, random_bits, index_offset, gradient: As in `fake_cast`.
 
     Returns:
       Shape and dtype of `x`.
@@ -53,13 +68,16 @@ def fake_convert(
 
     Source: OpenVINO FakeConvert-13, exactly rounded (its own arithmetic goes through float16).
     """
-    x, fmt = check_arguments("fake_convert", x, fmt, rounding, saturation)
+    x = check_differentiable("fake_convert", x, wide=False)
+    fmt, rounding, draw = check_arguments(
+        "fake_convert", x, fmt, rounding, saturation, key, random_bits, index_offset
+    )
     check_holds("fake_convert", fmt, x.dtype)
     rule = estimator("fake_convert", gradient)
     scale = _parameter("scale", scale, x)
     if shift is not None:
         shift = _parameter("shift", shift, x)
-    return _fake_convert_jitted(x, scale, shift, fmt, saturation, rule)
+    return _fake_convert_jitted(x, scale, shift, draw, fmt, rounding, saturation, rule)
 
 
 def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
@@ -122,34 +140,49 @@ def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 def _rounded_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds float32 to what `dtype` holds; XLA may drop an `astype` there and back."""
-    return x if dtype == jnp.float32 else round_values(x, format(dtype), "none")
+    return x if dtype == jnp.float32 else round_values(x, format(dtype), "nearest_even", "none")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
 def _fake_convert(
     x: jax.Array,
     scale: jax.Array,
     shift: jax.Array | None,
+    draw: Draw | None,
     fmt: Format,
+    rounding: Rounding,
     saturation: str,
     rule: Estimator,
 ) -> jax.Array:
-    q = round_values(_argument(x, scale, shift), fmt, saturation).astype(jnp.float32)
+    q = _converted(_argument(x, scale, shift), draw, fmt, rounding, saturation).astype(jnp.float32)
     if shift is not None:
         q = _rounded_to_dtype(q + shift.astype(jnp.float32), x.dtype)
     return _rounded_to_dtype(quotient(q, scale.astype(jnp.float32)), x.dtype).astype(x.dtype)
 
 
+def _converted(
+    u: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str
+) -> jax.Array:
+    return round_values(u, fmt, rounding, saturation, random_of(draw, u, rounding))
+
+
 def _fake_convert_jvp(
-    fmt: Format, saturation: str, rule: Estimator, primals: Any, tangents: Any
+    fmt: Format,
+    rounding: Rounding,
+    saturation: str,
+    rule: Estimator,
+    primals: Any,
+    tangents: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    x, scale, shift = primals
-    y = _fake_convert(x, scale, shift, fmt, saturation, rule)
-    d = slope(rule, _argument(x, scale, shift), fmt)
-    x_dot, scale_dot, shift_dot = tangents
+    x, scale, shift, draw = primals
+    y = _fake_convert(x, scale, shift, draw, fmt, rounding, saturation, rule)
+    u = _argument(x, scale, shift)
+    d = slope(rule, u, fmt)
+    x_dot, scale_dot, shift_dot, _ = tangents
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
-        y_dot += times_slope(d, x_dot)
+        q = _converted(lax.stop_gradient(u), draw, fmt, rounding, saturation)
+        y_dot += tangent(rule, u, q, x_dot, fmt)
     if not isinstance(scale_dot, SymbolicZero):
         y_dot += (times_slope(d, x) - y) / scale * scale_dot
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
@@ -158,4 +191,4 @@ def _fake_convert_jvp(
 
 
 _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)
-_fake_convert_jitted = jax.jit(_fake_convert, static_argnums=(3, 4, 5))
+_fake_convert_jitted = jax.jit(_fake_convert, static_argnums=(4, 5, 6, 7))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts import SOURCES, check_holds, check_source
+from qtoolkit.casts import FLOATS, check_differentiable, check_holds
 from qtoolkit.formats import Format
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.products._recipe import Recipe
@@ -39,9 +39,9 @@ def quantized_product(
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe")
-    lhs, rhs = check_source(where, lhs), check_source(where, rhs)
+    lhs, rhs = (check_differentiable(where, operand, wide=False) for operand in (lhs, rhs))
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
-    if dtype not in SOURCES:
+    if dtype not in FLOATS:
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import check_source, product, quotient, round_values
+from qtoolkit.casts import Rounding, check_differentiable, product, quotient, round_values
 from qtoolkit.formats import Format
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     Raises:
       TypeError: `x` has another dtype.
     """
-    return _with_amax(check_source("amax", x), axis, lambda x, amax: amax)
+    return _with_amax(check_differentiable("amax", x, wide=False), axis, lambda x, amax: amax)
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
@@ -57,14 +57,19 @@ def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def quantized_values(
-    x: jax.Array, fmt: Format, saturation: str = "finite"
+    x: jax.Array,
+    fmt: Format,
+    rounding: Rounding = "nearest_even",
+    saturation: str = "finite",
+    random: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`x` as values of `fmt` and one scale for all of it: x ~ q * scale.
 
     Args:
       x: float32, float16 or bfloat16, any shape.
       fmt: The format of q; its finite values must fit the dtype of `x`.
-      saturation: As in `qtoolkit.round_to_format`.
+      rounding, saturation: As in `qtoolkit.round_to_format`.
+      random: uint32 random bits in the shape of `x`, for stochastic rounding.
 
     Returns:
       q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
@@ -72,11 +77,12 @@ def quantized_values(
     """
     x = lax.stop_gradient(x)
     if not fmt.needs_scale:
-        return round_values(x, fmt, saturation), jnp.float32(1)
+        return round_values(x, fmt, rounding, saturation, random), jnp.float32(1)
 
     def rounded(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
         scale = scale_from_amax(amax, fmt)
-        return round_values(scaled(x, scale), fmt, saturation).astype(x.dtype), scale
+        q = round_values(scaled(x, scale), fmt, rounding, saturation, random)
+        return q.astype(x.dtype), scale
 
     return _with_amax(x, None, rounded)
 

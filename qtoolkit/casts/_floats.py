@@ -1,0 +1,306 @@
+"""Rounding to float formats: to their codes, and to their values.
+
+Three ways, one result. By addition: beside 2**23 steps of the target, float32's own adder has no
+room for a fraction of a step and rounds to nearest even, once; the other modes correct it by the
+sign of what it left over. It is the fast way, and right wherever neither the steps nor those sums
+leave float32's normal range; what has no finite result is put in as the number that the code of its
+result spells. By a constant shift of the pattern: formats whose exponents end where float32's do,
+bfloat16 first of all. By a shift of its own for every element: all others.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts._bits import (
+    FLOAT32_MANTISSA,
+    INF,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    Exact,
+    exact_float32_pattern,
+    exact_from_pattern,
+    float_pattern,
+    u32,
+    widened,
+)
+from qtoolkit.casts._modes import Rounding, Stochastic, rounded_shift
+from qtoolkit.formats import FloatFormat, Overflow
+
+Random = jax.Array | None
+
+
+def float_codes(
+    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
+) -> jax.Array:
+    """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
+    if _addition_rounds(fmt, rounding):
+        return _codes_by_addition(bits, fmt, rounding, saturation, random)
+    if fmt.min_exponent != (-126 if fmt.has_zero else -127):
+        return codes_of_exact(exact_from_pattern(bits), fmt, rounding, saturation, random)
+    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
+    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
+    if fmt.has_zero:
+        code = rounded_shift(magnitude, shift, rounding, negative, random)
+    else:  # one binade lower, float32 is subnormal; and zero is one code below the lowest
+        lowered = jnp.where(
+            magnitude < u32(1 << FLOAT32_MANTISSA),
+            magnitude << np.uint32(1),
+            magnitude + u32(1 << FLOAT32_MANTISSA),
+        )
+        below_zero = np.uint32(1 << fmt.mantissa_bits)
+        parity = int(fmt.mantissa_bits == 0)
+        code = rounded_shift(lowered, shift, rounding, negative, random, parity) - below_zero
+    is_inf, is_nan = magnitude == u32(INF), magnitude > u32(INF)
+    return _finished(code, negative, is_inf, is_nan, fmt, rounding, saturation)
+
+
+def float_values(
+    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
+) -> jax.Array:
+    """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
+    if not _addition_rounds(fmt, rounding):
+        return float_pattern(float_codes(bits, fmt, rounding, saturation, random), fmt)
+    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
+    limited = _limited(magnitude, negative, fmt, rounding, saturation)
+    binade = _binade(limited, fmt)
+    big = _float(binade + u32((FLOAT32_MANTISSA - fmt.mantissa_bits) << FLOAT32_MANTISSA))
+    total = _float(limited) + big
+    rounded = total - big  # of the data: XLA would cancel a constant
+    if rounding != "nearest_even":
+        over, under = _corrections(limited, negative, binade, total, big, fmt, rounding, random)
+        step = _float(binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA))
+        zero = jnp.zeros_like(step)
+        rounded = rounded + (jnp.where(under, step, zero) - jnp.where(over, step, zero))
+    value = _bits(rounded)
+    if saturation != "finite" and fmt.overflow is not Overflow.MAX:
+        beyond = value > u32(exact_float32_pattern(fmt.max_finite))
+        value = jnp.where(beyond, u32(INF if fmt.overflow is Overflow.INF else NAN), value)
+    sign = bits & u32(SIGN if fmt.signed else 0)
+    if not fmt.signed:
+        outside = NAN if saturation == "none" and fmt.has_nan else 0
+        value = jnp.where(negative & (value != 0), u32(outside), value)
+    if not fmt.has_nan:
+        is_nan = magnitude > u32(INF)
+        largest = u32(exact_float32_pattern(fmt.max_finite))
+        return jnp.where(is_nan, largest, value | sign)
+    value = jnp.where(magnitude > u32(INF), u32(NAN), value)
+    if fmt.signed and not fmt.has_negative_zero:
+        is_signed = value - np.uint32(1) < u32(NAN - 1)  # neither zero nor NaN
+        sign = jnp.where(is_signed, sign, u32(0))
+    return value | sign
+
+
+def codes_of_exact(
+    x: Exact, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
+) -> jax.Array:
+    """Rounds normalized numbers to the codes of `fmt`, as unsigned integers of their width."""
+    if needs_64_bits(fmt):
+        x = widened(x)
+    dtype, mantissa = x.significand.dtype.type, fmt.mantissa_bits
+    exponent = jnp.minimum(x.exponent, np.int32(fmt.max_exponent + 1))
+    binade = jnp.maximum(exponent, np.int32(fmt.min_exponent)) - np.int32(fmt.min_exponent)
+    # Below the lowest normal binade the step stays, so the shift grows.
+    drop = np.int32(x.top - mantissa) + jnp.maximum(np.int32(fmt.min_exponent) - exponent, 0)
+    drop = jnp.minimum(drop, np.int32(8 * x.significand.dtype.itemsize - 1)).astype(dtype)
+    binade = binade.astype(dtype)
+    parity = (binade + dtype(not fmt.has_zero)) & dtype(1) if mantissa == 0 else 0
+    if random is not None:
+        random = random.astype(dtype)
+    quotient = rounded_shift(x.significand, drop, rounding, x.negative, random, parity)
+    code = (binade << dtype(mantissa)) + quotient
+    if not fmt.has_zero:
+        code -= dtype(1 << mantissa)
+    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, rounding, saturation)
+
+
+def needs_64_bits(fmt: FloatFormat) -> bool:
+    """Whether 32-bit significands are too short for `fmt`."""
+    return fmt.mantissa_bits > FLOAT32_MANTISSA or fmt.bits > 32
+
+
+def _finished(
+    code: jax.Array,
+    negative: jax.Array,
+    is_inf: jax.Array | bool,
+    is_nan: jax.Array | bool,
+    fmt: FloatFormat,
+    rounding: Rounding,
+    saturation: str,
+) -> jax.Array:
+    """Codes of magnitudes, rounded as if there were no largest one, with limits, sign and NaN."""
+    dtype = code.dtype.type
+    largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
+    is_below = code > dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize) - 1)
+    if saturation == "none":
+        stays = _stays_finite(rounding, negative, fmt)
+        limit = jnp.where(stays & jnp.logical_not(is_inf), largest, overflow)
+        beyond = (code > largest) | is_inf
+    else:
+        limit = largest if saturation == "finite" else jnp.where(is_inf, overflow, largest)
+        beyond = (code > largest) | is_inf
+    outside = dtype(fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0)
+    code_or_limit = jnp.where(beyond, limit, code)
+    if fmt.signed and fmt.has_zero:
+        is_signed = negative
+        if not fmt.has_negative_zero:
+            is_signed = (
+                negative & (code_or_limit != 0) & (code_or_limit != dtype(fmt.nan_code or 0))
+            )
+        sign = jnp.where(is_signed, dtype(fmt.sign_code), dtype(0))
+        code = code_or_limit | sign
+    elif fmt.signed:
+        code = jnp.where(is_below, outside, code_or_limit)
+        code |= jnp.where(negative, dtype(fmt.sign_code), dtype(0))
+    elif fmt.has_zero:
+        code = jnp.where(negative & (code != 0), outside, code_or_limit)
+    else:
+        code = jnp.where(negative | is_below, outside, code_or_limit)
+    if fmt.nan_code is None:
+        return jnp.where(is_nan, largest, code)
+    nan = dtype(fmt.nan_code)
+    if fmt.has_negative_zero:
+        return jnp.where(is_nan, jnp.where(negative, nan | dtype(fmt.sign_code), nan), code)
+    return jnp.where(is_nan, nan, code)
+
+
+def _stays_finite(rounding: Rounding, negative: jax.Array, fmt: FloatFormat) -> jax.Array | bool:
+    """Whether a finite number beyond the largest one is rounded down to it where nothing clamps."""
+    match rounding:
+        case "toward_zero":
+            return True
+        case "toward_positive":
+            return negative
+        case "toward_negative":
+            return ~negative
+        case "to_odd":
+            return fmt.max_code % 2 == 1
+    return False
+
+
+def _codes_by_addition(
+    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
+) -> jax.Array:
+    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
+    limited = _limited(magnitude, negative, fmt, rounding, saturation)
+    nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    limited = jnp.where(magnitude > u32(INF), _spelled(fmt, nan_code), limited)
+    binade = _binade(limited, fmt)
+    # A sum's pattern ends in the number of steps; `first` of them are in the exponent already.
+    mask = (1 << fmt.bits) - 1
+    first = -((fmt.min_exponent + 127) << fmt.mantissa_bits) & mask
+    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
+    big = _float((binade + u32(shift << FLOAT32_MANTISSA)) | u32(first))
+    total = _float(limited) + big
+    code = _bits(total) + (binade >> np.uint32(shift))
+    if rounding != "nearest_even":
+        over, under = _corrections(limited, negative, binade, total, big, fmt, rounding, random)
+        code = code + under - over
+    code &= u32(mask)
+    if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
+        code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
+    if not fmt.signed:
+        outside = fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0
+        is_outside = (bits > u32(SIGN)) & (bits <= u32(SIGN | INF)) & (code != 0)
+        return jnp.where(is_outside, u32(outside), code)
+    sign = (bits >> np.uint32(32 - fmt.bits)) & u32(fmt.sign_code)
+    if not fmt.has_nan:
+        sign = jnp.where(magnitude > u32(INF), u32(0), sign)
+    elif not fmt.has_negative_zero:  # NaN is the sign bit alone, so OR leaves it
+        sign = jnp.where(code == 0, u32(0), sign)
+    return code | sign
+
+
+def _corrections(
+    limited: jax.Array,
+    negative: jax.Array,
+    binade: jax.Array,
+    total: jax.Array,
+    big: jax.Array,
+    fmt: FloatFormat,
+    rounding: Rounding,
+    random: Random,
+) -> tuple[jax.Array, jax.Array]:
+    """Where the sum went a step too high, and where a step too low, for `rounding`.
+
+    Patterns are compared as integers, so that subnormals count.
+    """
+    nearest = total - big
+    over = _bits(nearest) > limited  # what is right for the magnitude cut off
+    inexact = _bits(nearest) != limited
+    match rounding:
+        case "toward_zero":
+            return over, jnp.zeros_like(over)
+        case "toward_positive" | "toward_negative":
+            away = negative if rounding == "toward_negative" else ~negative
+            return over & ~away, inexact & ~over & away
+        case "to_odd":
+            odd = (_bits(total) & np.uint32(1)) == 1
+            return over & ~odd, inexact & ~over & ~odd
+        case "nearest_away":
+            half = _float(binade - u32((fmt.mantissa_bits + 1) << FLOAT32_MANTISSA))
+            return jnp.zeros_like(over), _float(limited) - nearest == half
+    assert isinstance(rounding, Stochastic)
+    assert random is not None
+    step = _float(binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA))
+    rest = (_float(limited) - nearest) + jnp.where(over, step, jnp.zeros_like(step))
+    # times 2**(bits + 2) / step, exactly
+    factor = _float(u32((254 + rounding.bits + 2 + fmt.mantissa_bits) << FLOAT32_MANTISSA) - binade)
+    scaled = rest * factor
+    fraction = scaled.astype(jnp.int32)
+    if rounding.variant == "C":
+        fraction |= (fraction.astype(jnp.float32) != scaled).astype(jnp.int32)
+    up = rounding.goes_up(fraction.astype(jnp.uint32), random)
+    return over & ~up, ~over & up
+
+
+def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
+    """Whether float32 sums round to `fmt`: its steps and 2**23 of each are normal numbers.
+
+    Subnormal inputs, which XLA may read as zero, then lie below half a step, and for stochastic
+    rounding below what random bits can tell from zero.
+    """
+    least_step = fmt.min_exponent - fmt.mantissa_bits
+    return (
+        fmt.has_zero
+        and fmt.mantissa_bits >= 1
+        and fmt.bits <= 22  # room for `first` beside the steps
+        and least_step >= (-100 if isinstance(rounding, Stochastic) else -125)
+        and fmt.max_exponent + 1 + FLOAT32_MANTISSA <= 127
+    )
+
+
+def _limited(
+    magnitude: jax.Array, negative: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str
+) -> jax.Array:
+    """Clamps to the largest finite value, or to what the code of an unclamped result spells."""
+    largest, next_one = _spelled(fmt, fmt.max_code), _spelled(fmt, fmt.max_code + 1)
+    stays: jax.Array | bool = True
+    if saturation == "none" and fmt.overflow is not Overflow.MAX:
+        stays = _stays_finite(rounding, negative, fmt)
+    if stays is False:
+        return jnp.minimum(magnitude, next_one)
+    limit = largest if stays is True else jnp.where(stays, largest, next_one)
+    limited = jnp.minimum(magnitude, limit)
+    if saturation != "finite":
+        limited = jnp.where(magnitude == u32(INF), _spelled(fmt, fmt.overflow_code), limited)
+    return limited
+
+
+def _spelled(fmt: FloatFormat, code: int) -> np.uint32:
+    return u32(exact_float32_pattern(fmt.magnitude(code)))
+
+
+def _binade(magnitude: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """The exponent field, in place, of the binade whose steps round `magnitude`."""
+    return jnp.maximum(magnitude, u32(exact_float32_pattern(fmt.min_normal))) & u32(INF)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,0 +1,119 @@
+"""Codes of fewer than eight bits, several to a byte."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from qtoolkit.formats import format
+
+WIDTHS = (1, 2, 4, 6)
+
+
+def pack(codes: ArrayLike, fmt: Any, *, axis: int = -1) -> jax.Array:
+    """Packs codes into bytes along an axis, the first code in the lowest bits.
+
+    Eight codes of one bit, four of two or two of four share a byte; four codes of six bits share
+    three bytes, little-endian. An axis that does not fill its last group ends with zero codes.
+
+    Args:
+      codes: uint8, at least one axis; bits above the width are dropped.
+      fmt: 1, 2, 4 or 6, or a format of that width, or any spelling of one.
+      axis: The axis to pack.
+
+    Returns:
+      uint8, shape of `codes` but for `axis`, which has ceil(n / group) * bytes of a group.
+
+    Raises:
+      TypeError: `codes` are not uint8.
+      ValueError: Another width, or no such axis.
+    """
+    bits, axis = _arguments("pack", codes, fmt, axis)
+    return _pack(jnp.asarray(codes), bits, axis)
+
+
+def unpack(packed: ArrayLike, fmt: Any, size: int | None = None, *, axis: int = -1) -> jax.Array:
+    """The codes that `pack` has packed.
+
+    Args:
+      packed: uint8, at least one axis.
+      fmt, axis: As given to `pack`.
+      size: Number of codes along `axis`; None for all that the bytes hold, the zero codes of the
+        last group included.
+
+    Returns:
+      uint8 codes.
+
+    Raises:
+      TypeError: `packed` is not uint8.
+      ValueError: As `pack`; or the bytes along `axis` are not as many as `size` codes need.
+    """
+    bits, axis = _arguments("unpack", packed, fmt, axis)
+    group, width = _group(bits)
+    got = np.shape(packed)[axis]
+    if got % width:
+        raise ValueError(
+            f"unpack: axis {axis} has {got} bytes, expected a multiple of {width} for {bits} bits"
+        )
+    size = got // width * group if size is None else size
+    if not isinstance(size, int | np.integer) or size < 0 or -(-size // group) * width != got:
+        raise ValueError(
+            f"unpack: size={size} with {got} bytes along axis {axis}, expected "
+            f"{max(got // width - 1, 0) * group + (got > 0)} to {got // width * group}"
+        )
+    return _unpack(jnp.asarray(packed), bits, int(size), axis)
+
+
+def _arguments(where: str, codes: ArrayLike, fmt: Any, axis: int) -> tuple[int, int]:
+    dtype = getattr(codes, "dtype", None)
+    if dtype != np.uint8:
+        got = f"dtype {dtype}" if dtype is not None else f"type {type(codes).__name__}"
+        raise TypeError(f"{where}: got {got}, expected uint8, as encode returns codes")
+    bits = fmt if isinstance(fmt, int) else format(fmt).bits
+    if bits not in WIDTHS:
+        raise ValueError(f"{where}: {bits} bits, expected one of {', '.join(map(str, WIDTHS))}")
+    rank = np.ndim(codes)
+    if not -rank <= axis < rank:
+        raise ValueError(f"{where}: axis={axis} of an array with {rank} axes")
+    return bits, axis % rank
+
+
+def _group(bits: int) -> tuple[int, int]:
+    """Codes and bytes of a group."""
+    return (4, 3) if bits == 6 else (8 // bits, 1)
+
+
+@jax.jit(static_argnums=(1, 2))
+def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
+    group, width = _group(bits)
+    size = codes.shape[axis]
+    padding = [(0, 0)] * codes.ndim
+    padding[axis] = (0, -size % group)
+    codes = jnp.pad(codes, padding) if size % group else codes
+    shape = (*codes.shape[:axis], -1, group, *codes.shape[axis + 1 :])
+    if codes.size == 0:
+        return jnp.zeros((*codes.shape[:axis], 0, *codes.shape[axis + 1 :]), jnp.uint8)
+    grouped = jnp.moveaxis(codes.reshape(shape), axis + 1, -1).astype(jnp.uint32)
+    shifts = np.arange(group, dtype=np.uint32) * np.uint32(bits)
+    word = jnp.sum((grouped & np.uint32((1 << bits) - 1)) << shifts, axis=-1, dtype=jnp.uint32)
+    if width == 1:
+        return word.astype(jnp.uint8)
+    parts = [(word >> np.uint32(8 * i)).astype(jnp.uint8) for i in range(width)]
+    whole = jnp.stack(parts, axis=axis + 1)
+    return whole.reshape((*codes.shape[:axis], -1, *codes.shape[axis + 1 :]))
+
+
+@jax.jit(static_argnums=(1, 2, 3))
+def _unpack(packed: jax.Array, bits: int, size: int, axis: int) -> jax.Array:
+    group, width = _group(bits)
+    before, after = packed.shape[:axis], packed.shape[axis + 1 :]
+    if packed.size == 0:
+        return jnp.zeros((*before, size, *after), jnp.uint8)
+    grouped = packed.reshape((*before, -1, width, *after)).astype(jnp.uint32)
+    word = sum(jnp.take(grouped, i, axis=axis + 1) << np.uint32(8 * i) for i in range(width))
+    mask = np.uint32((1 << bits) - 1)
+    parts = [((word >> np.uint32(bits * i)) & mask).astype(jnp.uint8) for i in range(group)]
+    codes = jnp.stack(parts, axis=axis + 1).reshape((*before, -1, *after))
+    return jax.lax.slice_in_dim(codes, 0, size, axis=axis)

@@ -1,0 +1,192 @@
+"""Random bits for stochastic rounding, from a counter: a hash of a key and an element's index.
+
+Nothing is drawn in order, so the bits fuse into the loop that uses them and are the same under
+`jit`, in any fusion and under any sharding.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from qtoolkit.casts._modes import Rounding, Stochastic
+
+_UNSIGNED = (np.dtype("uint8"), np.dtype("uint16"), np.dtype("uint32"))
+
+
+class Draw(NamedTuple):
+    """Where the random bits of one cast come from: a key and an offset, or the caller's bits."""
+
+    words: jax.Array | None  # uint32[n], what the key is made of
+    offset: jax.Array | None  # uint32[2], low word first; None for zero
+    bits: jax.Array | None
+
+    def random(self, shape: tuple[int, ...], rounding: Rounding) -> jax.Array:
+        """uint32 numbers below 2**rounding.bits, one for each element of `shape`."""
+        assert isinstance(rounding, Stochastic)
+        if self.bits is None:
+            assert self.words is not None
+            hashed = counter_bits(self.words, shape, self.offset)
+            return hashed >> np.uint32(32 - rounding.bits)
+        low = self.bits.astype(jnp.uint32) & np.uint32((1 << rounding.bits) - 1)
+        return jnp.broadcast_to(low, shape)
+
+
+def check_draw(
+    where: str,
+    shape: tuple[int, ...],
+    rounding: Rounding,
+    key: Any,
+    random_bits: ArrayLike | None,
+    index_offset: Any,
+) -> Draw | None:
+    """The draw that the arguments of a cast describe; None where `rounding` needs none."""
+    if not isinstance(rounding, Stochastic):
+        if key is not None or random_bits is not None:
+            given = "key" if key is not None else "random_bits"
+            raise ValueError(
+                f"{where}: {given} is given, but rounding={rounding!r} uses no random bits; leave "
+                "it out or use rounding='stochastic'"
+            )
+        return None
+    if (key is None) == (random_bits is None):
+        raise ValueError(
+            f"{where}: stochastic rounding got {'neither' if key is None else 'both'} key and "
+            "random_bits, expected one of them, e.g. key=jax.random.key(0)"
+        )
+    if random_bits is None:
+        return Draw(_key_words(where, key), _offset_words(where, index_offset), None)
+    dtype = getattr(random_bits, "dtype", None)
+    if dtype not in _UNSIGNED:
+        raise TypeError(
+            f"{where}: random_bits has {dtype or type(random_bits).__name__}, expected an array of "
+            "uint8, uint16 or uint32"
+        )
+    if 8 * dtype.itemsize < rounding.bits:
+        raise ValueError(
+            f"{where}: random_bits has dtype {dtype}, expected at least the {rounding.bits} bits "
+            "of the rounding"
+        )
+    got = np.shape(random_bits)
+    try:
+        fits = np.broadcast_shapes(got, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{where}: random_bits has shape {got}, expected one that broadcasts to that of x, "
+            f"{shape}"
+        )
+    return Draw(None, None, jnp.asarray(random_bits))
+
+
+def _key_words(where: str, key: Any) -> jax.Array:
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(key)
+    elif dtype == np.uint32 and np.ndim(key) >= 1 and np.shape(key)[-1] in (2, 4):
+        words = jnp.asarray(key)  # as jax.random.PRNGKey makes them
+    else:
+        got = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
+        raise TypeError(
+            f"{where}: key has {got}, expected a key of jax.random, e.g. jax.random.key(0)"
+        )
+    if words.ndim != 1:
+        raise ValueError(
+            f"{where}: key holds {math.prod(words.shape[:-1])} keys of shape {words.shape[:-1]}, "
+            "expected one; use jax.vmap over x and the keys"
+        )
+    return words
+
+
+def _offset_words(where: str, offset: Any) -> jax.Array | None:
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        if not 0 <= offset < 2**64:
+            raise ValueError(f"{where}: index_offset={offset}, expected 0 to 2**64 - 1")
+        low_first = [int(offset) & 0xFFFFFFFF, int(offset) >> 32]
+        return jnp.asarray(np.array(low_first, np.uint32)) if offset else None
+    dtype = getattr(offset, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or np.shape(offset):
+        raise TypeError(
+            f"{where}: index_offset is {offset!r}, expected an integer: the number of elements "
+            "before the first one of x"
+        )
+    offset = jnp.asarray(offset)
+    low = offset.astype(jnp.uint32)
+    high = (offset >> 32).astype(jnp.uint32) if dtype.itemsize == 8 else jnp.zeros_like(low)
+    return jnp.stack([low, high])
+
+
+def counter_bits(
+    words: jax.Array, shape: tuple[int, ...], offset: jax.Array | None = None
+) -> jax.Array:
+    """uint32 numbers, one for each element of `shape`: a hash of `words` and its index in C order.
+
+    The key enters in three places of the hash, so that no two keys give shifted or exchanged copies
+    of one stream. The hash is a two-round multiply-and-xorshift permutation of 32 bits with the
+    constants of C. Wellons' "hash-prospector" search.
+    """
+    first, second, third = _mixed_key(words)
+    low, high = element_index(shape)
+    if offset is not None:
+        low = low + offset[0]
+        carry = (low < offset[0]).astype(jnp.uint32)
+        high = carry + offset[1] + (np.uint32(0) if high is None else high)
+    if high is not None:
+        first = first ^ _scrambled(high + second)
+    h = low ^ first
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    h = h ^ second
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    h = h + third
+    return h ^ (h >> np.uint32(15))
+
+
+def _mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mixed = jnp.uint32(0x9E3779B9)
+    for word in range(words.shape[0]):
+        mixed = _scrambled(mixed + words[word])
+    first = _scrambled(mixed + np.uint32(0x85EBCA6B))
+    second = _scrambled(first + mixed + np.uint32(0xC2B2AE35))
+    # Two 32-bit words cannot be told apart by one: take the words in once more, in other places.
+    third = mixed
+    for word in reversed(range(words.shape[0])):
+        third = _scrambled(third ^ words[word]) + second
+    return first, second ^ third, third
+
+
+def _scrambled(h: jax.Array) -> jax.Array:
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    return h ^ (h >> np.uint32(15))
+
+
+def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
+    """The index of each element in C order: low and high word, None where 32 bits are enough."""
+    low = jnp.zeros(shape, jnp.uint32)
+    high = jnp.zeros(shape, jnp.uint32) if math.prod(shape) > 2**32 else None
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        index = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        part = index * np.uint32(stride & 0xFFFFFFFF)
+        low = low + part
+        if high is not None:
+            carry = (low < part).astype(jnp.uint32)
+            high = high + carry + _high_product(index, stride & 0xFFFFFFFF)
+            high = high + index * np.uint32(stride >> 32)
+        stride *= shape[axis]
+    return low, high
+
+
+def _high_product(a: jax.Array, b: int) -> jax.Array:
+    """The upper 32 bits of the 64-bit product of `a` and `b`."""
+    half, mask = np.uint32(16), np.uint32(0xFFFF)
+    a_low, a_high = a & mask, a >> half
+    b_low, b_high = np.uint32(b & 0xFFFF), np.uint32(b >> 16)
+    middle = a_high * b_low + ((a_low * b_low) >> half)
+    other = a_low * b_high + (middle & mask)
+    return a_high * b_high + (middle >> half) + (other >> half)

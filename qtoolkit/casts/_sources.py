@@ -1,0 +1,227 @@
+"""What may be cast, and the way of each source to codes and of codes to values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from qtoolkit.casts._bits import (
+    Exact,
+    exact_from_codes,
+    exact_from_float64,
+    exact_from_integer,
+    exact_from_pattern,
+    float_pattern,
+    from_pattern,
+    from_stored_codes,
+    holds,
+    pattern,
+)
+from qtoolkit.casts._floats import codes_of_exact, float_codes, float_values, needs_64_bits
+from qtoolkit.casts._integers import codes_of_integers, int_codes
+from qtoolkit.casts._modes import Rounding
+from qtoolkit.casts._tables import table_codes, table_values
+from qtoolkit.formats import (
+    FLOAT32,
+    FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    TableFormat,
+    format,
+    unsigned_dtype,
+)
+
+SOURCES = tuple(fmt.dtype for fmt in FORMATS if fmt.dtype is not None)
+FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype("bfloat16"))
+_ENABLE_X64 = "jax.config.update('jax_enable_x64', True)"
+# NumPy dtypes that XLA has no arrays of: what holds their values.
+_WITHOUT_XLA = {
+    np.dtype(ml_dtypes.float6_e2m3fn): np.float32,
+    np.dtype(ml_dtypes.float6_e3m2fn): np.float32,
+    np.dtype(ml_dtypes.int1): np.int8,
+    np.dtype(ml_dtypes.uint1): np.uint8,
+}
+
+
+def x64_enabled() -> bool:
+    return bool(jax.config.read("jax_enable_x64"))
+
+
+def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
+    """`x` as an array of JAX, or of NumPy where it has 64 bits that JAX would cut.
+
+    Python's numbers are 64-bit ones, as in NumPy.
+
+    Raises:
+      TypeError: It is no array and no number, or of a dtype that cannot be cast.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None and isinstance(x, bool | int | float):
+        try:
+            x = np.asarray(x)
+        except OverflowError:
+            x = np.asarray(x, object)
+        dtype = x.dtype
+    if dtype in _WITHOUT_XLA:
+        return jnp.asarray(np.asarray(x).astype(_WITHOUT_XLA[dtype]))
+    if dtype not in SOURCES:
+        got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
+        raise TypeError(
+            f"{where}: x has {got}, expected an array of a float, integer or bool dtype; convert "
+            "it first, e.g. jnp.asarray(x, jnp.float32)"
+        )
+    if dtype.itemsize == 8 and not x64_enabled() and not isinstance(x, jax.Array):
+        return np.asarray(x)
+    return jnp.asarray(x)
+
+
+def check_value_source(where: str, x: ArrayLike) -> jax.Array:
+    """As `check_source`, for what keeps the dtype of `x`: 64 bits need x64."""
+    source = check_source(where, x)
+    if not isinstance(source, jax.Array):
+        raise TypeError(
+            f"{where}: x has dtype {source.dtype}, and 64-bit types are off in JAX; enable them "
+            f"with {_ENABLE_X64}, or convert x first, e.g. np.asarray(x, np.float32)"
+        )
+    return source
+
+
+def check_differentiable(where: str, x: ArrayLike, *, wide: bool = True) -> jax.Array:
+    """As `check_value_source`, for float32, float16, bfloat16 and, where `wide`, float64 only."""
+    dtype = getattr(x, "dtype", None)
+    known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
+    if dtype not in known and not (wide and isinstance(x, float)):
+        got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
+        raise TypeError(
+            f"{where}: x has {got}, expected {', '.join(map(str, known[:-1]))} or {known[-1]}; "
+            "convert it first, e.g. jnp.asarray(x, jnp.float32)"
+        )
+    return check_value_source(where, x)
+
+
+def check_target(where: str, fmt: Format) -> None:
+    """TypeError where JAX's 64-bit types are off and codes of `fmt` need them."""
+    wide = fmt.bits > 32 or (isinstance(fmt, FloatFormat) and needs_64_bits(fmt))
+    if wide and not x64_enabled():
+        raise TypeError(
+            f"{where}: format {fmt.name} needs 64-bit types, which are off in JAX; enable them "
+            f"with {_ENABLE_X64}"
+        )
+
+
+def codes_of(
+    x: jax.Array, fmt: Format, rounding: Rounding, saturation: str, random: jax.Array | None
+) -> jax.Array:
+    """`x`, of any dtype of `SOURCES`, rounded once to the codes of `fmt`, as `fmt.code_dtype`."""
+    is_integer = isinstance(format(x.dtype), IntFormat)
+    if isinstance(fmt, IntFormat) and is_integer:
+        return codes_of_integers(x, fmt, saturation)
+    if isinstance(fmt, TableFormat):
+        return table_codes(_as_float(x, fmt), fmt, rounding, saturation)
+    if isinstance(fmt, IntFormat):
+        return int_codes(_exact(x, normalized=False), fmt, rounding, saturation, random)
+    if holds(format(x.dtype), np.float32) and not needs_64_bits(fmt):
+        codes = float_codes(pattern(x), fmt, rounding, saturation, random)
+    else:
+        codes = codes_of_exact(_exact(x), fmt, rounding, saturation, random)
+    return codes.astype(fmt.code_dtype)
+
+
+def round_values(
+    x: jax.Array,
+    fmt: Format,
+    rounding: Rounding,
+    saturation: str,
+    random: jax.Array | None = None,
+) -> jax.Array:
+    """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them.
+
+    Without checks and without a derivative: what the differentiable casts are built on.
+    """
+    by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
+    if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
+        bits = float_values(pattern(x), fmt, rounding, saturation, random)
+        return from_pattern(bits, x.dtype)
+    return values_of(codes_of(x, fmt, rounding, saturation, random), fmt, x.dtype)
+
+
+def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
+    """The values of codes of `fmt` in a dtype that holds them."""
+    target = format(dtype)
+    if isinstance(fmt, IntFormat):
+        return _values_of_integers(codes, fmt, target)
+    if isinstance(fmt, TableFormat):
+        wide = np.dtype(np.float32 if holds(fmt, np.float32) else np.float64)
+        return _converted(table_values(codes, fmt, wide), target)
+    assert isinstance(target, FloatFormat)
+    if holds(fmt, np.float32) and target.bits <= 32:
+        bits = float_pattern(codes.astype(jnp.uint32), fmt)
+        if target.bits >= 16:
+            return from_pattern(bits, target.dtype)  # type: ignore[arg-type]
+        narrow = float_codes(bits, target, "nearest_even", "none", None)
+        return from_stored_codes(narrow, target)
+    width = jnp.uint64 if max(fmt.bits, target.bits) > 32 else jnp.uint32
+    exact = exact_from_codes(codes.astype(width), fmt)
+    wide_codes = codes_of_exact(exact, target, "nearest_even", "none", None)
+    return from_stored_codes(wide_codes, target)
+
+
+def _values_of_integers(codes: jax.Array, fmt: IntFormat, target: Format) -> jax.Array:
+    integers = codes
+    if fmt.signed:
+        width = 64 if fmt.bits > 32 else 32
+        unsigned, signed = unsigned_dtype(width), np.dtype(f"int{width}")
+        spare = width - fmt.bits
+        shifted = codes.astype(unsigned) << unsigned.type(spare)
+        integers = lax.bitcast_convert_type(shifted, signed) >> signed.type(spare)
+    return _converted(integers, target)
+
+
+def _converted(x: jax.Array, target: Format) -> jax.Array:
+    """`x` in the dtype of `target`, which holds its values."""
+    assert target.dtype is not None
+    if isinstance(target, IntFormat) or target.bits >= 16:
+        return x.astype(target.dtype)
+    return from_stored_codes(codes_of(x, target, "nearest_even", "none", None), target)
+
+
+def _exact(x: jax.Array, normalized: bool = True) -> Exact:
+    fmt = format(x.dtype)
+    if x.dtype == jnp.float64:
+        return exact_from_float64(x)
+    if isinstance(fmt, IntFormat) and not holds(fmt, np.float32):
+        return exact_from_integer(x)
+    return exact_from_pattern(pattern(x), normalized)
+
+
+def _as_float(x: jax.Array, fmt: TableFormat) -> jax.Array:
+    """`x` as float32 or float64, on the same side of whatever decides its code."""
+    source = format(x.dtype)
+    if x.dtype == jnp.float64:
+        return x
+    if holds(source, np.float32):
+        return lax.bitcast_convert_type(pattern(x), jnp.float32)
+    # Integers beyond the table need not be exact, only beyond it.
+    wide = jnp.float64 if x64_enabled() else jnp.float32
+    limit = 2 ** (53 if wide == jnp.float64 else FLOAT32.mantissa_bits + 1)
+    info = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(info.min, -limit), min(info.max, limit)).astype(wide)
+
+
+def check_table(where: str, fmt: Format, dtype: Any) -> None:
+    """TypeError where integers of `dtype` between the values of a table are not exact floats."""
+    if not isinstance(fmt, TableFormat) or not isinstance(format(dtype), IntFormat):
+        return
+    if holds(format(dtype), np.float32):
+        return
+    ends = [abs(float(v)) for v in (fmt.max_finite, fmt.lowest, fmt.beyond or 0)]
+    if max(ends) > 2 ** (53 if x64_enabled() or np.dtype(dtype).itemsize == 8 else 24):
+        raise TypeError(
+            f"{where}: x has dtype {np.dtype(dtype)} and {fmt.name} reaches to {max(ends)}, beyond "
+            f"what is exact; enable 64-bit types with {_ENABLE_X64}, or convert x to a float dtype"
+        )

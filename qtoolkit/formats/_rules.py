@@ -1,0 +1,270 @@
+"""`Rules`: what goes where in a tree of names. No JAX here."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from qtoolkit.formats._names import Format, format
+
+Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+Key = str | type
+Pairs = Mapping[Any, Value | None] | Iterable[tuple[Key, Value | None]]
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Rules(Generic[Value]):
+    """An ordered list of rules, of which the first that matches decides. Frozen, hashable data.
+
+    What the values are is up to who asks: formats for `cast_tree` and checkpoint conversion,
+    recipes for `nnx.wrap`. None leaves alone what its rule matches.
+
+        Rules({"(^|/)head/": None, "mlp/.*kernel$": "e4m3fn", nnx.Conv: "e5m2"}, default="bfloat16")
+
+    Attributes:
+      rules: (key, value) pairs. A string is a regular expression that is searched in paths such as
+        "blocks/0/mlp/kernel"; a class matches what is of that class or of a subclass.
+      default: The value where no rule matches.
+    """
+
+    rules: tuple[tuple[Key, Value | None], ...]
+    default: Value | None
+    _patterns: tuple[re.Pattern[str] | None, ...] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
+
+    def __init__(self, rules: Pairs[Value], default: Value | None = None) -> None:
+        """From pairs, or a mapping in its order.
+
+        Raises:
+          ValueError: An invalid regular expression, or a key that comes twice.
+          TypeError: A key is neither a string nor a class, or a value is not hashable.
+        """
+        pairs = _pairs(rules)
+        keys = [key for key, _ in pairs]
+        for key, value in pairs:
+            _check_hashable(_shown(key), value)
+            if keys.count(key) > 1:
+                raise ValueError(f"Rules: {_shown(key)} comes twice; the second would never decide")
+        _check_hashable("default", default)
+        object.__setattr__(self, "rules", pairs)
+        object.__setattr__(self, "default", default)
+        object.__setattr__(self, "_patterns", tuple(map(_compiled, keys)))
+
+    def which(
+        self, path: str | Sequence[str], kind: type | Sequence[type] | None = None
+    ) -> int | None:
+        """Position of the first rule that matches, None where none does.
+
+        Args:
+          path: The path; or all paths of something that is shared, of which one must match.
+          kind: The type of what lies there; or several, of which one must match.
+        """
+        paths = (path,) if isinstance(path, str) else path
+        kinds = () if kind is None else (kind,) if isinstance(kind, type) else kind
+        for position in range(len(self.rules)):
+            if self._matches(position, paths, kinds):
+                return position
+        return None
+
+    def find(
+        self, path: str | Sequence[str], kind: type | Sequence[type] | None = None
+    ) -> Value | None:
+        """The value of the first rule that matches, see `which`; the default where none does."""
+        position = self.which(path, kind)
+        return self.default if position is None else self.rules[position][1]
+
+    def unused(
+        self,
+        paths: Iterable[str | Sequence[str]],
+        kinds: Iterable[type | Sequence[type] | None] | None = None,
+    ) -> tuple[Key, ...]:
+        """Keys of the rules that match nothing; misspelt ones, as a rule.
+
+        A rule counts as used where it matches, even if an earlier one decides.
+
+        Args:
+          paths: Of everything there is, each as in `which`.
+          kinds: The types of the same things, in the same order; None where types do not matter.
+        """
+        things = [
+            (
+                (path,) if isinstance(path, str) else tuple(path),
+                () if kind is None else (kind,) if isinstance(kind, type) else tuple(kind),
+            )
+            for path, kind in _zipped(paths, kinds)
+        ]
+        return tuple(
+            key
+            for position, (key, _) in enumerate(self.rules)
+            if not any(self._matches(position, *thing) for thing in things)
+        )
+
+    def check_used(
+        self,
+        where: str,
+        paths: Iterable[str | Sequence[str]],
+        kinds: Iterable[type | Sequence[type] | None] | None = None,
+    ) -> None:
+        """ValueError naming the `unused` rules, where there are any.
+
+        Args:
+          where: Who asks, for the message.
+          paths, kinds: As in `unused`.
+        """
+        paths = list(paths)
+        unused = self.unused(paths, kinds)
+        if not unused:
+            return
+        known = [path if isinstance(path, str) else path[0] for path in paths]
+        some = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+        raise ValueError(
+            f"{where}: {', '.join(map(_shown, unused))} matches nothing, expected every rule to "
+            f"match something; there is {some or 'nothing'}"
+        )
+
+    def map(self, function: Callable[[Value], Other | None]) -> "Rules[Other]":
+        """The same rules with `function` of each value that is not None.
+
+        Raises:
+          TypeError, ValueError: What `function` raises, after the name of the rule.
+        """
+
+        def mapped(where: str, value: Value | None) -> Other | None:
+            try:
+                return None if value is None else function(value)
+            except TypeError as error:
+                raise TypeError(f"Rules: {where}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"Rules: {where}: {error}") from error
+
+        return Rules(
+            [(key, mapped(_shown(key), value)) for key, value in self.rules],
+            mapped("default", self.default),
+        )
+
+    def to_json(self) -> str:
+        """Rules of formats as text: {"default": null, "rules": [["kernel$", "e4m3fn"], ...]}.
+
+        `Rules.from_json(rules.to_json()) == rules.map(qtoolkit.format)`.
+
+        Raises:
+          TypeError: A key is a class, or a value no format that `qtoolkit.format` finds by name;
+            the message names the rule.
+          ValueError: A value is a string that names no format.
+        """
+        for key, _ in self.rules:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"Rules: {_shown(key)} is a class, which JSON cannot hold; expected a regular "
+                    "expression"
+                )
+        named = self.map(_format_name)
+        return json.dumps({"rules": named.rules, "default": named.default}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Rules[Format]":
+        """Rules of formats from text as `to_json` gives it; "default" may be left out.
+
+        Raises:
+          ValueError: The text is something else, a regular expression is invalid, or no format has
+            one of the names; the message names the rule.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"Rules: no JSON ({error}); {_EXPECTED}") from error
+        if not (
+            isinstance(data, dict)
+            and data.keys() <= {"rules", "default"}
+            and isinstance(data.get("rules"), list)
+            and all(isinstance(rule, list) and len(rule) == 2 for rule in data["rules"])
+            and all(isinstance(key, str) for key, _ in data["rules"])
+            and all(
+                value is None or isinstance(value, str)
+                for value in (data.get("default"), *(value for _, value in data["rules"]))
+            )
+        ):
+            raise ValueError(f"Rules: {_EXPECTED}")
+        return Rules([(key, value) for key, value in data["rules"]], data.get("default")).map(
+            format
+        )
+
+    def _matches(self, position: int, paths: Sequence[str], kinds: Sequence[type]) -> bool:
+        key, pattern = self.rules[position][0], self._patterns[position]
+        if pattern is None:
+            assert isinstance(key, type)
+            return any(issubclass(kind, key) for kind in kinds)
+        return any(pattern.search(path) for path in paths)
+
+
+_EXPECTED = (
+    'expected {"rules": [[REGEX, NAME], ...], "default": NAME}, each NAME a format or null, e.g. '
+    '{"rules": [["(^|/)head/", null], ["kernel$", "e4m3fn"]]}'
+)
+
+
+def _pairs(rules: Any) -> tuple[tuple[Key, Any], ...]:
+    try:
+        if isinstance(rules, str):
+            raise TypeError
+        items = rules.items() if isinstance(rules, Mapping) else rules
+        pairs = tuple((key, value) for key, value in items)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Rules: got {rules!r}, expected a mapping or (key, value) pairs, each key a regular "
+            "expression or a class"
+        ) from None
+    for key, _ in pairs:
+        if not isinstance(key, str | type):
+            raise TypeError(
+                f"Rules: key {key!r} has type {type(key).__name__}, expected a string (a regular "
+                "expression; flags such as (?i) go into it) or a class"
+            )
+    return pairs
+
+
+def _check_hashable(where: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"Rules: {where}: value of type {type(value).__name__} is not hashable, expected "
+            "frozen data"
+        ) from None
+
+
+def _compiled(key: Key) -> re.Pattern[str] | None:
+    if isinstance(key, type):
+        return None
+    try:
+        return re.compile(key)
+    except re.error as error:
+        raise ValueError(
+            f"Rules: {_shown(key)}: invalid regular expression ({error}), expected one such as "
+            r"'(^|/)head/'; write special characters with a backslash"
+        ) from error
+
+
+def _shown(key: Key) -> str:
+    return f"rule {key.__name__ if isinstance(key, type) else ascii(key)}"
+
+
+def _zipped(paths: Iterable[Any], kinds: Iterable[Any] | None) -> Iterable[tuple[Any, Any]]:
+    return ((path, None) for path in paths) if kinds is None else zip(paths, kinds, strict=True)
+
+
+def _format_name(value: Any) -> str:
+    found = format(value)
+    try:
+        known = format(found.name) == found
+    except ValueError:
+        known = False
+    if not known:
+        raise TypeError(
+            f"{value!r} is no format that its name finds again, expected one that ships"
+        )
+    return found.name

@@ -1,0 +1,260 @@
+"""The soft estimators of the literature, on the grid of any format.
+
+Where a paper has one step for all, a format has the gap between the two neighbours of x: its values
+next to x on either side. Each slope is computed in float32 (float64 for float64) and rounded once
+to the dtype of x.
+"""
+
+import dataclasses
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import round_values
+from qtoolkit.formats import Format
+from qtoolkit.gradients._estimators import (
+    from_rank,
+    inside,
+    rank,
+    rank_of,
+    wide_dtype,
+    widened,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """1 within the format's range, falling linearly to 0 over a flank on either side of it.
+
+    Values just beyond the range can still come back; far ones no longer drift. 0 at NaN and at the
+    infinities.
+
+    Attributes:
+      width: Of each flank, as a part of `upper - lower`; positive. `Clipped` is its limit for
+        narrow flanks, `Identity` for wide ones.
+
+    Source: no published one; the saturating estimator of arXiv:1602.02830 with a flank in place of
+    its jump.
+    """
+
+    width: float
+
+    def __post_init__(self) -> None:
+        _check(self, "width", "a finite number above 0", lambda width: width > 0)
+
+    def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+        wide = x.astype(wide_dtype(x.dtype))
+        # Halves, since the length of a range may overflow.
+        half = jnp.where(wide > upper, wide / 2 - upper / 2, lower / 2 - wide / 2)
+        length = self.width * (upper / 2 - lower / 2)
+        way = _over(half, min(max(length, 2.0**-126), 2.0**250))  # factors within float32
+        flank = 1 - lax.clamp(np.array(0, way.dtype), way, np.array(1, way.dtype))
+        flank = jnp.where(x == x, flank, jnp.zeros_like(flank))
+        return jnp.where(inside(x, lower, upper), jnp.ones_like(flank), flank).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSQ:
+    """The slope of a tanh that climbs from one neighbour of x to the other; 0 outside the range.
+
+    With the neighbours l <= x < u, their distance D and midpoint m, the soft rounding is
+    Q(x) = l + D/2 * (1 + s * tanh(k * (x - m))), s = 1 / (1 - alpha), k = log(2 / alpha - 1) / D,
+    so that it meets the neighbours: s * tanh(k * D/2) = 1. Its slope D/2 * s * k * sech(...)**2 is
+    largest at the midpoint and has one value, alpha * (2 - alpha) times that, at every number of
+    the format, whatever the gaps beside it.
+
+    The tanh stands at the midpoint for every rounding, also for those that jump elsewhere.
+
+    Attributes:
+      alpha: The paper's characteristic variable, 1 - tanh(k * D/2), between 0 and 1: the smaller,
+        the closer to the steps; towards 1 it becomes the clipped straight-through estimator. The
+        paper learns it; here it is a constant.
+
+    Source: arXiv:1908.05033, section 3, there with one D for all steps.
+    """
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check(self, "alpha", "a number between 0 and 1", lambda alpha: 0 < alpha < 1)
+
+    def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+        steepness = math.log(2 - self.alpha) - math.log(self.alpha)  # k * D
+        # sech**2 by a decaying exponential: no difference of nearly equal numbers.
+        decay = jnp.exp(-steepness * jnp.abs(_position(x, lower, upper, fmt)))
+        peak = steepness / (2 * (1 - self.alpha))
+        soft = 4 * peak * decay / jnp.square(1 + decay)
+        return jnp.where(inside(x, lower, upper), soft, jnp.zeros_like(soft)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class EWGS:
+    """Cotangents are scaled by how far, and to which side, the rounding moved each element.
+
+    g becomes g * (1 + delta * sign(g) * (x - Q(x)) / (upper - lower)) within the range and 0
+    outside it, as in the paper, whose discretizer gets x clipped and mapped to [0, 1]. A rule for
+    reverse mode: tangents pass as by `Clipped`, 1 within the range.
+
+    Second derivatives: forward mode over reverse mode takes the rule for linear in g, with the sign
+    of the tangent of g, and adds the derivative by x at fixed Q(x); reverse over reverse mode
+    transposes it back to `Clipped`. The paper has none.
+
+    Attributes:
+      delta: The paper's scaling factor, at least 0; 0 is `Clipped`. The paper fixes it, or
+        updates it from the trace of the Hessian; here it is a constant. A factor for errors in the
+        units of x is this one over `upper - lower`.
+
+    Source: arXiv:2104.00903, section 3.
+    """
+
+    delta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check(self, "delta", "a finite number of at least 0", lambda delta: delta >= 0)
+
+    def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+        return inside(x, lower, upper).astype(x.dtype)
+
+    def cotangent(
+        self,
+        g: jax.Array,
+        x: jax.Array,
+        q: jax.Array,
+        lower: float,
+        upper: float,
+        fmt: Format,
+    ) -> jax.Array:
+        is_inside = inside(x, lower, upper)
+        wide = wide_dtype(x.dtype)
+        half_error = x.astype(wide) / 2 - q.astype(wide) / 2
+        half_error = jnp.where(is_inside, half_error, jnp.zeros_like(half_error))
+        change = self.delta * _over(half_error, upper / 2 - lower / 2)
+        # Binds nowhere, and keeps the compiler from fusing the product with the sum.
+        change = lax.clamp(np.array(-self.delta, wide), change, np.array(self.delta, wide))
+        scaled = (g.astype(wide) * (1 + jnp.sign(g).astype(wide) * change)).astype(g.dtype)
+        return jnp.where(is_inside, scaled, jnp.zeros_like(scaled))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReSTE:
+    """The slope of a power function that stands for the step between the two neighbours of x.
+
+    The paper binarizes: for the sign of z it takes f(z) = sign(z) * |z|**(1/o), with the slope
+    f'(z) = 1/o * |z|**((1 - o)/o), truncated twice: 0 where |z| > t, and f(m) / m where |z| <= m,
+    since f' has a pole at 0. The generalisation to a grid, ours: z is the distance of x from the
+    midpoint of its neighbours in units of half their distance, so that it runs from -1 to 1 between
+    them, where f meets the step for every o. Beyond the range z keeps growing with the outermost
+    neighbours. On a format of the two values -1 and 1, z is x and the slope is the paper's.
+
+    Attributes:
+      o: The power, at least 1: at 1 the straight-through estimator, the greater the closer to the
+        steps. The paper raises it in training; here it is a constant.
+      t: The paper's clip threshold, above `m`: with t = 1 the slope ends with the range, below 1 it
+        is 0 around every number of the format.
+      m: The paper's half width of the pole's cap, from 2**-15 (so that float16 holds the slope).
+
+    Source: arXiv:2308.06689, with the thresholds of its authors' code.
+    """
+
+    o: float = 3.0
+    t: float = 1.5
+    m: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check(self, "o", "a finite number of at least 1", lambda o: o >= 1)
+        _check(self, "m", "a number from 2**-15 to below 1", lambda m: 2.0**-15 <= m < 1)
+        _check(self, "t", f"a finite number above m={self.m}", lambda t: t > self.m)
+
+    def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+        distance = jnp.abs(_position(x, lower, upper, fmt))
+        power = (1 - self.o) / self.o
+        in_cap = ~(distance > self.m)
+        outer = jnp.where(in_cap, jnp.ones_like(distance), distance)
+        soft = jnp.where(in_cap, self.m**power, outer**power / self.o)
+        return jnp.where(distance <= self.t, soft, jnp.zeros_like(soft)).astype(x.dtype)
+
+
+def _check(rule: Any, field: str, expected: str, holds: Any) -> None:
+    """ValueError where `field` is not as `expected`; else stores it as a Python float."""
+    value = getattr(rule, field)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Real)
+        or not math.isfinite(value)
+        or not holds(float(value))
+    ):
+        raise ValueError(f"{type(rule).__name__}: {field}={value!r}, expected {expected}")
+    object.__setattr__(rule, field, float(value))
+
+
+def _over(x: jax.Array, length: float) -> jax.Array:
+    """`x / length` by two products: the reciprocal of a format's range may be subnormal.
+
+    A compiler would merge the two factors; the clamp, which only infinities meet, keeps it from it.
+    """
+    significand, exponent = math.frexp(length)
+    first = exponent // 2
+    largest = np.array(jnp.finfo(x.dtype).max, x.dtype)
+    part = lax.clamp(-largest, x * 2.0**-first, largest)
+    return part * (2.0 ** (first - exponent) / significand)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _position(x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
+    """Where `x` lies between its neighbours: -1 at the lower one, 0 midway, towards 1 at the upper.
+
+    Beyond the range it keeps growing with the outermost neighbours. Its derivative is that within
+    one gap, 2 over the gap. float32, or float64 for float64.
+    """
+    below, above = _neighbours(x, lower, upper, fmt)
+    x, below, above = _rescaled(widened(x), below, above)
+    return ((x - below) - (above - x)) / jnp.where(above > below, above - below, 1)
+
+
+@_position.defjvp
+def _position_jvp(
+    lower: float,
+    upper: float,
+    fmt: Format,
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (x_dot,) = primals, tangents
+    below, above = _neighbours(lax.stop_gradient(x), lower, upper, fmt)
+    gap = jnp.maximum(above - below, jnp.finfo(above.dtype).tiny)  # a subnormal gap reads as zero
+    return _position(x, lower, upper, fmt), x_dot.astype(gap.dtype) * (2 / gap)
+
+
+def _neighbours(
+    x: jax.Array, lower: float, upper: float, fmt: Format
+) -> tuple[jax.Array, jax.Array]:
+    """The values of `fmt` with below <= x < above; beyond the range, the outermost two."""
+    place = rank(widened(x))
+    first, last = rank_of(lower, place.dtype), rank_of(upper, place.dtype)
+    place = jnp.clip(place, first, last - 1)
+    below = round_values(from_rank(place), fmt, "toward_negative", "finite")
+    above = round_values(from_rank(place + 1), fmt, "toward_positive", "finite")
+    return below, above
+
+
+def _rescaled(x: jax.Array, below: jax.Array, above: jax.Array) -> tuple[jax.Array, ...]:
+    """All three times one power of two, by which their differences neither vanish nor overflow."""
+    info = jnp.finfo(x.dtype)
+    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
+    limit = rank_of(2.0**-64, np.dtype(integer))
+    is_small = jnp.maximum(jnp.abs(rank(below)), jnp.abs(rank(above))) < limit
+
+    def rescaled(v: jax.Array) -> jax.Array:
+        place = rank(v)  # a subnormal number is this many of the smallest, to XLA it may be zero
+        subnormal = place.astype(x.dtype) * 2.0 ** int(64 + info.minexp - info.nmant)
+        normal = v * 2.0**64
+        is_subnormal = jnp.abs(place) < rank_of(float(info.tiny), place.dtype)
+        return jnp.where(is_small, jnp.where(is_subnormal, subnormal, normal), v / 4)
+
+    return rescaled(x), rescaled(below), rescaled(above)
