@@ -20,14 +20,32 @@ if TYPE_CHECKING:
         products,
         scaling,
     )
-    from qtoolkit.casts import Stochastic, cast, decode, encode, pack, round_to_format, unpack
-    from qtoolkit.formats import FloatFormat, IntFormat, TableFormat, format, p3109
+    from qtoolkit.casts import (
+        Stochastic,
+        cast,
+        cast_tree,
+        decode,
+        encode,
+        pack,
+        round_to_format,
+        unpack,
+    )
+    from qtoolkit.formats import FloatFormat, IntFormat, Rules, TableFormat, format, p3109
     from qtoolkit.gradients import fake_cast, fake_convert, round_cotangent
     from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
 
 _HOMES = {
-    "casts": ("Stochastic", "cast", "decode", "encode", "pack", "round_to_format", "unpack"),
-    "formats": ("FloatFormat", "IntFormat", "TableFormat", "format", "p3109"),
+    "casts": (
+        "Stochastic",
+        "cast",
+        "cast_tree",
+        "decode",
+        "encode",
+        "pack",
+        "round_to_format",
+        "unpack",
+    ),
+    "formats": ("FloatFormat", "IntFormat", "Rules", "TableFormat", "format", "p3109"),
     "gradients": ("fake_cast", "fake_convert", "round_cotangent"),
     "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
     "scaling": (),
@@ -41,10 +59,12 @@ __all__ = [
     "FloatFormat",
     "IntFormat",
     "Recipe",
+    "Rules",
     "Stochastic",
     "TableFormat",
     "__version__",
     "cast",
+    "cast_tree",
     "casts",
     "checkpoints",
     "conv_general_dilated",

@@ -1,87 +1,313 @@
-"""Casts against a trivial kernel over the same bytes, XLA's own cast, ml_dtypes and PyTorch.
+"""Casts against a trivial kernel over the same bytes, -x, XLA's own cast and other libraries.
 
 Command: python experiments/benchmarks/casts.py   (nothing else should run on the machine)
-Claim: encode to E4M3 codes costs little more than moving the bytes; fake_cast little more than -x.
-All functions of a table read the same input buffer; fake_cast and -x work in place (donated).
+         python experiments/benchmarks/casts.py --section packed --size 1048576 --runs 50
+Claim: a cast costs little more than moving the bytes, whatever the format, mode and source; every
+row with a promise says whether it holds, and the end lists those that fall short.
+
+All functions of a table read one input and write into one output buffer; fake_cast and -x work in
+place. Other libraries are timed one at a time, after the rest: their threads may wait spinning.
 """
 
-import importlib.util
+import enum
+import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from _timing import interleaved, print_table
+import peers
+import typer
+from _timing import Promise, interleaved, print_table
 from jax import lax
 
 import qtoolkit as qt
+from qtoolkit.casts import DETERMINISTIC
 
-SIZES = (2**20, 2**24)
-FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "int8")
+SOURCES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+FLOATS = (
+    *("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3", "e3m4", "ue4m3", "e8m0fnu"),
+    *("e2m3fn", "e3m2fn", "e2m1fn", "e1m2fn"),
+)
+COMPARED = ("e4m3fn", "e5m2")  # the formats that the other libraries have
+TABLES = ("nf4", "hifloat8", "posit8")
+TABLES_HELD = {"float32": TABLES, "bfloat16": TABLES[1:], "float16": TABLES[1:2]}  # exactly
 
-
-def codes_table(size: int) -> None:
-    x = jax.random.normal(jax.random.key(0), (size,)) * 10
-    host = np.asarray(x)
-    trivial = jax.jit(lambda x: lax.bitcast_convert_type(x, jnp.uint32).astype(jnp.uint8))
-    clip_astype = jax.jit(lambda x: jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn))
-    functions: dict[str, Callable[[], Any]] = {"trivial u32 -> u8": lambda: trivial(x)}
-    for fmt in FORMATS:
-        functions[f"qtoolkit encode {fmt}"] = lambda fmt=fmt: qt.encode(x, fmt)
-    functions["XLA clip + astype e4m3fn"] = lambda: clip_astype(x)
-    functions |= torch_rows(host)
-    seconds = interleaved(functions)
-    # On one core, so long that the other one falls asleep: not in turn with the rest.
-    by_numpy = {"ml_dtypes clip + astype e4m3fn": lambda: numpy_cast(host)}
-    seconds |= interleaved(by_numpy, runs=5, warm=1)
-    print_table(f"float32 to codes, {size:,} elements", seconds, "trivial u32 -> u8")
+Call = Callable[[], Any]
 
 
-def numpy_cast(host: np.ndarray) -> np.ndarray:
-    return np.clip(host, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+class Table:
+    """Rows of one table; `run` times and prints them, and returns what falls short."""
+
+    def __init__(self, title: str, yardstick: str, call: Call) -> None:
+        self.title, self.yardstick = title, yardstick
+        self.calls: dict[str, Call] = {yardstick: call}
+        self.promises: dict[str, Promise] = {}
+        self.others: list[tuple[str, Call, bool]] = []
+
+    def add(
+        self, name: str, call: Call, at_most: float | None = None, of: str | None = None
+    ) -> None:
+        self.calls[name] = call
+        if at_most is not None:
+            self.promises[name] = Promise(at_most, of or self.yardstick)
+
+    def add_slower(self, name: str, call: Call, than: str, at_least: float = 1) -> None:
+        """A row of XLA's, which the row `than` is promised to beat."""
+        self.calls[name] = call
+        self.promises[name] = Promise(at_least, than, at_least=True)
+
+    def add_peers(
+        self,
+        candidates: tuple[peers.Peer, ...],
+        host: np.ndarray,
+        formats: tuple[str, ...],
+        than: str,
+    ) -> None:
+        for peer in peers.usable(candidates, host.size):
+            for fmt in formats:
+                name = f"{peer.name} {fmt}"
+                self.others.append((name, peer.make(host, fmt), peer.slow))
+                if peer.promised:
+                    self.promises[name] = Promise(1, f"{than} {fmt}", at_least=True)
+
+    def run(self, runs: int) -> list[str]:
+        seconds = interleaved(self.calls, runs=runs)
+        for name, call, slow in self.others:
+            seconds |= interleaved({name: call}, runs=min(runs, 5) if slow else runs)
+        return print_table(self.title, seconds, self.yardstick, self.promises)
 
 
-def torch_rows(host: np.ndarray) -> dict[str, Callable[[], Any]]:
-    if importlib.util.find_spec("torch") is None:
-        print("(no PyTorch row: torch is not installed; pip install 'qtoolkit[bench]')")
-        return {}
-    import torch
+def into_one_buffer(*arguments: jax.Array) -> Callable[[Callable[..., jax.Array]], Call]:
+    """Makes calls that overwrite the last result of their dtype: no page faults are timed."""
+    buffers: dict[Any, jax.Array] = {}
 
-    tensor = torch.from_numpy(host.copy())
-    return {
-        "PyTorch clamp + to float8_e4m3fn": lambda: tensor.clamp(-448, 448).to(torch.float8_e4m3fn)
-    }
-
-
-def values_table(size: int) -> None:
-    buffer = [jax.random.normal(jax.random.key(0), (size,)) * 10]
-
-    def in_place(function: Callable[[jax.Array], jax.Array]) -> Callable[[], Any]:
-        jitted = jax.jit(function, donate_argnums=0)
+    def prepare(function: Callable[..., jax.Array]) -> Call:
+        out = jax.eval_shape(function, *arguments)
+        kind = (out.shape, out.dtype)
+        buffers.setdefault(kind, jnp.zeros(*kind))
+        # An argument that is donated and not used: XLA writes the result where it was.
+        jitted = jax.jit(
+            lambda arguments, _: function(*arguments), donate_argnums=1, keep_unused=True
+        )
 
         def call() -> jax.Array:
-            buffer[0] = jitted(buffer[0])
-            return buffer[0]
+            buffers[kind] = jitted(arguments, buffers[kind])
+            return buffers[kind]
 
         return call
 
-    functions = {"-x": in_place(lambda x: -x)}
-    for fmt in (*FORMATS, "bfloat16", "float16"):
-        functions[f"fake_cast {fmt}"] = in_place(lambda x, fmt=fmt: qt.fake_cast(x, fmt))
-    functions["fake_convert e4m3fn, scale and shift"] = in_place(
-        lambda x: qt.fake_convert(x, 2.0, 0.5, fmt="e4m3fn")
-    )
-    print_table(f"float32 to values, in place, {size:,} elements", interleaved(functions), "-x")
+    return prepare
 
 
-def main() -> None:
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
-    for size in SIZES:
-        codes_table(size)
-        values_table(size)
+def in_place(buffer: list[jax.Array], function: Callable[..., jax.Array], *more: Any) -> Call:
+    jitted = jax.jit(function, donate_argnums=0)
+
+    def call() -> jax.Array:
+        buffer[0] = jitted(buffer[0], *more)
+        return buffer[0]
+
+    return call
+
+
+def numbers(size: int, source: str) -> jax.Array:
+    return (jax.random.normal(jax.random.key(0), (size,)) * 10).astype(SOURCES[source])
+
+
+def narrowed(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """The trivial kernel over the bytes of a cast to codes: unsigned integers made narrower."""
+    return lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(dtype)
+
+
+def codes_limit(source: str) -> float:
+    return 1.25 if source == "float32" else 1.5
+
+
+def astype_float32(codes: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(codes, dtype).astype(jnp.float32)
+
+
+def clip_astype(fmt: str) -> Callable[[jax.Array], jax.Array]:
+    dtype = qt.format(fmt).dtype
+    limit = float(ml_dtypes.finfo(dtype).max)
+    return lambda x: jnp.clip(x, -limit, limit).astype(dtype)
+
+
+# The sections. `in_modes`: the formats whose six modes are timed, not only nearest_even.
+
+
+def encode(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    for source in SOURCES:
+        x = numbers(size, source)
+        make = into_one_buffer(x)
+        title = f"{source} to codes, nearest_even, {size:,} elements"
+        table = Table(title, "trivial kernel", make(narrowed(jnp.uint8)))
+        for fmt in FLOATS:
+            table.add(f"encode {fmt}", make(partial(qt.encode, fmt=fmt)), codes_limit(source))
+        table.add("cast e4m3fn", make(partial(qt.cast, fmt="e4m3fn")), codes_limit(source))
+        table.add("encode e4m3fn, not in jit", partial(qt.encode, x, "e4m3fn"))
+        table.add("encode int8", make(partial(qt.encode, fmt="int8")))
+        for fmt in COMPARED:
+            table.add_slower(f"XLA clip, astype {fmt}", make(clip_astype(fmt)), f"encode {fmt}")
+        table.add_peers(peers.CODES, np.asarray(x), COMPARED, "encode")
+        short += table.run(runs)
+    return short
+
+
+def modes(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    for source in SOURCES:
+        make = into_one_buffer(numbers(size, source))
+        title = f"{source} to codes, six modes, {size:,} elements"
+        table = Table(title, "trivial kernel", make(narrowed(jnp.uint8)))
+        for fmt in in_modes:
+            for mode in DETERMINISTIC:
+                call = make(partial(qt.encode, fmt=fmt, rounding=mode))
+                table.add(f"encode {fmt} {mode}", call, codes_limit(source))
+        short += table.run(runs)
+    make = into_one_buffer(numbers(size, "float32"))
+    title = f"float32 to bfloat16, six modes, {size:,} elements"
+    table = Table(title, "trivial kernel", make(narrowed(jnp.uint16)))
+    for mode in DETERMINISTIC:
+        table.add(f"cast bfloat16 {mode}", make(partial(qt.cast, fmt="bfloat16", rounding=mode)))
+    table.add("XLA astype bfloat16", make(lambda x: x.astype(jnp.bfloat16)))
+    return short + table.run(runs)
+
+
+def fake_cast(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    for source in SOURCES:
+        x = numbers(size, source)
+        host = np.array(x)
+        # Unsigned formats leave no negative number behind, hence a buffer of their own.
+        unsigned, signed = [jnp.abs(x)], [x]
+        title = f"{source} to values, in place, {size:,} elements"
+        table = Table(title, "-x", in_place(signed, lambda x: -x))
+        for fmt in FLOATS:
+            if (fmt, source) == ("e8m0fnu", "float16"):
+                continue  # float16 does not hold its powers of two
+            buffer = signed if qt.format(fmt).signed else unsigned
+            for mode in DETERMINISTIC if fmt in in_modes else DETERMINISTIC[:1]:
+                call = in_place(buffer, partial(qt.fake_cast, fmt=fmt, rounding=mode))
+                table.add(
+                    f"fake_cast {fmt}{'' if mode == DETERMINISTIC[0] else ' ' + mode}", call, 1.25
+                )
+        for fmt in ("int8", *(("bfloat16", "float16") if source == "float32" else ())):
+            table.add(f"fake_cast {fmt}", in_place(signed, partial(qt.fake_cast, fmt=fmt)), 1.25)
+        for fmt in COMPARED:
+            call = in_place(signed, partial(qt.fake_convert, scale=2.0, shift=0.5, fmt=fmt))
+            table.add(f"fake_convert {fmt}, scale, shift", call, 1.25)
+        table.add_peers(peers.VALUES, host, COMPARED, "fake_cast")
+        short += table.run(runs)
+    return short
+
+
+def stochastic(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    key = jax.random.key(1)
+
+    def drawn(function: Callable[..., jax.Array], fmt: str, rounding: Any) -> Any:
+        return lambda x, key: function(x, fmt, rounding=rounding, key=key)
+
+    for source in SOURCES:
+        x = numbers(size, source)
+        to_nearest, make, buffer = into_one_buffer(x), into_one_buffer(x, key), [x.copy()]
+        title = f"{source} to codes, and fake_cast in place, stochastic, {size:,} elements"
+        table = Table(title, "trivial kernel", to_nearest(narrowed(jnp.uint8)))
+        for fmt in (*COMPARED, "e2m1fn", "int8"):
+            nearest = f"encode {fmt} nearest_even"
+            table.add(nearest, to_nearest(partial(qt.encode, fmt=fmt)))
+            call = make(drawn(qt.encode, fmt, "stochastic"))
+            table.add(f"encode {fmt} stochastic", call, 2, nearest)
+        for variant in "ABC":
+            call = make(drawn(qt.encode, "e4m3fn", qt.Stochastic(variant, bits=8)))
+            table.add(f"encode e4m3fn {variant}, 8 bits", call, 2, "encode e4m3fn nearest_even")
+        for fmt in COMPARED:
+            nearest = f"fake_cast {fmt} nearest_even"
+            table.add(nearest, in_place(buffer, partial(qt.fake_cast, fmt=fmt)))
+            call = in_place(buffer, drawn(qt.fake_cast, fmt, "stochastic"), key)
+            table.add(f"fake_cast {fmt} stochastic", call, 2, nearest)
+        short += table.run(runs)
+    return short
+
+
+def decode(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    make = into_one_buffer(jax.random.bits(jax.random.key(0), (size,), jnp.uint8))
+    title = f"8-bit codes to float32, {size:,} elements"
+    table = Table(title, "trivial kernel", make(lambda codes: codes.astype(jnp.float32)))
+    for fmt in (*FLOATS, *TABLES):
+        if qt.format(fmt).bits == 8:
+            table.add(f"decode {fmt}", make(partial(qt.decode, fmt=fmt)))
+    for fmt in COMPARED:
+        table.add(f"XLA astype {fmt}", make(partial(astype_float32, dtype=qt.format(fmt).dtype)))
+    return table.run(runs)
+
+
+def packed(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    formats = {"e2m1fn": 4, "e1m2fn": 4, "e2m3fn": 6, "e3m2fn": 6}
+    for source in SOURCES:
+        make = into_one_buffer(numbers(size, source))
+        title = f"{source} to packed codes, {size:,} elements"
+        table = Table(title, "trivial kernel", make(narrowed(jnp.uint8)))
+        for fmt, bits in formats.items():
+            call = make(lambda x, fmt=fmt, bits=bits: qt.pack(qt.encode(x, fmt), bits))
+            table.add(f"pack(encode {fmt})", call)
+        xla = make(lambda x: x.astype(jnp.float4_e2m1fn))  # one to a byte
+        table.add_slower("XLA astype float4_e2m1fn", xla, "pack(encode e2m1fn)", at_least=15)
+        short += table.run(runs)
+    make = into_one_buffer(jax.random.bits(jax.random.key(0), (size * 3 // 4,), jnp.uint8))
+    title = f"packed codes to float32, {size * 3 // 4:,} bytes"
+    table = Table(title, "u8 -> f32", make(lambda codes: codes.astype(jnp.float32)))
+    for fmt, bits in formats.items():
+        call = make(lambda codes, fmt=fmt, bits=bits: qt.decode(qt.unpack(codes, bits), fmt))
+        table.add(f"decode(unpack) {fmt}", call)
+    return short + table.run(runs)
+
+
+def tables(size: int, runs: int, in_modes: tuple[str, ...]) -> list[str]:
+    short = []
+    for source in SOURCES:
+        x = numbers(size, source) / 10  # NF4 ends at 1
+        make, buffer = into_one_buffer(x), [x.copy()]
+        title = f"{source} to table formats, {size:,} elements"
+        table = Table(title, "trivial kernel", make(narrowed(jnp.uint8)))
+        for fmt in TABLES:
+            table.add(f"encode {fmt}", make(partial(qt.encode, fmt=fmt)))
+        for fmt in TABLES_HELD[source]:
+            table.add(
+                f"fake_cast {fmt}, in place", in_place(buffer, partial(qt.fake_cast, fmt=fmt))
+            )
+        table.add_peers(peers.NF4, np.asarray(x), ("nf4",), "encode")
+        short += table.run(runs)
+    return short
+
+
+SECTIONS = {
+    function.__name__: function
+    for function in (encode, modes, fake_cast, stochastic, decode, packed, tables)
+}
+Section = enum.StrEnum("Section", list(SECTIONS))
+
+
+def main(
+    section: Annotated[list[Section] | None, typer.Option()] = None,
+    size: Annotated[list[int] | None, typer.Option(help="Elements.")] = None,
+    runs: Annotated[int, typer.Option(help="Runs of each row; slow ones take at most 5.")] = 25,
+    every_mode: Annotated[bool, typer.Option(help="All formats in all six modes.")] = False,
+) -> None:
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} threads")
+    short = []
+    for elements in size or (2**20, 2**24):
+        for name in section or SECTIONS:
+            short += SECTIONS[name](elements, runs, FLOATS if every_mode else COMPARED)
+    print(f"\npromises that fall short: {len(short)}")
+    print("\n".join(short))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

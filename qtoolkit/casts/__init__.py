@@ -21,6 +21,7 @@ from qtoolkit.casts._sources import (
     round_values,
     values_of,
 )
+from qtoolkit.casts._tree import cast_tree
 
 __all__ = [
     "DETERMINISTIC",
@@ -31,6 +32,7 @@ __all__ = [
     "Rounding",
     "Stochastic",
     "cast",
+    "cast_tree",
     "check_arguments",
     "check_differentiable",
     "check_holds",

@@ -141,7 +141,7 @@ def _normalized(
     width = 8 * magnitude.dtype.itemsize
     zeros = lax.clz(magnitude)
     shifted = magnitude << jnp.minimum(zeros, dtype(width - 1))
-    significand = (shifted >> dtype(2)) | ((shifted & dtype(3)) != 0)
+    significand = (shifted >> dtype(2)) | ((shifted & dtype(3)) != 0).astype(magnitude.dtype)
     leading = exponent + np.int32(width - 1) - zeros.astype(jnp.int32)
     leading = jnp.where(magnitude == 0, np.int32(-(2**20)), leading)
     return Exact(negative, significand, leading, is_inf, is_nan)

@@ -70,10 +70,11 @@ def float_values(
     total = _float(limited) + big
     rounded = total - big  # of the data: XLA would cancel a constant
     if rounding != "nearest_even":
-        over, under = _corrections(limited, negative, binade, total, big, fmt, rounding, random)
-        step = _float(binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA))
+        step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
+        over, up = corrections(limited, negative, rounded, total, step, rounding, random)
+        step = _float(step)
         zero = jnp.zeros_like(step)
-        rounded = rounded + (jnp.where(under, step, zero) - jnp.where(over, step, zero))
+        rounded = rounded + (jnp.where(up, step, zero) - jnp.where(over, step, zero))
     value = _bits(rounded)
     if saturation != "finite" and fmt.overflow is not Overflow.MAX:
         beyond = value > u32(exact_float32_pattern(fmt.max_finite))
@@ -196,8 +197,9 @@ def _codes_by_addition(
     total = _float(limited) + big
     code = _bits(total) + (binade >> np.uint32(shift))
     if rounding != "nearest_even":
-        over, under = _corrections(limited, negative, binade, total, big, fmt, rounding, random)
-        code = code + under - over
+        step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
+        over, up = corrections(limited, negative, total - big, total, step, rounding, random)
+        code = code + up.astype(jnp.uint32) - over.astype(jnp.uint32)
     code &= u32(mask)
     if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
         code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
@@ -213,47 +215,64 @@ def _codes_by_addition(
     return code | sign
 
 
-def _corrections(
-    limited: jax.Array,
+def corrections(
+    magnitude: jax.Array,
     negative: jax.Array,
-    binade: jax.Array,
+    nearest: jax.Array,
     total: jax.Array,
-    big: jax.Array,
-    fmt: FloatFormat,
+    step: jax.Array | np.uint32,
     rounding: Rounding,
     random: Random,
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the sum went a step too high, and where a step too low, for `rounding`.
+    """Where `nearest` exceeds the magnitude, and where `rounding` goes up a step from below it.
 
-    Patterns are compared as integers, so that subnormals count.
+    That is, nearest - over * step + up * step is right. Patterns are compared as integers, so that
+    subnormals count.
+
+    Args:
+      magnitude, step: float32 patterns.
+      nearest: The sum rounded to nearest even.
+      total: A sum whose pattern is odd where `nearest` is an odd number of steps.
     """
-    nearest = total - big
-    over = _bits(nearest) > limited  # what is right for the magnitude cut off
-    inexact = _bits(nearest) != limited
+    over = _bits(nearest) > magnitude
+    inexact = _bits(nearest) != magnitude
     match rounding:
         case "toward_zero":
             return over, jnp.zeros_like(over)
         case "toward_positive" | "toward_negative":
-            away = negative if rounding == "toward_negative" else ~negative
-            return over & ~away, inexact & ~over & away
+            return over, inexact & (negative if rounding == "toward_negative" else ~negative)
         case "to_odd":
             odd = (_bits(total) & np.uint32(1)) == 1
-            return over & ~odd, inexact & ~over & ~odd
+            return over, inexact & (odd == over)  # where the lower neighbour is even
         case "nearest_away":
-            half = _float(binade - u32((fmt.mantissa_bits + 1) << FLOAT32_MANTISSA))
-            return jnp.zeros_like(over), _float(limited) - nearest == half
+            half = _float(step - u32(1 << FLOAT32_MANTISSA))
+            return jnp.zeros_like(over), _float(magnitude) - nearest == half
     assert isinstance(rounding, Stochastic)
     assert random is not None
-    step = _float(binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA))
-    rest = (_float(limited) - nearest) + jnp.where(over, step, jnp.zeros_like(step))
-    # times 2**(bits + 2) / step, exactly
-    factor = _float(u32((254 + rounding.bits + 2 + fmt.mantissa_bits) << FLOAT32_MANTISSA) - binade)
-    scaled = rest * factor
+    size = jnp.broadcast_to(_float(step), nearest.shape)
+    rest = (_float(magnitude) - nearest) + jnp.where(over, size, jnp.zeros_like(size))
+    return over, _goes_up(rest, step, rounding, random)
+
+
+def _goes_up(
+    rest: jax.Array, step: jax.Array | np.uint32, rounding: Stochastic, random: jax.Array
+) -> jax.Array:
+    """Whether to round up what lies `rest` above a multiple of the step with pattern `step`."""
+
+    def times(bits: int) -> jax.Array:  # rest / step * 2**bits, exactly
+        return rest * _float(u32((254 + bits) << FLOAT32_MANTISSA) - step)
+
+    if rounding.variant == "A" or (rounding.variant == "B" and rounding.bits < 24):
+        # Right of the formula stands an integer, and no float between it and what it compares.
+        bits, random = rounding.bits, random.astype(jnp.int32)
+        if rounding.variant == "B":
+            bits, random = bits + 1, 2 * random + np.int32(1)
+        return times(bits) >= (np.int32(1 << bits) - random).astype(jnp.float32)
+    scaled = times(rounding.bits + 2)
     fraction = scaled.astype(jnp.int32)
     if rounding.variant == "C":
         fraction |= (fraction.astype(jnp.float32) != scaled).astype(jnp.int32)
-    up = rounding.goes_up(fraction.astype(jnp.uint32), random)
-    return over & ~up, ~over & up
+    return rounding.goes_up(fraction.astype(jnp.uint32), random)
 
 
 def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
@@ -298,7 +317,7 @@ def _binade(magnitude: jax.Array, fmt: FloatFormat) -> jax.Array:
     return jnp.maximum(magnitude, u32(exact_float32_pattern(fmt.min_normal))) & u32(INF)
 
 
-def _float(bits: jax.Array) -> jax.Array:
+def _float(bits: jax.Array | np.uint32) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from qtoolkit.casts._bits import Exact, widened
+from qtoolkit.casts._bits import INF, MAGNITUDE, SIGN, Exact, exact_float32_pattern, u32, widened
+from qtoolkit.casts._floats import corrections
 from qtoolkit.casts._modes import Rounding, rounded_shift
 from qtoolkit.formats import IntFormat
 
@@ -48,6 +50,40 @@ def int_codes(
     code = jnp.where(x.negative, -integer, integer)
     code = jnp.where(x.is_nan, dtype(0), code)
     return _low_bits(code.astype(fmt.code_dtype), fmt)
+
+
+def adds(fmt: IntFormat, saturation: str) -> bool:
+    """Whether `integers_by_addition` rounds to `fmt`."""
+    return fmt.bits <= 22 and saturation != "none" and not fmt.is_bool
+
+
+def integers_by_addition(
+    bits: jax.Array, fmt: IntFormat, rounding: Rounding, random: jax.Array | None
+) -> jax.Array:
+    """Rounds values with float32 patterns `bits` to integers of `fmt`, clamped, as int32.
+
+    Beside 2**23, float32's own adder has no room for fractions and rounds to nearest even, once.
+    """
+    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
+    largest, lowest = (u32(exact_float32_pattern(abs(v))) for v in (fmt.max_finite, fmt.lowest))
+    limited = jnp.minimum(magnitude, jnp.where(negative, lowest, largest))
+    limited = jnp.where(magnitude > u32(INF), u32(0), limited)
+    total = lax.bitcast_convert_type(limited, jnp.float32) + np.float32(2.0**23)
+    integer = lax.bitcast_convert_type(total, jnp.int32) - np.float32(2.0**23).view(np.int32)
+    if rounding != "nearest_even":
+        nearest = integer.astype(jnp.float32)  # not total - 2**23, which XLA may cancel
+        one = u32(exact_float32_pattern(1))
+        over, up = corrections(limited, negative, nearest, total, one, rounding, random)
+        integer = integer + up.astype(jnp.int32) - over.astype(jnp.int32)
+    return jnp.where(negative, -integer, integer)
+
+
+def codes_by_addition(
+    bits: jax.Array, fmt: IntFormat, rounding: Rounding, random: jax.Array | None
+) -> jax.Array:
+    """The codes of `integers_by_addition`, as `fmt.code_dtype`."""
+    integers = integers_by_addition(bits, fmt, rounding, random)
+    return _low_bits(integers.astype(fmt.code_dtype), fmt)
 
 
 def _low_bits(codes: jax.Array, fmt: IntFormat) -> jax.Array:

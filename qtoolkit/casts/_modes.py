@@ -30,8 +30,8 @@ class Stochastic:
     * "B": floor(v * 2**(N + 1)) + 2 * R + 1 >= 2**(N + 1),
     * "C": v * 2**N, rounded to the nearest even integer, + R >= 2**N.
 
-    A value of the format is never moved. Under A the probability of rounding up is v cut to N bits,
-    under B and C it is v rounded to them.
+    A value of the format is never moved. The probability of rounding up is v cut to N bits under
+    A, and v rounded to them under B and C.
 
     Attributes:
       variant: "A", "B" or "C".
@@ -41,7 +41,7 @@ class Stochastic:
     """
 
     variant: str = "B"
-    bits: int = 24
+    bits: int = 16
 
     def __post_init__(self) -> None:
         if self.variant not in ("A", "B", "C"):
@@ -100,6 +100,7 @@ def rounded_shift(
     one = bits.dtype.type(1)
     if isinstance(count, int) and count == 0:
         return bits
+    constant = count if isinstance(count, int) else 0
     count = jnp.asarray(count, bits.dtype)
     floor = bits >> count
     step = one << count
@@ -113,14 +114,17 @@ def rounded_shift(
             return (bits + (step >> one)) >> count
         case "toward_positive" | "toward_negative":
             away = negative if rounding == "toward_negative" else ~negative
-            return (bits + jnp.where(away, step - one, 0)) >> count
+            return (bits + jnp.where(away, step - one, bits.dtype.type(0))) >> count
         case "to_odd":
             inexact = (bits & (step - one)) != 0
-            return floor + (inexact & ((floor ^ parity) & one == 0))
+            return floor + (inexact & ((floor ^ parity) & one == 0)).astype(bits.dtype)
     assert isinstance(rounding, Stochastic)
     assert random is not None
+    if rounding.variant == "A" and constant and constant <= rounding.bits:
+        # v has no more than `count` bits, so adding the upper random ones carries as all would.
+        return (bits + (random >> bits.dtype.type(rounding.bits - constant))) >> count
     up = rounding.goes_up(_scaled(bits & (step - one), count, rounding.bits + 2), random)
-    return floor + up
+    return floor + up.astype(bits.dtype)
 
 
 def _scaled(rest: jax.Array, count: jax.Array, bits: int) -> jax.Array:
@@ -130,4 +134,4 @@ def _scaled(rest: jax.Array, count: jax.Array, bits: int) -> jax.Array:
     right = jnp.clip(count, dtype(bits), dtype(bits) + last) - dtype(bits)
     left = dtype(bits) - jnp.minimum(count, dtype(bits))
     cut = (rest & ((dtype(1) << right) - dtype(1))) != 0
-    return jnp.where(count >= bits, (rest >> right) | cut, rest << left)
+    return jnp.where(count >= bits, (rest >> right) | cut.astype(rest.dtype), rest << left)

@@ -126,9 +126,9 @@ def counter_bits(
 ) -> jax.Array:
     """uint32 numbers, one for each element of `shape`: a hash of `words` and its index in C order.
 
-    The key enters in three places of the hash, so that no two keys give shifted or exchanged copies
-    of one stream. The hash is a two-round multiply-and-xorshift permutation of 32 bits with the
-    constants of C. Wellons' "hash-prospector" search.
+    Three rounds of multiply, add and xorshift, a word of the key in each. Two rounds, and hashes
+    that multiply by what depends on the key, fail chi-square and correlation tests of neighbouring
+    elements for some keys. Multipliers: the golden ratio, and those of MurmurHash3's finalizer.
     """
     first, second, third = _mixed_key(words)
     low, high = element_index(shape)
@@ -138,28 +138,23 @@ def counter_bits(
         high = carry + offset[1] + (np.uint32(0) if high is None else high)
     if high is not None:
         first = first ^ _scrambled(high + second)
-    h = low ^ first
-    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
-    h = h ^ second
-    h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)
-    h = h + third
-    return h ^ (h >> np.uint32(15))
+        second = second ^ _scrambled(high ^ first)
+    h = (low ^ first) * np.uint32(0x9E3779B1) + second
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third
+    return (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
 
 
 def _mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    mixed = jnp.uint32(0x9E3779B9)
+    """Three words that each depend on all of `words`, and together tell all keys apart."""
+    mixed, other = jnp.uint32(0x9E3779B9), jnp.uint32(0xC2B2AE35)
     for word in range(words.shape[0]):
         mixed = _scrambled(mixed + words[word])
-    first = _scrambled(mixed + np.uint32(0x85EBCA6B))
-    second = _scrambled(first + mixed + np.uint32(0xC2B2AE35))
-    # Two 32-bit words cannot be told apart by one: take the words in once more, in other places.
-    third = mixed
-    for word in reversed(range(words.shape[0])):
-        third = _scrambled(third ^ words[word]) + second
-    return first, second ^ third, third
+        other = _scrambled(other ^ mixed) + words[word]
+    return _scrambled(mixed ^ other), _scrambled(other + np.uint32(0x85EBCA6B)), mixed
 
 
 def _scrambled(h: jax.Array) -> jax.Array:
+    """A permutation of 32 bits in which each depends on all (C. Wellons' hash-prospector)."""
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)
     return h ^ (h >> np.uint32(15))

@@ -22,7 +22,13 @@ from qtoolkit.casts._bits import (
     pattern,
 )
 from qtoolkit.casts._floats import codes_of_exact, float_codes, float_values, needs_64_bits
-from qtoolkit.casts._integers import codes_of_integers, int_codes
+from qtoolkit.casts._integers import (
+    adds,
+    codes_by_addition,
+    codes_of_integers,
+    int_codes,
+    integers_by_addition,
+)
 from qtoolkit.casts._modes import Rounding
 from qtoolkit.casts._tables import table_codes, table_values
 from qtoolkit.formats import (
@@ -67,9 +73,9 @@ def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
         except OverflowError:
             x = np.asarray(x, object)
         dtype = x.dtype
-    if dtype in _WITHOUT_XLA:
+    if dtype is not None and dtype in _WITHOUT_XLA:
         return jnp.asarray(np.asarray(x).astype(_WITHOUT_XLA[dtype]))
-    if dtype not in SOURCES:
+    if dtype is None or dtype not in SOURCES:  # numpy takes None for float64
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: x has {got}, expected an array of a float, integer or bool dtype; convert "
@@ -95,7 +101,7 @@ def check_differentiable(where: str, x: ArrayLike, *, wide: bool = True) -> jax.
     """As `check_value_source`, for float32, float16, bfloat16 and, where `wide`, float64 only."""
     dtype = getattr(x, "dtype", None)
     known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
-    if dtype not in known and not (wide and isinstance(x, float)):
+    if (dtype is None or dtype not in known) and not (wide and isinstance(x, float)):
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
             f"{where}: x has {got}, expected {', '.join(map(str, known[:-1]))} or {known[-1]}; "
@@ -123,9 +129,12 @@ def codes_of(
         return codes_of_integers(x, fmt, saturation)
     if isinstance(fmt, TableFormat):
         return table_codes(_as_float(x, fmt), fmt, rounding, saturation)
+    by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
+        if by_pattern and adds(fmt, saturation):
+            return codes_by_addition(pattern(x), fmt, rounding, random)
         return int_codes(_exact(x, normalized=False), fmt, rounding, saturation, random)
-    if holds(format(x.dtype), np.float32) and not needs_64_bits(fmt):
+    if by_pattern and not needs_64_bits(fmt):
         codes = float_codes(pattern(x), fmt, rounding, saturation, random)
     else:
         codes = codes_of_exact(_exact(x), fmt, rounding, saturation, random)
@@ -147,6 +156,8 @@ def round_values(
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
         bits = float_values(pattern(x), fmt, rounding, saturation, random)
         return from_pattern(bits, x.dtype)
+    if by_pattern and isinstance(fmt, IntFormat) and adds(fmt, saturation):
+        return integers_by_addition(pattern(x), fmt, rounding, random).astype(x.dtype)
     return values_of(codes_of(x, fmt, rounding, saturation, random), fmt, x.dtype)
 
 

@@ -47,10 +47,10 @@ def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Arr
 def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
     """`codes[i]`, i the number of `thresholds` that `key` has reached."""
     if len(thresholds) <= _COMPARED and np.array_equal(codes, np.arange(len(codes)) + codes[0]):
-        code = jnp.full(key.shape, codes[0])
+        rank = jnp.zeros(key.shape, jnp.int32)
         for threshold in thresholds:
-            code += (key >= threshold).astype(codes.dtype)
-        return code
+            rank = rank + (key >= threshold).astype(jnp.int32)
+        return rank.astype(codes.dtype) + codes[0]
     shift = 8 * key.dtype.itemsize - 16
     buckets = np.arange(-(2**15), 2**15).astype(key.dtype) << shift
     least = np.searchsorted(thresholds, buckets, side="right")

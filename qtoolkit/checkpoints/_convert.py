@@ -26,7 +26,7 @@ from qtoolkit.checkpoints._safetensors import (
     check_target,
     write_safetensors,
 )
-from qtoolkit.formats import Format
+from qtoolkit.formats import Format, Rules
 
 CHUNK = 2**20  # elements in a block: 4 MiB of float32, enough to keep a few cores busy
 _LEAST = 2**10  # the smallest block, and what is summed in float32 before float64 takes over
@@ -46,15 +46,17 @@ def convert(
 ) -> Report:
     """Quantizes the weights of a safetensors file into another one, streaming.
 
-    Which tensors, and the layout, are in `make_plan`. Codes are `encode(x / scale)`, rounded to
-    nearest even, saturating; scale = amax / max_finite in float32, amax over finite elements. NaN
-    stays NaN where the format has one (int8: 0). The same arguments give the same bytes.
+    Which tensors, by one format or by rules, and the layout, are in `make_plan`. Codes are
+    `encode(x / scale)`, rounded to nearest even, saturating; scale = amax / max_finite in float32,
+    amax over finite elements. NaN stays NaN where the format has one (int8: 0). The same arguments
+    give the same bytes.
 
     Args:
       src: A safetensors file.
       dst: The file to write; may be `src` with `overwrite`. It appears when it is whole.
-      format: Any spelling of a format that safetensors has: "e4m3fn", "int8". bfloat16 and float16
-        are rounded to without a scale.
+      format: Any spelling of an 8-bit float that safetensors has, int8, bfloat16 or float16; the
+        last two are rounded to without a scale. Or `Rules` of them over the names of the tensors,
+        None keeping a tensor: they decide alone, nothing is skipped by default.
       scaling: "tensor" or "channel".
       skip: Regular expressions; tensors in whose names one is found are kept.
       overwrite: Whether `dst` may be replaced.
@@ -66,7 +68,7 @@ def convert(
     Raises:
       CheckpointError: `src` is damaged, `dst` exists, or `make_plan` raises it.
       OSError: A file cannot be opened, read or written; it names the file.
-      ValueError: Unknown format or scaling.
+      TypeError, ValueError: As `make_plan`.
     """
     check_target(dst, overwrite)
     with SafetensorsFile(src) as source:
@@ -76,10 +78,17 @@ def convert(
     return Report(
         source=str(src),
         target=str(dst),
-        format=plan.format.name,
+        format=_format_names(plan),
         scaling=plan.scaling,
         tensors=tuple(engine.reports),
     )
+
+
+def _format_names(plan: Plan) -> str:
+    if not isinstance(plan.format, Rules):
+        return plan.format.name
+    used = dict.fromkeys(tensor.format.name for tensor in plan.tensors if tensor.format is not None)
+    return ", ".join(used) or "nothing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +140,15 @@ class _Engine:
         )
 
     def _quantize(self, tensor: TensorPlan) -> Iterator[tuple[str, Any]]:
-        axis = as_matrix(tensor)[2]
-        scales = None if tensor.scale_shape is None else self._scales(tensor, axis)
+        fmt, axis = tensor.format, as_matrix(tensor)[2]
+        assert fmt is not None
+        scales = None if tensor.scale_shape is None else self._scales(tensor, fmt, axis)
         if scales is not None:
             yield tensor.scale_name, scales
         signal, noise, nonfinite = 0.0, 0.0, 0
         for block, x in self._blocks(tensor):
             scale = None if scales is None else _padded_part(scales, block, axis)
-            codes, squares, errors, unit, count = _encode_block(x, scale, self.plan.format, axis)
+            codes, squares, errors, unit, count = _encode_block(x, scale, fmt, axis)
             yield tensor.name, np.asarray(codes).reshape(-1)[: block.size]
             area = np.asarray(unit, np.float64) ** 2
             signal += float(np.sum(np.asarray(squares) * area))
@@ -148,8 +158,9 @@ class _Engine:
             TensorReport(
                 name=tensor.name,
                 action="quantize",
+                format=fmt.name,
                 bytes_before=tensor.source.nbytes,
-                bytes_after=tensor.source.size * self.plan.format.bits // 8
+                bytes_after=tensor.source.size * fmt.bits // 8
                 + (0 if scales is None else scales.nbytes),
                 max_scale=None if scales is None else float(scales.max(initial=0)),
                 sqnr_db=decibels(signal, noise),
@@ -157,7 +168,7 @@ class _Engine:
             )
         )
 
-    def _scales(self, tensor: TensorPlan, axis: int) -> np.ndarray:
+    def _scales(self, tensor: TensorPlan, fmt: Format, axis: int) -> np.ndarray:
         """First pass: float32 [rows, 1] or [1, columns]."""
         rows, columns, _ = as_matrix(tensor)
         largest = np.zeros((rows, 1) if axis == 0 else (1, columns), np.float32)
@@ -167,7 +178,7 @@ class _Engine:
             np.maximum(part, found[: part.shape[0], : part.shape[1]], out=part)
         padded = np.zeros(_power_of_two(largest.size), np.float32)
         padded[: largest.size] = largest.reshape(-1)
-        scales = np.asarray(_scales_from_amax(padded, self.plan.format))
+        scales = np.asarray(_scales_from_amax(padded, fmt))
         return scales[: largest.size].reshape(largest.shape)
 
     def _blocks(self, tensor: TensorPlan) -> Iterator[tuple[_Block, np.ndarray]]:

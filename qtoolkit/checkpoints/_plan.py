@@ -16,12 +16,26 @@ import numpy as np
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, layout, shown
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.formats import FORMATS, Format
+from qtoolkit.formats import (
+    BFLOAT16,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FLOAT16,
+    FORMATS,
+    INT8,
+    Format,
+    Rules,
+)
 from qtoolkit.formats import format as resolve
 
 SCALINGS = ("tensor", "channel")
 SCALE_SUFFIX = "_scale"
 METADATA_KEY = "qtoolkit"
+
+# What safetensors has a dtype for and weights are stored in.
+TARGETS: tuple[Format, ...] = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, INT8, BFLOAT16, FLOAT16)
 
 # Any component of the name, components being parted by "." or "/". What is small and sensitive:
 # tables of embeddings, the output layer often tied to them, norms, routers (a bare "gate" is one in
@@ -47,6 +61,7 @@ class TensorPlan:
       action: "quantize", or "keep": copied unchanged.
       reason: Why it is kept; empty where it is not.
       dtype: Its dtype in the target, as safetensors spells it.
+      format: What it is quantized to; None where it is kept.
       channel_axis: The axis with one scale per index; None for one scale in all.
       scale_shape: Shape of `<name>_scale`; None where none is written.
     """
@@ -55,6 +70,7 @@ class TensorPlan:
     action: Literal["quantize", "keep"]
     reason: str
     dtype: str
+    format: Format | None = None
     channel_axis: int | None = None
     scale_shape: tuple[int, ...] | None = None
 
@@ -80,14 +96,14 @@ class Plan:
     """What becomes of a checkpoint.
 
     Attributes:
-      format: What tensors are quantized to.
-      scaling: "tensor" or "channel"; "none" for formats that need no scale.
+      format: What tensors are quantized to, or the rules that say so.
+      scaling: "tensor" or "channel"; "none" where no format needs a scale.
       tensors: One plan for each tensor of the source, in the order of its data.
       outputs: Every tensor of the target, placed.
       metadata: Of the target: the source's, and what was done under "qtoolkit".
     """
 
-    format: Format
+    format: Format | Rules[Format]
     scaling: str
     tensors: tuple[TensorPlan, ...]
     outputs: tuple[TensorInfo, ...]
@@ -103,33 +119,50 @@ def make_plan(
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
-    Quantized are the float32, float16 and bfloat16 tensors of two or more dimensions whose names
-    match neither `DEFAULT_SKIP` nor `skip`.
+    With one format, quantized are the float32, float16 and bfloat16 tensors of two or more
+    dimensions whose names match neither `DEFAULT_SKIP` nor `skip`. `Rules` decide alone: neither
+    `DEFAULT_SKIP` nor the number of dimensions counts, only `skip` comes before them. What no rule
+    matches gets their default where it is float32, float16 or bfloat16.
 
     Args:
       source: The open checkpoint; only its header is used.
-      format: Any spelling of a shipped format that safetensors has too.
+      format: Any spelling of one of `TARGETS`. Or `Rules` of them, over the names of the tensors;
+        None keeps a tensor.
       scaling: "tensor", or "channel": a scale per index of the last axis of tensors named "kernel"
-        (Flax: inputs first) and of the first axis of all others (PyTorch: outputs first).
+        (Flax: inputs first) and of the first axis of all others (PyTorch: outputs first); vectors
+        and scalars have one scale in all.
       skip: Regular expressions; a tensor is kept where one is found in its name.
 
     Raises:
-      CheckpointError: A tensor to be quantized is float64, a scale's name is taken, a regular
-        expression is invalid, or safetensors lacks the format.
+      CheckpointError: A tensor to be quantized is float64 (by a rule: neither float32 nor float16
+        nor bfloat16), a scale's name is taken, a regular expression is invalid, a rule matches
+        nothing, or a format is none of `TARGETS`.
+      TypeError: A rule has a class as its key, or a value that is no format.
       ValueError: Unknown format or scaling.
     """
-    target, fmt = safetensors_dtype(format), resolve(format)
     if scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
+    given = _checked_rules(source, format) if isinstance(format, Rules) else _target(format)
+    rules: Rules[Format] = given if isinstance(given, Rules) else Rules((), default=given)
     patterns = [_compiled(pattern) for pattern in (skip if not isinstance(skip, str) else (skip,))]
-    used = scaling if fmt.needs_scale else "none"
-    tensors = tuple(
-        _tensor_plan(source, info, target, used, patterns) for info in source.tensors.values()
+    tensors = []
+    for info in source.tensors.values():
+        fmt, reason = _choice(info, rules, rules is not given, patterns)
+        tensors.append(_tensor_plan(source, info, fmt, reason, scaling))
+    values = (rules.default, *(value for _, value in rules.rules))
+    used = scaling if any(fmt is not None and fmt.needs_scale for fmt in values) else "none"
+    about: dict[str, Any] = {"scaling": used, "version": __version__}
+    if isinstance(given, Rules):
+        about["rules"] = json.loads(given.to_json())
+    else:
+        about["format"] = given.name
+    return Plan(
+        format=given,
+        scaling=used,
+        tensors=tuple(tensors),
+        outputs=layout(entry for tensor in tensors for entry in tensor.entries),
+        metadata={**source.metadata, METADATA_KEY: json.dumps(about, sort_keys=True)},
     )
-    outputs = layout(entry for tensor in tensors for entry in tensor.entries)
-    about = {"format": fmt.name, "scaling": used, "version": __version__}
-    metadata = {**source.metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
-    return Plan(format=fmt, scaling=used, tensors=tensors, outputs=outputs, metadata=metadata)
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -151,31 +184,63 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
     used = {name + SCALE_SUFFIX for name in scales}
     return {
-        name: array.astype(np.float32) * scales[name] if name in scales else array
+        name: (array.astype(np.float32) * scales[name]).reshape(array.shape)
+        if name in scales
+        else array
         for name, array in arrays.items()
         if name not in used
     }
 
 
-_SCALED_DTYPES = tuple(fmt.dtype for fmt in FORMATS if fmt.needs_scale and fmt.dtype is not None)
+_SCALED_DTYPES = tuple(fmt.dtype for fmt in TARGETS if fmt.needs_scale)
+
+
+def _target(fmt: Any) -> Format:
+    safetensors_dtype(fmt)
+    return resolve(fmt)
+
+
+def _checked_rules(source: SafetensorsFile, rules: Rules[Any]) -> Rules[Format]:
+    try:
+        formats: Rules[Format] = rules.map(_target)
+        formats.to_json()  # what the metadata will hold
+        formats.check_used(str(source.path), source.tensors)
+    except ValueError as error:
+        raise CheckpointError(shown(str(error))) from error
+    return formats
+
+
+def _choice(
+    info: TensorInfo, rules: Rules[Format], plain: bool, skip: list[re.Pattern[str]]
+) -> tuple[Format | None, str]:
+    """The format of a tensor, or None and the reason to keep it."""
+    position, fmt = rules.which(info.name), rules.find(info.name)
+    if position is None and info.dtype not in (*_SOURCES, "F64"):
+        return None, f"dtype {info.dtype}"
+    if fmt is not None and info.dtype == safetensors_dtype(fmt):
+        return None, f"{info.dtype} already"
+    if plain and len(info.shape) < 2:
+        return None, "fewer than two dimensions"
+    if any(pattern.search(info.name) for pattern in skip):
+        return None, "--skip"
+    if plain and _DEFAULT_SKIP.search(info.name):
+        return None, "skipped by default"
+    if fmt is None:
+        return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
+    return fmt, ""
 
 
 def _tensor_plan(
-    source: SafetensorsFile,
-    info: TensorInfo,
-    target: str,
-    scaling: str,
-    skip: list[re.Pattern[str]],
+    source: SafetensorsFile, info: TensorInfo, fmt: Format | None, reason: str, scaling: str
 ) -> TensorPlan:
-    reason = _reason_to_keep(info, target, skip)
-    if reason:
+    if fmt is None:
         return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
     where = f"{source.path}: tensor {shown(info.name)}"
     if info.dtype not in _SOURCES:
         raise CheckpointError(
             f"{where}: dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
         )
-    axis, shape = _scale_shape(info, scaling)
+    axis, shape = _scale_shape(info, scaling if fmt.needs_scale else "none")
     if shape is not None and info.name + SCALE_SUFFIX in source.tensors:
         raise CheckpointError(
             f"{where}: its scale would be named {shown(info.name + SCALE_SUFFIX)}, which the file "
@@ -185,22 +250,11 @@ def _tensor_plan(
         source=info,
         action="quantize",
         reason="",
-        dtype=target,
+        dtype=safetensors_dtype(fmt),
+        format=fmt,
         channel_axis=axis,
         scale_shape=shape,
     )
-
-
-def _reason_to_keep(info: TensorInfo, target: str, skip: list[re.Pattern[str]]) -> str:
-    if info.dtype not in (*_SOURCES, "F64"):
-        return f"dtype {info.dtype}"
-    if info.dtype == target:
-        return f"{target} already"
-    if len(info.shape) < 2:
-        return "fewer than two dimensions"
-    if any(pattern.search(info.name) for pattern in skip):
-        return "--skip"
-    return "skipped by default" if _DEFAULT_SKIP.search(info.name) else ""
 
 
 _DEFAULT_SKIP = re.compile(DEFAULT_SKIP, re.IGNORECASE)
@@ -210,9 +264,9 @@ def _scale_shape(info: TensorInfo, scaling: str) -> tuple[int | None, tuple[int,
     """The channel axis and the shape of the scale, None where there is none."""
     if scaling == "none":
         return None, None
-    if scaling == "tensor":
-        return None, (1,)
     rank = len(info.shape)
+    if scaling == "tensor" or rank < 2:
+        return None, (1,)
     axis = rank - 1 if re.split(r"[./]", info.name)[-1] == "kernel" else 0
     return axis, tuple(info.shape[i] if i == axis else 1 for i in range(rank))
 
@@ -231,20 +285,27 @@ def as_matrix(tensor: TensorPlan) -> tuple[int, int, int]:
 
 
 def safetensors_dtype(fmt: Any) -> str:
-    """The dtype that safetensors stores codes of `fmt` as: "F8_E4M3" for "e4m3fn".
+    """The dtype that safetensors stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
 
     Raises:
-      CheckpointError: It has none.
+      CheckpointError: `fmt` is none of `TARGETS`.
       ValueError, TypeError: As `qtoolkit.format`.
     """
-    dtype = resolve(fmt).dtype
-    if dtype is None or dtype.name not in DTYPE_OF:
-        able = [f.name for f in FORMATS if f.dtype is not None and f.dtype.name in DTYPE_OF]
-        raise CheckpointError(
-            f"convert: safetensors has no dtype for format {resolve(fmt).name}, expected one of "
-            f"{', '.join(able)}"
-        )
-    return DTYPE_OF[dtype.name]
+    resolved = resolve(fmt)
+    dtype = resolved.dtype
+    if resolved in TARGETS:
+        assert dtype is not None
+        return DTYPE_OF[dtype.name]
+    if resolved.bits < 8:
+        reason = "its codes are narrower than a byte"
+    elif resolved not in FORMATS or dtype is None or dtype.name not in DTYPE_OF:
+        reason = "safetensors has no dtype for it"
+    else:
+        reason = "no weights are stored in it"
+    raise CheckpointError(
+        f"convert: format {resolved.name}: {reason}, expected one of "
+        f"{', '.join(target.name for target in TARGETS)}"
+    )
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

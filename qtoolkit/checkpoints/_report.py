@@ -13,6 +13,7 @@ class TensorReport:
       name: As in the source.
       action: "quantize" or "keep".
       reason: Why it was kept; empty where it was not.
+      format: What it was quantized to; empty where it was kept.
       bytes_before, bytes_after: Its data; after, with its scales.
       max_scale: The largest of its scales; None where it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
@@ -23,6 +24,7 @@ class TensorReport:
     name: str
     action: Literal["quantize", "keep"]
     reason: str = ""
+    format: str = ""
     bytes_before: int
     bytes_after: int
     max_scale: float | None = None
@@ -36,7 +38,8 @@ class Report:
 
     Attributes:
       source, target: The two files.
-      format, scaling: What tensors were quantized to; scaling is "none" where no scale is needed.
+      format, scaling: What tensors were quantized to, by rules several names with commas between
+        them or "nothing"; scaling is "none" where no scale is needed.
       tensors: One report for each tensor, in the order of the source's data.
     """
 

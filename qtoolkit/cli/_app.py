@@ -9,11 +9,12 @@ import typer
 
 from qtoolkit import checkpoints
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints import Report, SafetensorsFile
+from qtoolkit.checkpoints import CheckpointError, Report, SafetensorsFile
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.cli._errors import one_line_errors
-from qtoolkit.cli._formats import HEADER, RIGHT, format_rows
-from qtoolkit.cli._tables import progress, table
+from qtoolkit.cli._formats import FOOTNOTE, format_page, format_tables
+from qtoolkit.cli._tables import page_width, prints_unicode, progress, table
+from qtoolkit.formats import Format, Rules
 
 app = typer.Typer(
     name="qtoolkit",
@@ -38,25 +39,25 @@ def main() -> None:
     app()
 
 
-def _known_format(name: str) -> str:
+def _known_format(name: str | None) -> str | None:
     """The format's own name, whatever the spelling."""
     from qtoolkit.formats import format
 
     try:
+        if name is None:
+            return None
         return format(name).name
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("format: ")) from error
 
 
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        callback=_known_format,
-        help="Number format, in any spelling; `qtoolkit formats` lists them.",
-    ),
-]
+_FORMAT = typer.Option(
+    "--format",
+    metavar="NAME",
+    callback=_known_format,
+    show_default="e4m3fn",
+    help="Number format, in any spelling; `qtoolkit formats` lists them.",
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,7 +82,16 @@ def _options(
 def convert(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="The safetensors file to read.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The safetensors file to write.")],
-    format: FormatOption = "e4m3fn",
+    format: Annotated[str | None, _FORMAT] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
+            "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
+            "is left out by default.",
+        ),
+    ] = None,
     scaling: Annotated[
         Scaling,
         typer.Option(
@@ -105,12 +115,14 @@ def convert(
     A quantized tensor keeps its name; its scale is written next to it as NAME_scale, so that
     value = code * scale. All other tensors are copied unchanged.
     """
+    if format is not None and rules is not None:
+        raise typer.BadParameter("--format and --rules exclude each other; give one of them")
     with one_line_errors(f"{dst} was not written"):
         with progress("converting") as callback:
             report = checkpoints.convert(
                 src,
                 dst,
-                format=format,
+                format=(format or "e4m3fn") if rules is None else _read_rules(rules),
                 scaling=scaling.value,
                 skip=skip or (),
                 overwrite=overwrite,
@@ -118,6 +130,13 @@ def convert(
             )
         for line in _summary(report):
             typer.echo(line)
+
+
+def _read_rules(file: Path) -> Rules[Format]:
+    try:
+        return Rules.from_json(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _summary(report: Report) -> list[str]:
@@ -172,10 +191,29 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 @app.command()
-def formats() -> None:
-    """List the number formats, with their exact properties."""
+def formats(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Show this one, in any spelling, value by value."),
+    ] = None,
+) -> None:
+    """List the number formats, with their exact properties, or show one of them."""
     with one_line_errors("nothing was changed"):
-        table(HEADER, format_rows(), right=RIGHT)
+        if name is None:
+            for header, rows, right in format_tables():
+                table(header, rows, right=right)
+                typer.echo()
+            typer.echo(FOOTNOTE)
+            return
+        from qtoolkit.formats import format
+
+        try:
+            fmt = format(name)
+        except ValueError as error:
+            typer.echo(f"qtoolkit: {str(error).removeprefix('format: ')}", err=True)
+            raise typer.Exit(2) from None
+        for line in format_page(fmt, page_width(), ascii_only=not prints_unicode()):
+            typer.echo(line)
 
 
 @app.command()
@@ -185,7 +223,7 @@ def demo(
         "qtoolkit-demo"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Of the initialisation and the batches.")] = 0,
-    format: FormatOption = "e4m3fn",
+    format: Annotated[str, _FORMAT] = "e4m3fn",
 ) -> None:
     """Train a small model in float32 and in FP8, and compare.
 

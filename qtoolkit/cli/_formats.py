@@ -1,65 +1,181 @@
-"""The table of `qtoolkit formats`. No JAX here."""
+"""What `qtoolkit formats` prints: the tables of all formats, and the page of one. No JAX here."""
 
-import itertools
+import textwrap
+from collections.abc import Iterator
 from fractions import Fraction
 
-from qtoolkit.formats import FORMATS, FloatFormat, Format
+from qtoolkit.cli._number_line import exact, number_line
+from qtoolkit.formats import FORMATS, FloatFormat, Format, IntFormat, TableFormat
 
-HEADER = (
-    "format",
-    "bits",
-    "exp",
-    "man",
-    "bias",
-    "max",
-    "min normal",
-    "min subnormal",
-    "epsilon",
-    "inf",
-    "NaN codes",
+# One table for each kind of format: its columns, named after the kind, and its rows.
+FLOAT_HEADER = (
+    *("floats", "bits", "s/e/m", "bias", "max", "min normal"),
+    *("smallest", "eps", "inf", "NaN codes"),
 )
-RIGHT = ("bits", "exp", "man", "bias", "max", "min normal", "min subnormal", "epsilon")
+TABLE_HEADER = ("tables", "bits", "values", "lowest", "max", "smallest", "inf", "NaN codes")
+INT_HEADER = ("integers", "bits", "lowest", "max")
+LEFT = ("floats", "tables", "integers", "inf", "NaN codes")
+FOOTNOTE = (
+    "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
+    "`qtoolkit formats NAME` shows one format, in any spelling, and its number line."
+)
 
 
-def format_rows() -> list[list[str]]:
-    """One row of text for each shipped format; integers have no floating-point properties."""
-    return [_row(fmt) for fmt in FORMATS]
+def format_tables() -> Iterator[tuple[tuple[str, ...], list[list[str]], list[str]]]:
+    """Header, rows and right-aligned columns of each table of shipped formats."""
+    tables = (
+        (FLOAT_HEADER, [float_row(fmt) for fmt in FORMATS if isinstance(fmt, FloatFormat)]),
+        (TABLE_HEADER, [_table_row(fmt) for fmt in FORMATS if isinstance(fmt, TableFormat)]),
+        (INT_HEADER, [_int_row(fmt) for fmt in FORMATS if isinstance(fmt, IntFormat)]),
+    )
+    for header, rows in tables:
+        yield header, rows, [column for column in header if column not in LEFT]
 
 
-def _row(fmt: Format) -> list[str]:
-    if not isinstance(fmt, FloatFormat):
-        return [fmt.name, str(fmt.bits), *"---", exact(fmt.max_finite), "-", "1", "-", "no", "-"]
+def float_row(fmt: FloatFormat) -> list[str]:
     return [
         fmt.name,
         str(fmt.bits),
-        str(fmt.exponent_bits),
-        str(fmt.mantissa_bits),
+        f"{int(fmt.signed)}/{fmt.exponent_bits}/{fmt.mantissa_bits}",
         str(fmt.bias),
         exact(fmt.max_finite),
         exact(fmt.min_normal),
         exact(fmt.min_subnormal),
         exact(fmt.epsilon),
         "yes" if fmt.has_inf else "no",
-        _ranges(fmt.nan_codes, fmt.bits),
+        _nan_codes(fmt) if fmt.bits <= 8 else f"{_nan_count(fmt)} codes",
     ]
 
 
-def exact(value: Fraction) -> str:
-    """A positive dyadic number, exactly: 448, 2^-9, 1.9921875*2^127."""
-    if value.denominator == 1 and value < 10**6:
-        return str(value.numerator)
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    significand = value / Fraction(2) ** exponent
-    factor = "" if significand == 1 else f"{float(significand)!r}*"
-    return f"{factor}2^{exponent}"
+def _table_row(fmt: TableFormat) -> list[str]:
+    return [
+        fmt.name,
+        str(fmt.bits),
+        str(fmt.finite_count),
+        exact(fmt.lowest),
+        exact(fmt.max_finite),
+        exact(fmt.min_subnormal),
+        "yes" if fmt.has_inf else "no",
+        _nan_codes(fmt),
+    ]
 
 
-def _ranges(codes: tuple[int, ...], bits: int) -> str:
-    """Rising codes in hexadecimal, neighbours joined: 0x7D-0x7F 0xFD-0xFF."""
-    digits = (bits + 3) // 4
-    parts = []
-    for _, run in itertools.groupby(enumerate(codes), key=lambda pair: pair[1] - pair[0]):
-        members = [code for _, code in run]
-        ends = dict.fromkeys((members[0], members[-1]))
-        parts.append("-".join(f"0x{code:0{digits}X}" for code in ends))
-    return " ".join(parts)
+def _int_row(fmt: IntFormat) -> list[str]:
+    return [fmt.name, str(fmt.bits), exact(fmt.lowest), exact(fmt.max_finite)]
+
+
+def format_page(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:
+    """The lines of one format's page: its properties, then its number line."""
+    yield f"{fmt.name}: {_kind(fmt)}"
+    properties = [*_properties(fmt)]
+    indent = max(len(name) for name, _ in properties) + 4
+    for name, text in properties:
+        yield from textwrap.wrap(
+            text,
+            width,
+            initial_indent=f"  {name}".ljust(indent),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    yield ""
+    yield from number_line(fmt, width, ascii_only=ascii_only)
+
+
+def _kind(fmt: Format) -> str:
+    if isinstance(fmt, TableFormat):
+        return f"a table of {fmt.finite_count} finite values, {_bits(fmt.bits)}"
+    if isinstance(fmt, IntFormat):
+        if fmt.is_bool:
+            return "truth value, 1 for whatever is not zero"
+        kind = "two's complement" if fmt.signed else "unsigned"
+        return f"{kind} integer of {_bits(fmt.bits)}"
+    fields = (
+        *(["1 sign"] if fmt.signed else []),
+        f"{fmt.exponent_bits} exponent",
+        f"{fmt.mantissa_bits} mantissa",
+    )
+    sign = "" if fmt.signed else "unsigned "
+    return f"{sign}float of {_bits(fmt.bits)} ({', '.join(fields)}), bias {fmt.bias}"
+
+
+def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
+    yield "max", exact(fmt.max_finite)
+    yield "lowest", exact(fmt.lowest)
+    if isinstance(fmt, FloatFormat):
+        yield "min normal", exact(fmt.min_normal)
+        subnormals = fmt.has_zero and fmt.mantissa_bits
+        yield "min subnormal", exact(fmt.min_subnormal) if subnormals else "no subnormals"
+        yield "epsilon", exact(fmt.epsilon)
+    elif isinstance(fmt, TableFormat):
+        yield "smallest", exact(fmt.min_subnormal)
+    yield "finite values", f"{fmt.finite_count:,}"
+    if not isinstance(fmt, IntFormat):
+        yield "zero", _zeros(fmt)
+        yield "infinity", _infinities(fmt)
+        yield "NaN", f"{_nan_codes(fmt)} ({_nan_count(fmt)})" if fmt.has_nan else "none"
+        yield "overflow", _overflow(fmt)
+    yield (
+        "stored as",
+        f"{fmt.code_dtype}" + (f", or its own dtype {fmt.dtype}" if fmt.dtype else ""),
+    )
+    if fmt.spellings:
+        yield "spelled", "  ".join(dict.fromkeys((fmt.name, *_dtype_name(fmt), *fmt.spellings)))
+
+
+def _dtype_name(fmt: Format) -> list[str]:
+    return [] if fmt.dtype is None else [fmt.dtype.name]
+
+
+def _zeros(fmt: FloatFormat | TableFormat) -> str:
+    if isinstance(fmt, TableFormat):
+        zeros = [code for code, value in zip(fmt.codes, fmt.finite, strict=True) if value == 0]
+    else:
+        zeros = [0] * fmt.has_zero + [fmt.sign_code] * fmt.has_negative_zero
+    codes = [hexadecimal(code, fmt.bits) for code in zeros]
+    return f"{codes[0]}, -0 is {codes[1]}" if len(codes) > 1 else "".join(codes) or "none"
+
+
+def _infinities(fmt: FloatFormat | TableFormat) -> str:
+    if fmt.inf_code is None:
+        return "none"
+    codes = [hexadecimal(fmt.inf_code, fmt.bits)]
+    if isinstance(fmt, FloatFormat) and fmt.signed:
+        codes.append(hexadecimal(fmt.sign_code | fmt.inf_code, fmt.bits))
+    elif isinstance(fmt, TableFormat) and float("-inf") in fmt.values_by_code:
+        codes.append(hexadecimal(fmt.values_by_code.index(float("-inf")), fmt.bits))
+    return f"{codes[0]}, -Inf is {codes[1]}" if len(codes) > 1 else codes[0]
+
+
+def _overflow(fmt: FloatFormat | TableFormat) -> str:
+    what = {"INF": "infinity", "NAN": "NaN", "MAX": "the largest value"}[fmt.overflow.name]
+    if isinstance(fmt, TableFormat) and fmt.beyond is None:
+        return f"numbers saturate; infinity becomes {what}, unless it is clamped"
+    return f"becomes {what}, unless it is clamped"
+
+
+def _nan_count(fmt: FloatFormat | TableFormat) -> str:
+    count = sum(map(len, _nan_runs(fmt)))
+    return str(count) if count < 10**4 else f"{exact(Fraction(count + 2))}-2"
+
+
+def _nan_codes(fmt: FloatFormat | TableFormat) -> str:
+    """Codes in hexadecimal, runs shortened: 0x7D-7F, FD-FF; "none" where there are none."""
+    runs = [dict.fromkeys((run[0], run[-1])) for run in _nan_runs(fmt)]
+    text = ", ".join("-".join(hexadecimal(code, fmt.bits)[2:] for code in run) for run in runs)
+    return f"0x{text}" if text else "none"
+
+
+def _nan_runs(fmt: FloatFormat | TableFormat) -> tuple[range, ...]:
+    if isinstance(fmt, FloatFormat):
+        return fmt.nan_ranges
+    return tuple(range(code, code + 1) for code in fmt.nan_codes)
+
+
+def hexadecimal(code: int, bits: int) -> str:
+    """0x7E; as many digits as the format's codes need."""
+    return f"0x{code:0{(bits + 3) // 4}X}"
+
+
+def _bits(count: int) -> str:
+    return f"{count} bit{'' if count == 1 else 's'}"

@@ -22,6 +22,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
             typer.echo(line)
 
 
+def page_width() -> int:
+    """Columns of the terminal, within 40 to 120; 80 where there is none."""
+    return min(max(shutil.get_terminal_size().columns, 40), 120)
+
+
+def prints_unicode() -> bool:
+    """Whether stdout can encode more than ASCII."""
+    return (sys.stdout.encoding or "ascii").lower().replace("-", "").startswith("utf")
+
+
 def _plain_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:

@@ -24,7 +24,14 @@ from qtoolkit.casts import (
     round_values,
 )
 from qtoolkit.formats import Format, format
-from qtoolkit.gradients._estimators import Estimator, estimator, slope, tangent, times_slope
+from qtoolkit.gradients._estimators import (
+    CotangentEstimator,
+    Estimator,
+    estimator,
+    slope,
+    tangent,
+    times_slope,
+)
 
 
 def fake_convert(
@@ -176,18 +183,27 @@ def _fake_convert_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     x, scale, shift, draw = primals
     y = _fake_convert(x, scale, shift, draw, fmt, rounding, saturation, rule)
-    u = _argument(x, scale, shift)
-    d = slope(rule, u, fmt)
     x_dot, scale_dot, shift_dot, _ = tangents
     y_dot = jnp.zeros_like(y)
-    if not isinstance(x_dot, SymbolicZero):
+    if isinstance(rule, CotangentEstimator):
+        # Its cotangents are those of the rounding itself, so all terms pass it in one sum.
+        dots: Any = jax.tree.map(_instantiated, (x, scale, shift), tuple(tangents[:3]))
+        u, u_dot = jax.jvp(_argument, (x, scale, shift), dots)
         q = _converted(lax.stop_gradient(u), draw, fmt, rounding, saturation)
-        y_dot += tangent(rule, u, q, x_dot, fmt)
+        y_dot = tangent(rule, u, q, u_dot, fmt) - y * dots[1]
+        return y, (y_dot if shift is None else y_dot + dots[2]) / scale
+    d = slope(rule, _argument(x, scale, shift), fmt)
+    if not isinstance(x_dot, SymbolicZero):
+        y_dot += times_slope(d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
         y_dot += (times_slope(d, x) - y) / scale * scale_dot
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
         y_dot += (1 - d) / scale * shift_dot
     return y, y_dot
+
+
+def _instantiated(primal: jax.Array, dot: Any) -> jax.Array:
+    return jnp.zeros_like(primal) if isinstance(dot, SymbolicZero) else dot
 
 
 _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)

@@ -210,7 +210,7 @@ def _position(x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Arra
     """Where `x` lies between its neighbours: -1 at the lower one, 0 midway, towards 1 at the upper.
 
     Beyond the range it keeps growing with the outermost neighbours. Its derivative is that within
-    one gap, 2 over the gap. float32, or float64 for float64.
+    one gap, 2 over the gap, for gaps from 2**-100 on. float32, or float64 for float64.
     """
     below, above = _neighbours(x, lower, upper, fmt)
     x, below, above = _rescaled(widened(x), below, above)
@@ -227,7 +227,8 @@ def _position_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (x_dot,) = primals, tangents
     below, above = _neighbours(lax.stop_gradient(x), lower, upper, fmt)
-    gap = jnp.maximum(above - below, jnp.finfo(above.dtype).tiny)  # a subnormal gap reads as zero
+    # Gaps near the subnormals, which XLA may read as zeros, count as wider: no inf - inf follows.
+    gap = jnp.maximum(above - below, 2.0**26 * jnp.finfo(above.dtype).tiny)
     return _position(x, lower, upper, fmt), x_dot.astype(gap.dtype) * (2 / gap)
 
 
@@ -240,6 +241,7 @@ def _neighbours(
     place = jnp.clip(place, first, last - 1)
     below = round_values(from_rank(place), fmt, "toward_negative", "finite")
     above = round_values(from_rank(place + 1), fmt, "toward_positive", "finite")
+    below = jnp.where(rank(below) <= place, below, lower)  # bool has 1 for all but 0, both ways
     return below, above
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError, _convert, convert, dequantize, load, save
+from qtoolkit.formats import Rules
 
 SRC, DST = "src.safetensors", "dst.safetensors"
 TARGETS = {
@@ -300,3 +301,62 @@ def test_sqnr_of_unscaled_formats_at_any_magnitude(tmp_path, magnitude):
     expected = 10 * np.log10(np.sum(wide**2) / noise)
     _, report = converted(tmp_path, {"kernel": x}, format="bfloat16")
     assert abs(report.tensors[0].sqnr_db - expected) < 0.01
+
+
+RULES = Rules({"^a": "e5m2", "kernel$": "int8", "keep": None, "^d": "bfloat16"}, default="e4m3fn")
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_by_rules_every_tensor_is_as_if_it_were_alone(tmp_path, scaling):
+    """Oracle: files of one tensor and one format, and NumPy for the shapes that those skip."""
+    tensors = {
+        "a.weight": normal((9, 5)),
+        "b/kernel": normal((7, 3), np.float16),
+        "keep": normal((3, 3)),
+        "d": normal((4, 4)),
+        "e": normal((6, 2), ml_dtypes.bfloat16),
+        "norm": normal(33),
+        "one": np.float32(-2.5),
+    }
+    found, report = converted(tmp_path, tensors, format=RULES, scaling=scaling)
+    assert sorted(report.format.split(", ")) == ["bfloat16", "e4m3fn", "e5m2", "int8"]
+    assert report.scaling == scaling
+    formats = {tensor.name: tensor.format for tensor in report.tensors}
+    assert formats == {
+        "a.weight": "e5m2",
+        "b/kernel": "int8",
+        "keep": "",
+        "d": "bfloat16",
+        "e": "e4m3fn",
+        "norm": "e4m3fn",
+        "one": "e4m3fn",
+    }
+    for name in ("a.weight", "b/kernel", "d", "e"):
+        alone, _ = converted(tmp_path, {name: tensors[name]}, format=formats[name], scaling=scaling)
+        assert found.keys() >= alone.keys()
+        for key, array in alone.items():
+            assert found[key].tobytes() == array.tobytes(), key
+    for name in ("norm", "one"):
+        codes, scale = oracle(tensors[name], "e4m3fn")
+        assert_same_codes(found[name], codes, name)
+        np.testing.assert_array_equal(found[name + "_scale"], scale.reshape(1))
+    assert found["keep"].tobytes() == tensors["keep"].tobytes()
+    values = dequantize(found)
+    assert {name: x.shape for name, x in values.items()} == {n: x.shape for n, x in tensors.items()}
+    assert values["one"] == -2.5
+    assert report.bytes_after == sum(x.nbytes for x in found.values())
+
+
+def test_one_rule_for_all_is_one_format_for_all(tmp_path):
+    tensors = {"a.weight": normal((9, 5)), "b.weight": normal((3, 3))}
+    by_rule, _ = converted(tmp_path, tensors, format=Rules({"weight": "e4m3fn"}))
+    by_format, _ = converted(tmp_path, tensors, format="e4m3fn")
+    assert by_rule.keys() == by_format.keys()
+    assert all(by_rule[name].tobytes() == by_format[name].tobytes() for name in by_rule)
+
+
+def test_rules_that_keep_everything_copy_the_file(tmp_path):
+    tensors = {"a.weight": normal((9, 5)), "ids": np.arange(3)}
+    found, report = converted(tmp_path, tensors, format=Rules({"weight": None}))
+    assert (report.format, report.scaling, report.quantized) == ("nothing", "none", ())
+    assert all(found[name].tobytes() == tensors[name].tobytes() for name in tensors)

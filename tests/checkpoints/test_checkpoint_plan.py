@@ -1,5 +1,6 @@
 """What is quantized and what is kept."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from qtoolkit.checkpoints import (
     safetensors_dtype,
     save,
 )
-from qtoolkit.formats import FORMATS, FloatFormat, Overflow, Specials
+from qtoolkit.formats import E4M3FN, FORMATS, Rules, format
 
 
 def plan_of(tmp_path, tensors, metadata=None, **options):
@@ -157,27 +158,127 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
         plan_of(tmp_path, {}, format="e4m4")
 
 
-def test_every_shipped_format_has_a_dtype_there_and_others_are_refused():
-    assert {fmt.name: safetensors_dtype(fmt) for fmt in FORMATS} == {
-        "e4m3fn": "F8_E4M3",
-        "e5m2": "F8_E5M2",
-        "e4m3fnuz": "F8_E4M3FNUZ",
-        "e5m2fnuz": "F8_E5M2FNUZ",
-        "bfloat16": "BF16",
-        "float16": "F16",
-        "int8": "I8",
+TARGETS = {
+    "e4m3fn": "F8_E4M3",
+    "e5m2": "F8_E5M2",
+    "e4m3fnuz": "F8_E4M3FNUZ",
+    "e5m2fnuz": "F8_E5M2FNUZ",
+    "int8": "I8",
+    "bfloat16": "BF16",
+    "float16": "F16",
+}
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_what_weights_are_stored_in_and_what_not(fmt):
+    if fmt.name in TARGETS:
+        assert safetensors_dtype(fmt) == TARGETS[fmt.name]
+        return
+    with pytest.raises(CheckpointError, match=f"^convert: format {fmt.name}: .*expected one of e4"):
+        safetensors_dtype(fmt)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "reason"),
+    [
+        ("e2m1fn", "its codes are narrower than a byte"),
+        ("e2m3fn", "its codes are narrower than a byte"),
+        ("int4", "its codes are narrower than a byte"),
+        ("e3m4", "safetensors has no dtype for it"),
+        ("hifloat8", "safetensors has no dtype for it"),
+        ("int24", "safetensors has no dtype for it"),
+        (dataclasses.replace(E4M3FN, name="mine", bias=9), "safetensors has no dtype for it"),
+        ("e8m0fnu", "no weights are stored in it"),
+        ("int32", "no weights are stored in it"),
+    ],
+)
+def test_the_reason_why_not(fmt, reason):
+    with pytest.raises(CheckpointError, match=f": {reason}, expected one of e4m3fn, e5m2"):
+        safetensors_dtype(fmt)
+
+
+NAMES = ("head.weight", "norm.weight", "mlp.up.weight", "mlp.down.weight", "mlp.up.bias", "scale")
+MODEL = {name: np.zeros((4,) if name.endswith("bias") else (4, 6), np.float32) for name in NAMES}
+MODEL |= {"scale": np.zeros((), np.float32), "ids": np.zeros((2, 2), np.int64)}
+
+
+def formats(plan):
+    return {t.name: t.format.name if t.format else t.reason for t in plan.tensors}
+
+
+def test_rules_decide_alone(tmp_path):
+    rules = Rules({"^head": None, "down": "bf16", r"up\.weight": "F8_E5M2"}, default="int8")
+    plan = plan_of(tmp_path, MODEL, format=rules, scaling="channel")
+    assert formats(plan) == {
+        "head.weight": "rule '^head'",
+        "mlp.down.weight": "bfloat16",
+        "mlp.up.weight": "e5m2",
+        "norm.weight": "int8",
+        "mlp.up.bias": "int8",
+        "scale": "int8",
+        "ids": "dtype I64",
     }
-    odd = FloatFormat(
-        name="e3m4",
-        exponent_bits=3,
-        mantissa_bits=4,
-        bias=3,
-        specials=Specials.IEEE,
-        overflow=Overflow.INF,
-        dtype_name="float8_e3m4",
-    )
-    with pytest.raises(CheckpointError, match="no dtype for format e3m4, expected one of e4m3fn"):
-        safetensors_dtype(odd)
+    assert {o.name: (o.dtype, o.shape) for o in plan.outputs} == {
+        "head.weight": ("F32", (4, 6)),
+        "mlp.down.weight": ("BF16", (4, 6)),
+        "mlp.up.weight": ("F8_E5M2", (4, 6)),
+        "mlp.up.weight_scale": ("F32", (4, 1)),
+        "norm.weight": ("I8", (4, 6)),
+        "norm.weight_scale": ("F32", (4, 1)),
+        "mlp.up.bias": ("I8", (4,)),
+        "mlp.up.bias_scale": ("F32", (1,)),
+        "scale": ("I8", ()),
+        "scale_scale": ("F32", (1,)),
+        "ids": ("I64", (2, 2)),
+    }
+    assert plan.format == rules.map(format)
+    assert plan.scaling == "channel"
+
+
+def test_rules_without_a_default_keep_the_rest_and_skip_comes_first(tmp_path):
+    rules = Rules({"weight": "e4m3fn", "ids": None})
+    assert formats(plan_of(tmp_path, MODEL, format=rules, skip="norm")) == {
+        "head.weight": "e4m3fn",
+        "mlp.down.weight": "e4m3fn",
+        "mlp.up.weight": "e4m3fn",
+        "norm.weight": "--skip",
+        "mlp.up.bias": "no rule",
+        "scale": "no rule",
+        "ids": "rule 'ids'",
+    }
+    half = {"a": MATRIX.astype("bfloat16"), "b": MATRIX.astype("float16")}
+    plan = plan_of(tmp_path, half, format=Rules({".": "bfloat16"}))
+    assert formats(plan) == {"a": "BF16 already", "b": "bfloat16"}
+    assert plan.scaling == "none"
+
+
+def test_metadata_records_the_rules(tmp_path):
+    rules = Rules({"^head": None, "w": "F8_E5M2"}, default="bf16")
+    plan = plan_of(tmp_path, MODEL, {"format": "pt"}, format=rules)
+    about = json.loads(plan.metadata["qtoolkit"])
+    assert plan.metadata["format"] == "pt"
+    assert list(about) == ["rules", "scaling", "version"]
+    assert Rules.from_json(json.dumps(about["rules"])) == rules.map(format)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (
+            {"haed": None},
+            CheckpointError,
+            r"model\.safetensors: rule 'haed' matches nothing.* head",
+        ),
+        ({"head": "e4m4"}, CheckpointError, "Rules: rule 'head': format: unknown format 'e4m4'"),
+        ({"head": "nf4"}, CheckpointError, "rule 'head': convert: format nf4: its codes are narr"),
+        ({"ids": "int8"}, CheckpointError, "tensor ids: dtype I64, expected F32, F16 or BF16"),
+        ({"head": 5}, TypeError, "Rules: rule 'head': format: got 5"),
+        ({np.float32: None}, TypeError, "Rules: rule float32 is a class, which JSON cannot hold"),
+    ],
+)
+def test_rules_that_cannot_be_meant(tmp_path, rules, error, message):
+    with pytest.raises(error, match=message):
+        plan_of(tmp_path, MODEL, format=Rules(rules))
 
 
 def test_reading_and_planning_do_not_load_jax():

@@ -16,9 +16,7 @@ from typer.testing import CliRunner
 
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
-from qtoolkit.cli import _formats
 from qtoolkit.cli._app import app
-from qtoolkit.formats import FORMATS, FloatFormat
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
 
@@ -146,68 +144,6 @@ def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
         "2 tensors, 7 elements, 25 bytes",
         "metadata k: 'v\\n'",
     ]
-
-
-def test_formats_lists_exact_properties():
-    result = run("formats")
-    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines()[1:]}
-    assert list(rows) == [fmt.name for fmt in FORMATS]
-    assert rows["e4m3fn"] == [
-        "e4m3fn",
-        "8",
-        "4",
-        "3",
-        "7",
-        "448",
-        "2^-6",
-        "2^-9",
-        "2^-3",
-        "no",
-        "0x7F",
-        "0xFF",
-    ]
-    assert rows["e5m2"] == [
-        "e5m2",
-        "8",
-        "5",
-        "2",
-        "15",
-        "57344",
-        "2^-14",
-        "2^-16",
-        "2^-2",
-        "yes",
-        "0x7D-0x7F",
-        "0xFD-0xFF",
-    ]
-    assert rows["e4m3fnuz"] == [
-        "e4m3fnuz",
-        "8",
-        "4",
-        "3",
-        "8",
-        "240",
-        "2^-7",
-        "2^-10",
-        "2^-3",
-        "no",
-        "0x80",
-    ]
-
-
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if isinstance(fmt, FloatFormat)])
-def test_printed_properties_equal_ml_dtypes_finfo(fmt):
-    info = ml_dtypes.finfo(fmt.dtype)
-    row = dict(zip(_formats.HEADER, _formats._row(fmt), strict=True))
-
-    def value(text):
-        factor, power = text.split("*") if "*" in text else ("1", text)
-        return float(factor) * 2.0 ** int(power[2:]) if power.startswith("2^") else float(text)
-
-    assert value(row["max"]) == float(info.max)
-    assert value(row["min normal"]) == float(info.smallest_normal)
-    assert value(row["min subnormal"]) == float(info.smallest_subnormal)
-    assert value(row["epsilon"]) == float(info.eps)
 
 
 def test_demo_passes_its_options_on(monkeypatch, tmp_path):

@@ -13,50 +13,156 @@ from qtoolkit import formats
 
 pytestmark = pytest.mark.quick
 
-# qtoolkit, numpy and JAX; ONNX TensorProto; OpenVINO element types; safetensors.
-SPELLINGS = {
-    formats.E4M3FN: ("e4m3fn", "float8_e4m3fn", "FLOAT8E4M3FN", "f8e4m3", "F8_E4M3"),
-    formats.E5M2: ("e5m2", "float8_e5m2", "FLOAT8E5M2", "f8e5m2", "F8_E5M2"),
-    formats.E4M3FNUZ: ("e4m3fnuz", "float8_e4m3fnuz", "FLOAT8E4M3FNUZ", "F8_E4M3FNUZ"),
-    formats.E5M2FNUZ: ("e5m2fnuz", "float8_e5m2fnuz", "FLOAT8E5M2FNUZ", "F8_E5M2FNUZ"),
-    formats.BFLOAT16: ("bfloat16", "BFLOAT16", "bf16", "BF16"),
-    formats.FLOAT16: ("float16", "FLOAT16", "f16", "F16", "binary16"),
-    formats.INT8: ("int8", "INT8", "i8", "I8"),
+# Every number type of onnx.TensorProto at opset 25, but for the complex ones.
+ONNX = {
+    "DOUBLE": "float64",
+    "FLOAT": "float32",
+    "FLOAT16": "float16",
+    "BFLOAT16": "bfloat16",
+    "FLOAT8E4M3FN": "e4m3fn",
+    "FLOAT8E4M3FNUZ": "e4m3fnuz",
+    "FLOAT8E5M2": "e5m2",
+    "FLOAT8E5M2FNUZ": "e5m2fnuz",
+    "FLOAT8E8M0": "e8m0fnu",
+    "FLOAT4E2M1": "e2m1fn",
+    "BOOL": "bool",
+    **{
+        f"{u}INT{bits}": f"{u}int{bits}".lower()
+        for u in ("", "U")
+        for bits in (2, 4, 8, 16, 32, 64)
+    },
 }
-CASES = [(fmt, spelling) for fmt, spellings in SPELLINGS.items() for spelling in spellings]
+# ov.Type
+OPENVINO = {
+    "boolean": "bool",
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8e4m3": "e4m3fn",
+    "f8e5m2": "e5m2",
+    "f8e8m0": "e8m0fnu",
+    "f4e2m1": "e2m1fn",
+    "nf4": "nf4",
+    **{f"i{bits}": f"int{bits}" for bits in (4, 8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (1, 2, 3, 4, 6, 8, 16, 32, 64)},
+}
+SAFETENSORS = {
+    "BOOL": "bool",
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "e4m3fn",
+    "F8_E5M2": "e5m2",
+    "F8_E4M3FNUZ": "e4m3fnuz",
+    "F8_E5M2FNUZ": "e5m2fnuz",
+    "F8_E8M0": "e8m0fnu",
+    "F6_E2M3": "e2m3fn",
+    "F6_E3M2": "e3m2fn",
+    "F4": "e2m1fn",
+    **{
+        f"{letter}{bits}": name + str(bits)
+        for letter, name in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
+}
+# pypto.DataType; the newer kernel language spells some without the underscore.
+PYPTO = {
+    "DT_DOUBLE": "float64",
+    "DT_FP32": "float32",
+    "DT_FP16": "float16",
+    "DT_BF16": "bfloat16",
+    "DT_FP8E4M3": "e4m3fn",
+    "DT_FP8E4M3FN": "e4m3fn",
+    "DT_FP8E5M2": "e5m2",
+    "DT_FP8E8M0": "e8m0fnu",
+    "DT_HF8": "hifloat8",
+    "DT_FP4_E2M1X2": "e2m1fn",
+    "DT_FP4_E1M2X2": "e1m2fn",
+    "DT_FP4E2M1": "e2m1fn",
+    "DT_FP4E1M2": "e1m2fn",
+    "DT_BOOL": "bool",
+    **{f"DT_INT{bits}": f"int{bits}" for bits in (4, 8, 16, 32, 64)},
+    **{f"DT_UINT{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+OTHERS = {
+    "binary64": "float64",
+    "binary32": "float32",
+    "binary16": "float16",
+    "TensorFloat32": "tf32",
+    "e2m1": "e2m1fn",
+    "e1m2": "e1m2fn",
+    "e2m3": "e2m3fn",
+    "e3m2": "e3m2fn",
+    "e8m0": "e8m0fnu",
+    "ue8m0": "e8m0fnu",
+    "hif8": "hifloat8",
+    "float6_e2m3fn": "e2m3fn",
+    "float6_e3m2fn": "e3m2fn",
+    **{fmt.name: fmt.name for fmt in formats.FORMATS},
+}
+CASES = [
+    pytest.param(spelling, name, id=f"{family}-{spelling}")
+    for family, spellings in (
+        *(("onnx", ONNX), ("openvino", OPENVINO), ("safetensors", SAFETENSORS)),
+        *(("pypto", PYPTO), ("others", OTHERS)),
+    )
+    for spelling, name in spellings.items()
+]
 
 
-@pytest.mark.parametrize(("fmt", "spelling"), CASES)
-def test_strings_in_any_case(fmt, spelling):
+@pytest.mark.parametrize(("spelling", "name"), CASES)
+def test_strings_in_any_case(spelling, name):
     for text in (spelling, spelling.lower(), spelling.upper()):
-        assert qt.format(text) is fmt
+        assert qt.format(text).name == name
+    if name in [fmt.name for fmt in formats.FORMATS]:
+        assert qt.format(spelling) is getattr(formats, name.upper())
 
 
-@pytest.mark.parametrize(
-    ("fmt", "scalar", "from_jax"),
-    [
-        (formats.E4M3FN, ml_dtypes.float8_e4m3fn, jnp.float8_e4m3fn),
-        (formats.E5M2, ml_dtypes.float8_e5m2, jnp.float8_e5m2),
-        (formats.E4M3FNUZ, ml_dtypes.float8_e4m3fnuz, jnp.float8_e4m3fnuz),
-        (formats.E5M2FNUZ, ml_dtypes.float8_e5m2fnuz, jnp.float8_e5m2fnuz),
-        (formats.BFLOAT16, ml_dtypes.bfloat16, jnp.bfloat16),
-        (formats.FLOAT16, np.float16, jnp.float16),
-        (formats.INT8, np.int8, jnp.int8),
-    ],
-)
-def test_dtypes_of_numpy_ml_dtypes_and_jax(fmt, scalar, from_jax):
-    array = jnp.zeros(2, from_jax)
-    struct = jax.ShapeDtypeStruct((2,), from_jax)
-    for spec in (
-        scalar,
-        np.dtype(scalar),
-        from_jax,
-        jnp.dtype(from_jax),
-        array.dtype,
-        struct.dtype,
-    ):
-        assert qt.format(spec) is fmt
-    assert qt.format(np.zeros(2, scalar).dtype) is fmt
+@pytest.mark.parametrize("fmt", formats.FORMATS, ids=lambda fmt: fmt.name)
+def test_every_spelling_and_the_dtype(fmt):
+    for spelling in (fmt.name, *fmt.spellings):
+        assert qt.format(spelling) is fmt
+    if fmt.dtype is not None:
+        assert qt.format(fmt.dtype) is fmt
+        assert qt.format(fmt.dtype.name) is fmt
+        assert qt.format(fmt.dtype.type) is fmt
+        assert qt.format(np.zeros(2, fmt.dtype).dtype) is fmt
+
+
+@pytest.mark.parametrize("name", ["int5", "uint13", "i3", "u63", "INT1"])
+def test_spellings_of_integers_of_any_width_lead_back(name):
+    fmt = qt.format(name)
+    assert all(qt.format(spelling) == fmt for spelling in (fmt.name, *fmt.spellings))
+
+
+JAX_DTYPES = {
+    **{name: name for name in ("float64", "float32", "float16", "bfloat16", "bool_")},
+    **{f"float8_{n}": n for n in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz")},
+    **{f"float8_{n}": n for n in ("e4m3", "e3m4", "e8m0fnu")},
+    "float4_e2m1fn": "e2m1fn",
+    **{f"{u}int{bits}": f"{u}int{bits}" for u in ("", "u") for bits in (2, 4, 8, 16, 32, 64)},
+}
+
+
+@pytest.mark.parametrize(("attribute", "name"), JAX_DTYPES.items())
+def test_dtypes_of_jax(attribute, name):
+    scalar, fmt = getattr(jnp, attribute), getattr(formats, name.strip("_").upper())
+    assert qt.format(scalar) is fmt
+    assert qt.format(jnp.dtype(scalar)) is fmt
+    if fmt.bits < 64:
+        assert qt.format(jnp.zeros(2, scalar).dtype) is fmt
+        assert qt.format(jax.ShapeDtypeStruct((2,), scalar).dtype) is fmt
+
+
+def test_dtypes_of_numpy_and_python():
+    assert qt.format(np.float32) is formats.FLOAT32
+    assert qt.format(np.dtype(">f2")) is formats.FLOAT16
+    assert qt.format(ml_dtypes.float8_e4m3b11fnuz) is formats.E4M3B11FNUZ
+    assert qt.format(float) is formats.FLOAT64
+    assert qt.format(int) is formats.INT64
+    assert qt.format(bool) is formats.BOOL
 
 
 def test_a_format_is_returned_as_it_is():
@@ -69,21 +175,25 @@ def test_a_format_is_returned_as_it_is():
 def test_no_spelling_names_two_formats():
     seen = {}
     for fmt in formats.FORMATS:
-        for spelling in {s.lower() for s in (fmt.name, fmt.dtype_name, *fmt.spellings)}:
-            assert seen.setdefault(spelling, fmt) is fmt
+        for spelling in (fmt.name, *([fmt.dtype.name] if fmt.dtype else []), *fmt.spellings):
+            assert seen.setdefault(spelling.lower(), fmt) is fmt
 
 
 @pytest.mark.parametrize(
     ("name", "closest"),
     [
         ("e4m3fm", "e4m3fn"),
-        ("e4m3", "e4m3fn"),
         ("float8_e5m3", "e5m2"),
         ("FLOAT8E4M3FNU", "e4m3fnuz"),
         ("bfloat", "bfloat16"),
         ("fp16", "float16"),
-        ("int9", "int8"),
-        ("float64", "float16"),
+        ("int65", "int6"),
+        ("int8_t", "int8"),
+        ("float128", "float32"),
+        ("nf5", "nf4"),
+        ("posit16", "posit8"),
+        ("hifloat", "hifloat8"),
+        ("Binary8p3sx", "binary8p3se"),
     ],
 )
 def test_unknown_names_raise_with_the_closest(name, closest):
@@ -94,20 +204,24 @@ def test_unknown_names_raise_with_the_closest(name, closest):
     hint = str(e.value).split("did you mean ")[1].split("?")[0]
     assert repr(closest) in hint.split(" or ")
     assert len(hint.split(" or ")) <= 3
-    assert "known: e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, bfloat16, float16, int8" in str(e.value)
+    for near in hint.split(" or "):
+        assert qt.format(near.strip("'")).name == near.strip("'")
+    assert f"known: {', '.join(fmt.name for fmt in formats.FORMATS)}, int1 to int64" in str(e.value)
 
 
-@pytest.mark.parametrize("name", ["", "?", "zzzzzzzzzz", " ", "e4m3fn "])
+@pytest.mark.parametrize("name", ["", "?", "zzzzzzzzzz", " ", "e4m3fn ", "int0", "int05", "int100"])
 def test_names_without_a_close_one_still_list_what_is_known(name):
     with pytest.raises(
-        ValueError, match=rf"^format: unknown format {re.escape(repr(name))}; .*known: e4m3fn, "
+        ValueError, match=rf"^format: unknown format {re.escape(repr(name))}; .*known: float64, "
     ):
         qt.format(name)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.dtype(np.int64), jnp.float32, bool, float])
-def test_dtypes_that_are_no_shipped_format(dtype):
-    with pytest.raises(ValueError, match=rf"^format: unknown format '{np.dtype(dtype).name}'"):
+@pytest.mark.parametrize("dtype", [np.complex64, complex, str, np.dtype("datetime64[s]"), object])
+def test_dtypes_that_are_no_format(dtype):
+    with pytest.raises(
+        ValueError, match=rf"^format: unknown format '{re.escape(np.dtype(dtype).name)}'"
+    ):
         qt.format(dtype)
 
 

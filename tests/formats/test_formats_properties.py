@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ import pytest
 
 import qtoolkit as qt
 from qtoolkit import formats
-from qtoolkit.formats import FloatFormat, IntFormat, Overflow, Specials
+from qtoolkit.formats import FloatFormat, IntFormat, Overflow, Specials, TableFormat
 
 pytestmark = pytest.mark.quick
 
@@ -22,203 +23,251 @@ def two(exponent: int) -> Fraction:
     return Fraction(2**exponent) if exponent >= 0 else Fraction(1, 2**-exponent)
 
 
-# OFP8 1.0, arXiv:2206.02915, IEEE 754-2019; bfloat16 is the upper half of binary32.
-FLOATS = {
-    "e4m3fn": {
-        "bits": 8,
-        "exponent_bits": 4,
-        "mantissa_bits": 3,
-        "bias": 7,
-        "max_finite": Fraction(448),
-        "min_normal": two(-6),
-        "min_subnormal": two(-9),
-        "epsilon": Fraction(1, 8),
-        "max_exponent": 8,
-        "min_exponent": -6,
-        "max_code": 0x7E,
-        "inf_code": None,
-        "nan_code": 0x7F,
-        "nan_codes": (0x7F, 0xFF),
-        "overflow_code": 0x7F,
-        "finite_count": 253,
-        "has_inf": False,
-        "has_negative_zero": True,
-    },
-    "e5m2": {
-        "bits": 8,
-        "exponent_bits": 5,
-        "mantissa_bits": 2,
-        "bias": 15,
-        "max_finite": Fraction(57344),
-        "min_normal": two(-14),
-        "min_subnormal": two(-16),
-        "epsilon": Fraction(1, 4),
-        "max_exponent": 15,
-        "min_exponent": -14,
-        "max_code": 0x7B,
-        "inf_code": 0x7C,
-        "nan_code": 0x7E,
-        "nan_codes": (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF),
-        "overflow_code": 0x7C,
-        "finite_count": 247,
-        "has_inf": True,
-        "has_negative_zero": True,
-    },
-    "e4m3fnuz": {
-        "bits": 8,
-        "exponent_bits": 4,
-        "mantissa_bits": 3,
-        "bias": 8,
-        "max_finite": Fraction(240),
-        "min_normal": two(-7),
-        "min_subnormal": two(-10),
-        "epsilon": Fraction(1, 8),
-        "max_exponent": 7,
-        "min_exponent": -7,
-        "max_code": 0x7F,
-        "inf_code": None,
-        "nan_code": 0x80,
-        "nan_codes": (0x80,),
-        "overflow_code": 0x80,
-        "finite_count": 255,
-        "has_inf": False,
-        "has_negative_zero": False,
-    },
-    "e5m2fnuz": {
-        "bits": 8,
-        "exponent_bits": 5,
-        "mantissa_bits": 2,
-        "bias": 16,
-        "max_finite": Fraction(57344),
-        "min_normal": two(-15),
-        "min_subnormal": two(-17),
-        "epsilon": Fraction(1, 4),
-        "max_exponent": 15,
-        "min_exponent": -15,
-        "max_code": 0x7F,
-        "inf_code": None,
-        "nan_code": 0x80,
-        "nan_codes": (0x80,),
-        "overflow_code": 0x80,
-        "finite_count": 255,
-        "has_inf": False,
-        "has_negative_zero": False,
-    },
-    "bfloat16": {
-        "bits": 16,
-        "exponent_bits": 8,
-        "mantissa_bits": 7,
-        "bias": 127,
-        "max_finite": (2 - two(-7)) * two(127),
-        "min_normal": two(-126),
-        "min_subnormal": two(-133),
-        "epsilon": two(-7),
-        "max_exponent": 127,
-        "min_exponent": -126,
-        "max_code": 0x7F7F,
-        "inf_code": 0x7F80,
-        "nan_code": 0x7FC0,
-        "nan_codes": (*range(0x7F81, 0x8000), *range(0xFF81, 0x10000)),
-        "overflow_code": 0x7F80,
-        "finite_count": 65279,
-        "has_inf": True,
-        "has_negative_zero": True,
-    },
-    "float16": {
-        "bits": 16,
-        "exponent_bits": 5,
-        "mantissa_bits": 10,
-        "bias": 15,
-        "max_finite": Fraction(65504),
-        "min_normal": two(-14),
-        "min_subnormal": two(-24),
-        "epsilon": two(-10),
-        "max_exponent": 15,
-        "min_exponent": -14,
-        "max_code": 0x7BFF,
-        "inf_code": 0x7C00,
-        "nan_code": 0x7E00,
-        "nan_codes": (*range(0x7C01, 0x8000), *range(0xFC01, 0x10000)),
-        "overflow_code": 0x7C00,
-        "finite_count": 63487,
-        "has_inf": True,
-        "has_negative_zero": True,
-    },
+FIELDS = (
+    *("signed", "exponent_bits", "mantissa_bits", "bias", "specials", "overflow"),
+    *("max_finite", "min_normal", "min_subnormal", "max_exponent", "min_exponent"),
+    *("max_code", "inf_code", "nan_code", "nans", "finite_count"),
+)
+IEEE, FN, FNUZ, NONE = Specials.IEEE, Specials.FN, Specials.FNUZ, Specials.NONE
+INF, NAN, MAX = Overflow.INF, Overflow.NAN, Overflow.MAX
+# IEEE 754-2019; OFP8 1.0; arXiv:2206.02915; OCP MX 1.0; `nans` are the first and last of each run.
+ROWS = {
+    "float64": (
+        *(True, 11, 52, 1023, IEEE, INF),
+        *((2 - two(-52)) * two(1023), two(-1022), two(-1074), 1023, -1022),
+        *(0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0x7FF8000000000000),
+        (
+            *(0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF),
+            *(0xFFF0000000000001, 0xFFFFFFFFFFFFFFFF),
+        ),
+        2**64 - 2**53 - 1,
+    ),
+    "float32": (
+        *(True, 8, 23, 127, IEEE, INF),
+        *((2 - two(-23)) * two(127), two(-126), two(-149), 127, -126),
+        *(0x7F7FFFFF, 0x7F800000, 0x7FC00000),
+        *((0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF), 2**32 - 2**24 - 1),
+    ),
+    "tf32": (
+        *(True, 8, 10, 127, IEEE, INF),
+        *((2 - two(-10)) * two(127), two(-126), two(-136), 127, -126),
+        *(0x3FBFF, 0x3FC00, 0x3FE00, (0x3FC01, 0x3FFFF, 0x7FC01, 0x7FFFF), 522239),
+    ),
+    "float16": (
+        *(True, 5, 10, 15, IEEE, INF, 65504, two(-14), two(-24), 15, -14),
+        *(0x7BFF, 0x7C00, 0x7E00, (0x7C01, 0x7FFF, 0xFC01, 0xFFFF), 63487),
+    ),
+    "bfloat16": (
+        *(True, 8, 7, 127, IEEE, INF),
+        *((2 - two(-7)) * two(127), two(-126), two(-133), 127, -126),
+        *(0x7F7F, 0x7F80, 0x7FC0, (0x7F81, 0x7FFF, 0xFF81, 0xFFFF), 65279),
+    ),
+    "e4m3fn": (
+        *(True, 4, 3, 7, FN, NAN, 448, two(-6), two(-9), 8, -6),
+        *(0x7E, None, 0x7F, (0x7F, 0x7F, 0xFF, 0xFF), 253),
+    ),
+    "e5m2": (
+        *(True, 5, 2, 15, IEEE, INF, 57344, two(-14), two(-16), 15, -14),
+        *(0x7B, 0x7C, 0x7E, (0x7D, 0x7F, 0xFD, 0xFF), 247),
+    ),
+    "e4m3fnuz": (
+        *(True, 4, 3, 8, FNUZ, NAN, 240, two(-7), two(-10), 7, -7),
+        *(0x7F, None, 0x80, (0x80, 0x80), 255),
+    ),
+    "e5m2fnuz": (
+        *(True, 5, 2, 16, FNUZ, NAN, 57344, two(-15), two(-17), 15, -15),
+        *(0x7F, None, 0x80, (0x80, 0x80), 255),
+    ),
+    "e4m3b11fnuz": (
+        *(True, 4, 3, 11, FNUZ, NAN, 30, two(-10), two(-13), 4, -10),
+        *(0x7F, None, 0x80, (0x80, 0x80), 255),
+    ),
+    "e4m3": (
+        *(True, 4, 3, 7, IEEE, INF, 240, two(-6), two(-9), 7, -6),
+        *(0x77, 0x78, 0x7C, (0x79, 0x7F, 0xF9, 0xFF), 239),
+    ),
+    "e3m4": (
+        *(True, 3, 4, 3, IEEE, INF, Fraction(31, 2), two(-2), two(-6), 3, -2),
+        *(0x6F, 0x70, 0x78, (0x71, 0x7F, 0xF1, 0xFF), 223),
+    ),
+    "ue4m3": (
+        *(False, 4, 3, 7, FN, NAN, 448, two(-6), two(-9), 8, -6),
+        *(0x7E, None, 0x7F, (0x7F, 0x7F), 127),
+    ),
+    "e8m0fnu": (
+        *(False, 8, 0, 127, FN, NAN, two(127), two(-127), two(-127), 127, -127),
+        *(0xFE, None, 0xFF, (0xFF, 0xFF), 255),
+    ),
+    "e2m3fn": (
+        *(True, 2, 3, 1, NONE, MAX, Fraction(15, 2), 1, Fraction(1, 8), 2, 0),
+        *(0x1F, None, None, (), 63),
+    ),
+    "e3m2fn": (
+        *(True, 3, 2, 3, NONE, MAX, 28, Fraction(1, 4), Fraction(1, 16), 4, -2),
+        *(0x1F, None, None, (), 63),
+    ),
+    "e2m1fn": (
+        *(True, 2, 1, 1, NONE, MAX, 6, 1, Fraction(1, 2), 2, 0),
+        *(0x7, None, None, (), 15),
+    ),
+    "e1m2fn": (
+        *(True, 1, 2, 1, NONE, MAX, Fraction(7, 4), 1, Fraction(1, 4), 0, 0),
+        *(0x7, None, None, (), 15),
+    ),
 }
+FLOATS = {name: dict(zip(FIELDS, row, strict=True)) for name, row in ROWS.items()}
 DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
     "e4m3fn": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float16": np.float16,
-    "int8": np.int8,
+    "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
+    "e4m3": ml_dtypes.float8_e4m3,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "e8m0fnu": ml_dtypes.float8_e8m0fnu,
+    "e2m1fn": ml_dtypes.float4_e2m1fn,
 }
+# ml_dtypes has these for FP6, but JAX has not, so they are not the formats' own dtypes.
+ORACLES = DTYPES | {"e2m3fn": ml_dtypes.float6_e2m3fn, "e3m2fn": ml_dtypes.float6_e3m2fn}
+SMALL = [name for name in FLOATS if name not in ("float64", "float32", "tf32")]
 EXACT = ("max_finite", "lowest", "min_normal", "min_subnormal", "epsilon")
+INTS = [f"{u}int{bits}" for u in ("", "u") for bits in (2, 4, 8, 16, 32, 64)]
 
 
 def test_the_formats_that_ship():
-    assert tuple(f.name for f in formats.FORMATS) == tuple(DTYPES)
-    shipped = (formats.E4M3FN, formats.E5M2, formats.E4M3FNUZ, formats.E5M2FNUZ)
-    shipped = (*shipped, formats.BFLOAT16, formats.FLOAT16, formats.INT8)
-    assert list(formats.FORMATS) == list(shipped)
+    names = [fmt.name for fmt in formats.FORMATS]
+    assert sorted(names) == sorted([*FLOATS, *INTS, "bool", "hifloat8", "posit8", "nf4"])
     assert len(set(formats.FORMATS)) == len(formats.FORMATS)
+    for fmt in formats.FORMATS:
+        assert getattr(formats, fmt.name.upper()) is fmt
+        assert fmt.name.upper() in formats.__all__
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_property(name):
-    fmt = qt.format(name)
-    got = {field: getattr(fmt, field) for field in FLOATS[name]}
-    assert got == FLOATS[name]
-    assert fmt.lowest == -FLOATS[name]["max_finite"]
-    assert fmt.sign_code == 2 ** (FLOATS[name]["bits"] - 1)
-    assert fmt.code_dtype == np.dtype(f"uint{FLOATS[name]['bits']}")
-    assert fmt.dtype == np.dtype(DTYPES[name])
-    assert fmt.dtype.name == fmt.dtype_name
+    fmt, expected = qt.format(name), dict(FLOATS[name])
+    nans = expected.pop("nans")
+    got = {field: getattr(fmt, field) for field in expected}
+    assert got == expected
+    assert sum(((run[0], run[-1]) for run in fmt.nan_ranges), ()) == nans
+    signed, bits = expected["signed"], fmt.bits
+    assert bits == signed + expected["exponent_bits"] + expected["mantissa_bits"]
+    assert fmt.epsilon == two(-expected["mantissa_bits"])
+    assert fmt.sign_code == (2 ** (bits - 1) if signed else 0)
+    assert fmt.has_zero == (name != "e8m0fnu")
+    assert fmt.lowest == (-fmt.max_finite if signed else two(-127) if name == "e8m0fnu" else 0)
+    assert (fmt.has_inf, fmt.has_nan) == (expected["inf_code"] is not None, bool(nans))
+    assert fmt.has_negative_zero == (signed and expected["specials"] is not FNUZ)
+    codes = {INF: fmt.inf_code, NAN: fmt.nan_code, MAX: fmt.max_code}
+    assert fmt.overflow_code == codes[expected["overflow"]]
+    assert fmt.needs_scale == (bits <= 8)
+    assert fmt.code_dtype == np.dtype(f"uint{max(8, 32 if bits == 19 else bits, bits // 8 * 8)}")
+    assert fmt.dtype == (np.dtype(DTYPES[name]) if name in DTYPES else None)
     for field in EXACT:
         assert type(getattr(fmt, field)) is Fraction
 
 
-def test_int8():
-    fmt = qt.format("int8")
-    assert (fmt.bits, fmt.signed, fmt.lowest, fmt.max_finite) == (8, True, -128, 127)
-    assert (fmt.min_subnormal, fmt.finite_count, fmt.mantissa_bits) == (1, 256, 6)
-    assert fmt.dtype == np.dtype(np.int8)
-    assert fmt.code_dtype == np.dtype(np.uint8)
-    assert type(fmt.max_finite) is type(fmt.lowest) is type(fmt.min_subnormal) is Fraction
-    info = ml_dtypes.iinfo(np.int8)
-    assert (fmt.lowest, fmt.max_finite, fmt.bits) == (info.min, info.max, info.bits)
+@pytest.mark.parametrize("name", SMALL)
+def test_all_codes(name):
+    """Each code, `value` and `values`, against ml_dtypes and gfloat."""
+    fmt = qt.format(name)
+    values = fmt.values()
+    assert (values.dtype, values.shape) == (np.dtype(np.float64), (2**fmt.bits,))
+    if name in ORACLES:
+        codes = np.arange(2**fmt.bits, dtype=fmt.code_dtype)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            oracle = codes.view(ORACLES[name]).astype(np.float64)
+        np.testing.assert_array_equal(values, oracle)
+        np.testing.assert_array_equal(
+            np.signbit(values[values == 0]), np.signbit(oracle[oracle == 0])
+        )
+    nans = tuple(np.flatnonzero(np.isnan(values)).tolist())
+    assert fmt.nan_codes == nans
+    assert fmt.finite_count == len(np.unique(values[np.isfinite(values)]))
+    for code in {0, 1, fmt.max_code, fmt.max_code + 1, 2 ** (fmt.bits - 1), 2**fmt.bits - 1}:
+        if code < 2**fmt.bits:
+            np.testing.assert_array_equal(float(fmt.value(code)), values[code])
+    for code in (-1, 2**fmt.bits):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: code {code}, expected 0 to {code and 2**fmt.bits - 1}"
+        ):
+            fmt.value(code)
 
 
-@pytest.mark.parametrize(
-    ("bits", "signed", "lowest", "highest", "code"),
-    [
-        (1, True, -1, 0, "uint8"),
-        (1, False, 0, 1, "uint8"),
-        (2, True, -2, 1, "uint8"),
-        (4, True, -8, 7, "uint8"),
-        (4, False, 0, 15, "uint8"),
-        (8, False, 0, 255, "uint8"),
-        (9, True, -256, 255, "uint16"),
-        (16, False, 0, 65535, "uint16"),
-        (17, False, 0, 131071, "uint32"),
-        (32, True, -(2**31), 2**31 - 1, "uint32"),
-        (32, False, 0, 2**32 - 1, "uint32"),
-    ],
-)
-def test_user_made_integers(bits, signed, lowest, highest, code):
-    fmt = IntFormat(name="made", bits=bits, signed=signed)
+def test_values_of_the_smallest():
+    assert qt.format("e2m1").values().tolist() == [
+        *(0, 0.5, 1, 1.5, 2, 3, 4, 6),
+        *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6),
+    ]
+    quarters = [0.25 * n for n in range(8)]
+    assert qt.format("e1m2").values().tolist() == [*quarters, *(-q for q in quarters)]
+    assert np.signbit(qt.format("e1m2").values()[8])
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "tf32", "int32", "uint17", "uint64"])
+def test_too_many_values_to_list(name):
+    fmt = qt.format(name)
+    with pytest.raises(ValueError, match=rf"^{name}: 2\*\*{fmt.bits} codes are too many to list"):
+        fmt.values()
+
+
+def test_wide_formats_answer_at_once():
+    """Neither builds the tuple of all codes of NaN, 2**53 of them."""
+    assert formats.FLOAT64.value(0x3FF0000000000000) == 1
+    assert formats.FLOAT32.value(0x00000001) == two(-149)
+    for code in (0x7F800001, 0x7FC00000, 0xFFFFFFFF):
+        assert np.isnan(formats.FLOAT32.value(code))
+    assert formats.FLOAT32.value(0xFF800000) == -np.inf
+    zero = formats.FLOAT32.value(0x80000000)
+    assert zero == 0
+    assert np.signbit(zero)
+    with pytest.raises(ValueError, match=r"^float32: 16777214 codes of NaN are too many to list"):
+        formats.FLOAT32.nan_codes  # noqa: B018
+    assert len(formats.TF32.nan_codes) == 2046
+
+
+@pytest.mark.parametrize("bits", range(1, 65))
+@pytest.mark.parametrize("signed", [True, False])
+def test_integers_of_every_width(bits, signed):
+    name = f"{'' if signed else 'u'}int{bits}"
+    fmt = qt.format(name)
+    lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    assert fmt == qt.format(name.upper())
+    assert (fmt.name, fmt.bits, fmt.signed, fmt.is_bool) == (name, bits, signed, False)
     assert (fmt.lowest, fmt.max_finite, fmt.finite_count) == (lowest, highest, 2**bits)
-    assert fmt.code_dtype == np.dtype(code)
-    assert fmt.dtype is None
+    assert (fmt.min_subnormal, fmt.needs_scale) == (1, True)
+    widths = [w for w in (8, 16, 32, 64) if w >= bits]
+    assert fmt.code_dtype == np.dtype(f"uint{widths[0]}")
+    own = bits in (2, 4, 8, 16, 32, 64)
+    assert fmt.dtype == (np.dtype(name) if own else None)
+    assert type(fmt.max_finite) is type(fmt.lowest) is type(fmt.min_subnormal) is Fraction
+    assert (fmt.value(0), fmt.value(2**bits - 1)) == (0, -1 if signed else highest)
+    assert fmt.value(2 ** (bits - 1)) == (lowest if signed else 2 ** (bits - 1))
     # A float of that many bits after the leading one holds every value, one of fewer does not.
     longest = max(abs(lowest).bit_length() - (lowest != 0), highest.bit_length())
     assert fmt.mantissa_bits == max(longest - 1, 0)
+    if own:
+        info = ml_dtypes.iinfo(name)
+        assert (fmt.lowest, fmt.max_finite, fmt.bits) == (info.min, info.max, info.bits)
+    if bits <= 8:
+        assert fmt.values().tolist() == [*range(highest + 1), *range(lowest, 0)]
 
 
-@pytest.mark.parametrize("name", FLOATS)
+def test_bool():
+    fmt = formats.BOOL
+    assert (fmt.bits, fmt.signed, fmt.is_bool, fmt.dtype) == (1, False, True, np.dtype(bool))
+    assert (fmt.lowest, fmt.max_finite, fmt.finite_count) == (0, 1, 2)
+    assert fmt.values().tolist() == [0, 1]
+    assert fmt != qt.format("uint1")
+
+
+@pytest.mark.parametrize("name", ORACLES)
 def test_ml_dtypes_finfo_agrees(name):
-    fmt, info = qt.format(name), ml_dtypes.finfo(DTYPES[name])
+    fmt, info = qt.format(name), ml_dtypes.finfo(ORACLES[name])
     assert fmt.bits == info.bits
     assert fmt.mantissa_bits == info.nmant
     assert fmt.exponent_bits == info.iexp
@@ -232,45 +281,77 @@ def test_ml_dtypes_finfo_agrees(name):
         assert ours == Fraction(float(theirs))
 
 
+def described_for_gfloat(name, **changes):
+    """gfloat's way to describe a format, from the same published parameters."""
+    precision, bias, nans = changes["precision"], changes["bias"], changes.get("nans", 0)
+    return gfloat.FormatInfo(
+        name,
+        k=changes.get("k", 8),
+        precision=precision,
+        bias=bias,
+        is_signed=changes.get("signed", True),
+        domain=gfloat.Domain.Extended if changes.get("inf") else gfloat.Domain.Finite,
+        has_nz=changes.get("negative_zero", False),
+        num_high_nans=nans,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
+
+GFLOAT = {
+    "float64": gfloat.formats.format_info_binary64,
+    "float32": gfloat.formats.format_info_binary32,
+    "tf32": described_for_gfloat(
+        "tf32", k=19, precision=11, bias=127, inf=True, negative_zero=True, nans=1023
+    ),
+    "float16": gfloat.formats.format_info_binary16,
+    "bfloat16": gfloat.formats.format_info_bfloat16,
+    "e4m3fn": gfloat.formats.format_info_ocp_e4m3,
+    "e5m2": gfloat.formats.format_info_ocp_e5m2,
+    "e4m3fnuz": described_for_gfloat("e4m3fnuz", precision=4, bias=8),
+    "e5m2fnuz": described_for_gfloat("e5m2fnuz", precision=3, bias=16),
+    "e4m3b11fnuz": described_for_gfloat("e4m3b11fnuz", precision=4, bias=11),
+    "e4m3": described_for_gfloat("e4m3", precision=4, bias=7, inf=True, negative_zero=True, nans=7),
+    "e3m4": described_for_gfloat(
+        "e3m4", precision=5, bias=3, inf=True, negative_zero=True, nans=15
+    ),
+    "ue4m3": described_for_gfloat("ue4m3", k=7, precision=4, bias=7, signed=False, nans=1),
+    "e8m0fnu": gfloat.formats.format_info_ocp_e8m0,
+    "e2m3fn": gfloat.formats.format_info_ocp_e2m3,
+    "e3m2fn": gfloat.formats.format_info_ocp_e3m2,
+    "e2m1fn": gfloat.formats.format_info_ocp_e2m1,
+    "e1m2fn": described_for_gfloat("e1m2fn", k=4, precision=3, bias=1, negative_zero=True),
+}
+
+
 @pytest.mark.parametrize("name", FLOATS)
 def test_gfloat_agrees(name):
-    fnuz = {
-        "k": 8,
-        "is_signed": True,
-        "domain": gfloat.Domain.Finite,
-        "has_nz": False,
-        "num_high_nans": 0,
-        "has_subnormals": True,
-        "is_twos_complement": False,
-    }
-    info = {
-        "e4m3fn": gfloat.formats.format_info_ocp_e4m3,
-        "e5m2": gfloat.formats.format_info_ocp_e5m2,
-        "e4m3fnuz": gfloat.FormatInfo("e4m3fnuz", precision=4, bias=8, **fnuz),
-        "e5m2fnuz": gfloat.FormatInfo("e5m2fnuz", precision=3, bias=16, **fnuz),
-        "bfloat16": gfloat.formats.format_info_bfloat16,
-        "float16": gfloat.formats.format_info_binary16,
-    }[name]
-    fmt = qt.format(name)
+    fmt, info = qt.format(name), GFLOAT[name]
     assert (fmt.bits, fmt.exponent_bits, fmt.bias) == (info.k, info.expBits, info.bias)
     assert fmt.max_finite == Fraction(info.max)
     assert fmt.lowest == Fraction(info.min)
     assert fmt.min_normal == Fraction(info.smallest_normal)
-    assert fmt.min_subnormal == Fraction(info.smallest_subnormal)
+    assert fmt.min_subnormal == Fraction(info.smallest)
     assert fmt.epsilon == Fraction(info.eps)
     assert fmt.max_code == info.code_of_max
-    assert len(fmt.nan_codes) == info.num_nans
+    assert sum(map(len, fmt.nan_ranges)) == info.num_nans
     assert fmt.has_inf == (info.num_infs > 0)
     assert fmt.has_negative_zero == info.has_nz
     if fmt.has_inf:
         assert fmt.inf_code == info.code_of_posinf
-    values = [gfloat.decode_float(info, code) for code in range(2**fmt.bits)]
-    nans = tuple(v.code for v in values if np.isnan(v.fval))
-    assert fmt.nan_codes == nans
-    assert fmt.nan_code in nans
-    assert fmt.finite_count == len({v.fval for v in values if np.isfinite(v.fval)})
-    for code in range(fmt.max_code + 1):
-        assert fmt.magnitude(code) == Fraction(values[code].fval)
+    if fmt.bits <= 8:
+        theirs = [gfloat.decode_float(info, code).fval for code in range(2**fmt.bits)]
+        np.testing.assert_array_equal(fmt.values(), theirs)
+    else:
+        rng = np.random.default_rng(0)
+        codes = (
+            rng.integers(0, 2**fmt.bits, 300, dtype=np.uint64, endpoint=False)
+            if fmt.bits < 64
+            else (rng.integers(0, 2**64 - 1, 300, dtype=np.uint64))
+        )
+        for code in map(int, codes):
+            ours, fval = float(fmt.value(code)), gfloat.decode_float(info, code).fval
+            np.testing.assert_array_equal(ours, fval)
 
 
 def test_magnitude_of_codes_above_the_largest_is_the_next_in_line():
@@ -314,45 +395,148 @@ def test_frozen_hashable_and_equal_whatever_the_spellings(fmt):
         assert other == fmt
         assert hash(other) == hash(fmt)
     assert dataclasses.replace(fmt, name="other") != fmt
-    assert dataclasses.replace(fmt, dtype_name=None) != fmt
+    if fmt.dtype is not None and not getattr(fmt, "is_bool", False):
+        assert dataclasses.replace(fmt, dtype_name=None) != fmt
     assert len({fmt, bare}) == 1
+
+
+GOOD = {
+    "name": "made",
+    "exponent_bits": 4,
+    "mantissa_bits": 3,
+    "bias": 7,
+    "specials": Specials.FN,
+    "overflow": Overflow.NAN,
+}
+
+
+@pytest.mark.parametrize("exponent_bits", range(1, 6))
+@pytest.mark.parametrize("mantissa_bits", range(5))
+@pytest.mark.parametrize("bias", [-3, 0, 1, 7, 40])
+def test_formats_of_ones_own(exponent_bits, mantissa_bits, bias):
+    """ExMy of any bias, under each rule of special codes, against a loop over sign and fields."""
+    steps = 2**mantissa_bits
+    for specials, signed in itertools.product(Specials, (True, False)):
+        magnitudes = [
+            Fraction(2) ** (max(e, 1) - bias) * ((e > 0) + Fraction(m, steps))
+            for e in range(2**exponent_bits)
+            for m in range(steps)
+        ]
+        size = len(magnitudes)
+        inf_and_nan = {  # how many of the top codes are the infinity, and how many NaN
+            Specials.IEEE: (1, steps - 1),
+            Specials.FN: (0, 1),
+            Specials.FNUZ: (0, 0),
+            Specials.EXTENDED: (1, 0 if signed else 1),
+            Specials.NONE: (0, 0),
+        }[specials]
+        finite = size - sum(inf_and_nan)
+        overflow = Overflow.INF if inf_and_nan[0] else Overflow.MAX
+        fields = {"exponent_bits": exponent_bits, "mantissa_bits": mantissa_bits, "bias": bias}
+        fields |= {"specials": specials, "overflow": overflow, "signed": signed}
+        impossible = specials is Specials.IEEE and mantissa_bits == 0
+        if impossible or finite < 2 or (specials is Specials.FNUZ and not signed):
+            with pytest.raises(ValueError, match=r"^FloatFormat 'made': "):
+                FloatFormat(**(GOOD | fields))
+            continue
+        fmt = FloatFormat(**(GOOD | fields))
+        nans = size - finite - inf_and_nan[0]
+        positive = [*magnitudes[:finite], *[np.inf] * inf_and_nan[0], *[np.nan] * nans]
+        values = np.array([float(value) for value in positive])
+        if signed:
+            negative = -values
+            if specials in (Specials.FNUZ, Specials.EXTENDED):
+                negative[0] = np.nan
+            values = np.concatenate([values, negative])
+        np.testing.assert_array_equal(fmt.values(), values)
+        assert len(values) == 2**fmt.bits
+        assert fmt.finite_count == len(np.unique(values[np.isfinite(values)]))
+        assert fmt.nan_codes == tuple(np.flatnonzero(np.isnan(values)))
+        assert fmt.max_finite == magnitudes[finite - 1]
+        assert fmt.min_subnormal == magnitudes[1]
+        assert (
+            Fraction(2) ** fmt.max_exponent
+            <= fmt.max_finite
+            < Fraction(2) ** (fmt.max_exponent + 1)
+        )
+
+
+def test_overflow_is_a_field_of_its_own():
+    for overflow, code in ((Overflow.NAN, 0x7F), (Overflow.MAX, 0x7E)):
+        assert FloatFormat(**(GOOD | {"overflow": overflow})).overflow_code == code
+    ieee = GOOD | {"specials": Specials.IEEE}
+    codes = {Overflow.INF: 0x78, Overflow.NAN: 0x7C, Overflow.MAX: 0x77}
+    for overflow, code in codes.items():
+        assert FloatFormat(**(ieee | {"overflow": overflow})).overflow_code == code
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"exponent_bits": 0}, "exponent_bits=0, mantissa_bits=3; expected at least one bit"),
-        ({"mantissa_bits": 0}, "exponent_bits=4, mantissa_bits=0; expected at least one bit"),
+        ({"exponent_bits": 0}, "exponent_bits=0, mantissa_bits=3; expected at least one exponent"),
+        (
+            {"mantissa_bits": -1},
+            "mantissa_bits=-1; expected at least one exponent bit, no negative",
+        ),
         ({"exponent_bits": -1}, "exponent_bits=-1"),
-        ({"exponent_bits": 8, "mantissa_bits": 24}, "at most 32 bits with the sign"),
+        ({"exponent_bits": 11, "mantissa_bits": 53}, "at most 64 bits with the sign"),
         ({"overflow": Overflow.INF}, "overflow=INF, but specials=FN has no infinity"),
         (
             {"overflow": Overflow.INF, "specials": Specials.FNUZ},
             "overflow=INF, but specials=FNUZ has no infinity",
         ),
+        (
+            {"specials": Specials.NONE},
+            "overflow=NAN, but specials=NONE has no NaN; use Overflow.MAX",
+        ),
+        ({"specials": Specials.IEEE, "mantissa_bits": 0}, "leaves no code for NaN"),
+        ({"specials": Specials.FNUZ, "signed": False}, "specials=FNUZ puts NaN at -0"),
+        ({"has_zero": False}, "has_zero=False with signed=True, expected signed=False"),
+        ({"exponent_bits": 1, "mantissa_bits": 0}, "no positive finite value is left beside"),
+        ({"dtype_name": "float16"}, "dtype_name='float16' has 2 bytes, expected 1, as its codes"),
     ],
 )
 def test_bad_float_constructions_raise(fields, why):
-    good = {
-        "name": "made",
-        "exponent_bits": 4,
-        "mantissa_bits": 3,
-        "bias": 7,
-        "specials": Specials.FN,
-        "overflow": Overflow.NAN,
-    }
-    assert FloatFormat(**good).max_finite == 448
+    assert FloatFormat(**GOOD).max_finite == 448
     with pytest.raises(ValueError, match=f"^FloatFormat 'made': .*{why}"):
-        FloatFormat(**(good | fields))
+        FloatFormat(**(GOOD | fields))
 
 
-@pytest.mark.parametrize("bits", [0, -1, 33, 64])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"exponent_bits": 4.0}, "exponent_bits=4.0, expected int"),
+        ({"mantissa_bits": "3"}, "mantissa_bits='3', expected int"),
+        ({"bias": None}, "bias=None, expected int"),
+        ({"specials": "FN"}, "specials='FN', expected Specials"),
+        ({"overflow": "nan"}, "overflow='nan', expected Overflow"),
+        ({"signed": 1}, "signed=1, expected bool"),
+        ({"has_zero": None}, "has_zero=None, expected bool"),
+    ],
+)
+def test_fields_of_wrong_types_raise(fields, why):
+    with pytest.raises(TypeError, match=f"^FloatFormat 'made': {why}$"):
+        FloatFormat(**(GOOD | fields))
+
+
+@pytest.mark.parametrize("bits", [0, -1, 65, 8.0, "8", None])
 def test_bad_integer_constructions_raise(bits):
-    with pytest.raises(ValueError, match=rf"^IntFormat 'made': bits={bits}, expected 1 to 32"):
+    with pytest.raises(ValueError, match=rf"^IntFormat 'made': bits={bits!r}, expected 1 to 64$"):
         IntFormat(name="made", bits=bits)
 
 
-@pytest.mark.parametrize("kind", [FloatFormat, IntFormat])
+@pytest.mark.parametrize("fields", [{"bits": 2, "signed": False}, {"bits": 1}, {"bits": 8}])
+def test_bools_of_more_than_a_bit_raise(fields):
+    with pytest.raises(ValueError, match=r"^IntFormat 'made': dtype_name='bool' with bits="):
+        IntFormat(name="made", dtype_name="bool", **fields)
+
+
+def test_a_dtype_of_another_width_raises():
+    with pytest.raises(ValueError, match=r"^IntFormat 'made': dtype_name='int16' has 2 bytes"):
+        IntFormat(name="made", bits=8, dtype_name="int16")
+
+
+@pytest.mark.parametrize("kind", [FloatFormat, IntFormat, TableFormat])
 def test_constructions_by_keyword_alone(kind):
     with pytest.raises(TypeError, match="positional"):
         kind("made", 8)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import qtoolkit as qt
 from qtoolkit import Recipe
+from qtoolkit.formats import Rules
 from qtoolkit.nnx import wrap
 
 
@@ -204,6 +205,159 @@ def test_subclasses_are_wrapped(x):
 
     linear = Scaled(16, 4, rngs=nnx.Rngs(0))
     assert not np.array_equal(wrap(linear)(x), linear(x))
+
+
+A, B = Recipe(forward="e4m3fn"), Recipe(forward="e5m2")
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs, shared=None):
+        self.mlp = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.shared = shared
+
+
+class Plain(nnx.Module, pytree=False):
+    """No JAX container: only Flax can look inside."""
+
+    def __init__(self, shared, *, rngs):
+        self.inner = nnx.data([nnx.Linear(4, 4, rngs=rngs), shared])
+
+
+class Nest(nnx.Module):
+    """Every way of holding a layer, and one layer that is reached by all of them."""
+
+    def __init__(self, *, rngs):
+        shared = nnx.Linear(4, 4, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs=rngs), Block(shared=shared, rngs=rngs)])
+        self.held = nnx.data({"x": shared, "y": [Block(rngs=rngs)]})
+        self.named = nnx.Dict(plain=Plain(shared, rngs=rngs))
+        self.attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)
+        self.again = shared
+        self.conv = nnx.Conv(4, 4, (1,), rngs=rngs)
+
+
+@pytest.fixture(scope="module")
+def nest():
+    return Nest(rngs=nnx.Rngs(0))
+
+
+PATHS = (
+    *("blocks/0/mlp", "blocks/1/mlp", "again", "held/y/0/mlp", "named/plain/inner/0", "conv"),
+    *(f"attention/{name}" for name in ("query", "key", "value", "out")),
+)
+SHARED = ("blocks/1/shared", "held/x", "named/plain/inner/1", "again")
+
+
+def recipes(model):
+    """The recipe of each quantized layer of a Nest."""
+    found = {}
+    for path in PATHS:
+        layer = model
+        for part in path.split("/"):
+            try:
+                layer = getattr(layer, part)
+            except AttributeError:
+                layer = layer[int(part) if part.isdigit() else part]
+        product = layer.conv_general_dilated if path == "conv" else layer.dot_general
+        if hasattr(product, "recipe"):
+            found[path] = product.recipe
+            assert layer.promote_dtype is not nnx.Linear(1, 1, rngs=nnx.Rngs(0)).promote_dtype
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rules", "default", "expected"),
+    [
+        ({}, A, dict.fromkeys(PATHS, A)),
+        ({r"blocks/\d+/mlp": A}, None, dict.fromkeys(PATHS[:2], A)),
+        ({"blocks/0": A, "blocks": B}, None, {PATHS[0]: A, PATHS[1]: B, "again": B}),
+        ({"blocks": None, "mlp": B, "^named/plain/inner/0$": A}, None, {PATHS[3]: B, PATHS[4]: A}),
+        ({nnx.Conv: A}, None, {"conv": A}),
+        ({nnx.MultiHeadAttention: None, nnx.LinearGeneral: A, nnx.Conv: A}, None, {"conv": A}),
+        ({nnx.MultiHeadAttention: A}, None, dict.fromkeys(PATHS[6:], A)),
+        ({"query": None, nnx.LinearGeneral: A}, None, dict.fromkeys(PATHS[7:], A)),
+        ({Block: A}, None, dict.fromkeys((PATHS[0], PATHS[1], PATHS[3], "again"), A)),
+        ({Plain: A}, None, dict.fromkeys((PATHS[4], "again"), A)),
+        ({Nest: A}, None, dict.fromkeys(PATHS, A)),
+        ({nnx.LayerNorm: None, "norm$": None, "^again$": A}, None, {"again": A}),
+    ],
+)
+def test_rules_choose_a_recipe_for_each_layer(nest, rules, default, expected):
+    wrapped = wrap(nest, Rules(rules, default))
+    assert recipes(wrapped) == expected
+    assert recipes(nest) == {}
+    assert wrapped.blocks[0].mlp.kernel is nest.blocks[0].mlp.kernel
+    assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(nnx.state(nest))
+
+
+@pytest.mark.parametrize("path", SHARED)
+def test_a_shared_layer_is_matched_under_every_path(nest, path):
+    """`nnx.iter_modules` gives one of its paths only."""
+    wrapped = wrap(nest, Rules({"^" + path + "$": A}))
+    assert recipes(wrapped) == {"again": A}
+    assert wrapped.again is wrapped.blocks[1].shared is wrapped.held["x"]
+    # Two rules that match different paths of it: the order of the rules decides.
+    others = [other for other in SHARED if other != path]
+    assert recipes(wrap(nest, Rules([(path, B), *((o, A) for o in others)])))["again"] == B
+
+
+def test_wrapped_by_rules_or_one_by_one(nest):
+    """Oracle: wrapping the layers themselves."""
+    x = jax.random.normal(jax.random.key(2), (3, 4))
+    wrapped = wrap(nest, Rules({"blocks/0/mlp": A, "conv": None}, default=B))
+    np.testing.assert_array_equal(wrapped.blocks[0].mlp(x), wrap(nest.blocks[0].mlp, A)(x))
+    np.testing.assert_array_equal(wrapped.blocks[1].mlp(x), wrap(nest.blocks[1].mlp, B)(x))
+    np.testing.assert_array_equal(wrapped.conv(x), nest.conv(x))
+
+
+def test_rules_leave_what_is_wrapped_already(nest):
+    twice = wrap(wrap(nest, Rules({"mlp": A})), Rules({"mlp": None, "conv": B}))
+    assert recipes(twice) == {**dict.fromkeys((PATHS[0], PATHS[1], PATHS[3]), A), "conv": B}
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"blokcs": A, "mlp": A}, ValueError, r"^wrap: rule 'blokcs' matches nothing, expected"),
+        ({"blokcs": None, "mlp": A}, ValueError, r"^wrap: rule 'blokcs' matches nothing, expected"),
+        ({nnx.Einsum: A, "mlp": A}, ValueError, "^wrap: rule Einsum matches nothing"),
+        (
+            {"norm": A, "mlp": A},
+            ValueError,
+            "^wrap: rule 'norm' matches nothing.*there is again, attention/key",
+        ),
+        ({"mlp": None}, ValueError, "^wrap: the rules leave every layer of Nest as it is"),
+        ({}, ValueError, "^wrap: the rules leave every layer of Nest as it is, .* for one or more"),
+        ({"mlp": "e4m3fn"}, TypeError, "^Rules: rule 'mlp': wrap: recipe has type str, expected"),
+    ],
+)
+def test_rules_that_cannot_be_meant(nest, rules, error, message):
+    with pytest.raises(error, match=message):
+        wrap(nest, Rules(rules))
+
+
+def test_rules_leave_alone_what_could_not_be_wrapped(nest):
+    def own(*args, **kwargs):
+        raise NotImplementedError
+
+    model = nnx.clone(nest)
+    model.conv.conv_general_dilated = own
+    with pytest.raises(ValueError, match=r"wrap: conv: .*or leave the layer alone by a rule"):
+        wrap(model, A)
+    assert wrap(model, Rules({"conv": None}, A)).conv.conv_general_dilated is own
+
+
+def test_a_cycle_is_left_to_flax():
+    class Child(nnx.Module):
+        def __init__(self, parent):
+            self.parent = parent
+            self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    parent = nnx.Module()
+    parent.child = Child(parent)
+    with pytest.raises(ValueError, match="Found cycle in the graph"):
+        wrap(parent)
 
 
 def test_errors(model):

@@ -1,0 +1,119 @@
+"""On a GPU: the codes are the CPU's, and casts run at the speed of its memory.
+
+Command: python experiments/benchmarks/gpu.py   (JAX with CUDA; nothing else should run on the GPU)
+Claim: the codes of all float16 and bfloat16 numbers in every format of at most 8 bits, in the six
+deterministic modes, stochastic with a key, and the three saturations, are those of the CPU bit for
+bit; casts move their bytes at 85 % or more of the bandwidth of a device copy.
+
+Exit code 1: some codes differ. Without a GPU it says so, with exit code 0.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import typer
+from _timing import interleaved
+
+import qtoolkit as qt
+from qtoolkit.casts import DETERMINISTIC, SATURATIONS
+from qtoolkit.formats import FORMATS, Format, TableFormat
+
+CALLS = 20  # in a row for one timing, so that the host's part of a call does not count
+
+
+@partial(jax.jit, static_argnames="fmt")
+def all_variants(x: jax.Array, key: jax.Array, fmt: Format) -> jax.Array:
+    """Codes of `x`, a row for each mode and saturation."""
+    variants = [{"rounding": mode} for mode in DETERMINISTIC]
+    if not isinstance(fmt, TableFormat):
+        variants.append({"rounding": "stochastic", "key": key})
+    codes = [
+        qt.encode(x, fmt, saturation=saturation, **variant)
+        for variant in variants
+        for saturation in SATURATIONS
+    ]
+    return jnp.stack(codes)
+
+
+def count_differences(device: jax.Device) -> int:
+    """Prints a line per format and source, and returns the number of codes that differ."""
+    cpu = jax.devices("cpu")[0]
+    key = jax.random.key(0)
+    total = 0
+    for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
+        x = np.arange(2**16, dtype=np.uint16).view(dtype)
+        for fmt in FORMATS:
+            if fmt.bits > 8:
+                continue
+            here, there = (
+                np.asarray(all_variants(*jax.device_put((x, key), where), fmt))
+                for where in (cpu, device)
+            )
+            different = int(np.count_nonzero(here != there))
+            total += different
+            print(f"  {dtype.name:<8}  {fmt.name:<11}  {here.size:,} codes, {different:,} differ")
+    return total
+
+
+def print_bandwidths(device: jax.Device, size: int) -> None:
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = jax.device_put(jnp.ones(size, dtype), device)
+        functions: dict[str, Callable[[jax.Array], jax.Array]] = {"copy": jnp.copy}
+        for fmt in ("e4m3fn", "e5m2", "e4m3fnuz", "e2m1fn"):
+            functions[f"encode {fmt}"] = partial(qt.encode, fmt=fmt)
+        for fmt in ("e4m3fn", "e5m2"):
+            functions[f"fake_cast {fmt}"] = partial(qt.fake_cast, fmt=fmt)
+        functions["encode e4m3fn to_odd"] = partial(qt.encode, fmt="e4m3fn", rounding="to_odd")
+        functions["pack(encode e2m1fn)"] = lambda x: qt.pack(qt.encode(x, "e2m1fn"), "e2m1fn")
+        jitted = {name: jax.jit(function) for name, function in functions.items()}
+        seconds = interleaved({name: in_a_row(call, x) for name, call in jitted.items()})
+        bandwidth = {
+            name: CALLS * (x.nbytes + call(x).nbytes) / np.median(seconds[name])
+            for name, call in jitted.items()
+        }
+        print(f"\nbandwidth, {jnp.dtype(dtype).name}, {size:,} elements")
+        for name, bytes_per_second in bandwidth.items():
+            share = bytes_per_second / bandwidth["copy"]
+            word = "holds" if share >= 0.85 else "FALLS SHORT"
+            print(
+                f"  {name:<22}  {bytes_per_second / 1e9:8.1f} GB/s"
+                f"  {share:6.1%} of the copy   promised >= 85 %: {word}"
+            )
+
+
+def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any]:
+    """`CALLS` calls, which the device carries out one after the other."""
+
+    def calls() -> Any:
+        for _ in range(CALLS - 1):
+            call(x)
+        return call(x)
+
+    return calls
+
+
+def main(
+    platform: Annotated[str, typer.Option(help='"gpu"; "cpu" to try the script out.')] = "gpu",
+    size: Annotated[int, typer.Option(help="Elements of the bandwidth's arrays.")] = 2**28,
+) -> None:
+    try:
+        device = jax.devices(platform)[0]
+    except RuntimeError as error:
+        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
+        return
+    print(f"jax {jax.__version__}, {device.device_kind}")
+    print("\ncodes of all 16-bit floats, against the CPU's")
+    different = count_differences(device)
+    print_bandwidths(device, size)
+    print(f"\ncodes that differ between {platform.upper()} and CPU: {different:,}")
+    if different:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""The values of formats as ticks on a line."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from qtoolkit.formats import FloatFormat, Format, format
+from qtoolkit.plots._curves import _figure
+
+_COLOURS = {"normal": "#1f4e79", "subnormal": "#d1495b", "zero": "#222222"}
+
+
+def number_line(
+    fmts: Any | Sequence[Any], *, scale: Literal["symlog", "linear"] = "symlog"
+) -> Figure:
+    """Draws every finite value of one format, or of several below one another.
+
+    Args:
+      fmts: A format, or a spelling of one (see `qtoolkit.format`), or a sequence of them, each of
+        at most 16 bits.
+      scale: The axis: "linear", or "symlog", logarithmic but for the gap around zero, which ends at
+        the smallest positive value of all the formats.
+
+    Returns:
+      The figure, not written anywhere: `figure.savefig(path)`.
+
+    Raises:
+      ValueError: No format at all, one of too many values, or an unknown `scale`.
+    """
+    if scale not in ("symlog", "linear"):
+        raise ValueError(f"number_line: scale={scale!r}, expected 'symlog' or 'linear'")
+    resolved = [format(f) for f in (fmts if isinstance(fmts, list | tuple) else [fmts])]
+    if not resolved:
+        raise ValueError("number_line: no formats, expected one or more")
+    figure, axes = _figure(9.0, 1.5 + 0.62 * len(resolved))
+    drawn = set()
+    for row, fmt in enumerate(resolved):
+        for kind, values in _values(fmt).items():
+            axes.vlines(values, row - 0.3, row + 0.3, color=_COLOURS[kind], linewidth=0.8)
+            drawn |= {kind} if len(values) else set()
+    axes.set_yticks(
+        range(len(resolved)), [f"{f.name}\n{f.finite_count:,} values" for f in resolved]
+    )
+    axes.set_ylim(len(resolved) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    if scale == "symlog":
+        _symlog_axis(
+            axes,
+            min(fmt.min_subnormal for fmt in resolved),
+            max(max(fmt.max_finite, -fmt.lowest) for fmt in resolved),
+            negative=any(fmt.lowest < 0 for fmt in resolved),
+        )
+    handles = [
+        Line2D([], [], color=colour, marker="|", linestyle="", markersize=11, label=kind)
+        for kind, colour in _COLOURS.items()
+        if kind in drawn
+    ]
+    figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside upper right")
+    return figure
+
+
+def _values(fmt: Format) -> dict[str, np.ndarray]:
+    """Finite values by kind; only floats have subnormal ones."""
+    values = fmt.values()
+    values = np.unique(values[np.isfinite(values)])
+    least = float(fmt.min_normal) if isinstance(fmt, FloatFormat) else 0.0
+    size = np.abs(values)
+    return {
+        "normal": values[(size >= least) & (size > 0)],
+        "subnormal": values[(size < least) & (size > 0)],
+        "zero": values[size == 0],
+    }
+
+
+def _symlog_axis(axes: Any, smallest: Fraction, largest: Fraction, *, negative: bool) -> None:
+    """Powers of two, some of them labelled; the gap around zero wide enough for its label."""
+    first, last = np.frexp([float(smallest), float(largest)])[1] - 1
+    span = int(last - first)
+    axes.set_xscale("symlog", base=2, linthresh=float(smallest), linscale=max(1.0, span / 16))
+    step = max(1, -(-span // 6))
+    exponents = [e for e in range(first, last + 1) if e % step == 0]
+    ticks = {sign * 2.0**e: f"{'-' * (sign < 0)}2^{{{e}}}" for e in exponents for sign in (-1, 1)}
+    axes.set_xticks([0.0, *ticks], ["0", *(f"${label}$" for label in ticks.values())])
+    axes.set_xticks([], minor=True)
+    end = 2.0 ** min(last + 1 + span / 30, 1023.9)
+    axes.set_xlim(-end if negative else -float(smallest) / 2, end)

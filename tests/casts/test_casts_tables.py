@@ -1,0 +1,214 @@
+"""Formats that are tables: NF4, HiFloat8, posit8 and ones made by users.
+
+`test_casts_exact.py` has every 16-bit input and every float32 mark of the shipped ones; here are
+values by hand, and tables whose codes, ties, specials and ends are unlike those.
+"""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from casts_oracle import (
+    ROUNDINGS,
+    SATURATIONS,
+    SPECS,
+    TABLES,
+    VARIANTS,
+    Table,
+    assert_same_bits,
+    assert_same_variants,
+    every_16_bit_input,
+    every_code,
+    float32_inputs,
+    float64_inputs,
+    in_one_jit,
+    integer_inputs,
+    values64,
+)
+
+import qtoolkit as qt
+
+MADE = {
+    "unsorted": Table((3.0, -1.0, 0.0, 0.5), "max"),
+    "ties at the third": Table((0.0, 3.0, -3.0, 9.0), "max", ties=(-1.0, 1.0, 5.0)),
+    "with everything": Table((0.0, 1.0, 2.5, np.inf, np.nan, -1.0, -2.5, -np.inf), "inf", None, 4),
+    "nan at overflow": Table((0.0, 0.1, 1.0, 7.0, -0.1, -1.0, -7.0, np.nan), "nan", None, 8.0),
+    "max at overflow": Table((0.0, 0.25, 1.0, 7.0, -0.25, -1.0, -7.0, np.nan), "max", None, 9.0),
+    "odd largest code": Table((0.0, 1.0, 2.0, 4.0, np.inf, -np.inf, -2.0, -4.0), "inf", None, 8.0),
+    "no negatives": Table((0.0, 0.5, 4.0, 100.0), "max"),
+    "subnormal": Table((0.0, 1e-40, 2e-39, 4e-38), "max"),
+    "one bit": Table((-1.0, 1.0), "max", ties=(0.0,)),
+}
+# One value each becomes a float32 first, so that ties are exact in float64.
+MADE = {
+    name: Table(
+        tuple(float(np.float32(v)) for v in table.values), table.overflow, table.ties, table.beyond
+    )
+    for name, table in MADE.items()
+}
+# A tie or a direction between -1 and 1 has no smaller magnitude: left out of these.
+DIRECTED = [v for v in VARIANTS if v[0] not in ("toward_zero", "nearest_away")]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_user_made_tables_equal_the_exact_oracle(name):
+    """float32 marks +-1 ulp and all 2**16 bfloat16 inputs, against the comparing oracle."""
+    spec = MADE[name]
+    fmt = spec.as_format(name)
+    some = DIRECTED if name == "one bit" else VARIANTS
+    for x in (float32_inputs(spec, 2**12), every_16_bit_input("bfloat16")):
+        assert_same_variants(
+            in_one_jit(qt.encode, fmt, some)(x), every_code(x, spec, some), x, some
+        )
+
+
+@pytest.mark.parametrize("name", ["unsorted", "with everything", "ties at the third"])
+def test_round_to_format_of_tables_is_decode_of_encode(name):
+    spec = MADE[name]
+    fmt = spec.as_format(name)
+    x = float32_inputs(spec, 2**12)
+    for rounding, saturation in itertools.product(("nearest_even", "to_odd"), SATURATIONS):
+        options = {"rounding": rounding, "saturation": saturation}
+        got = qt.round_to_format(x, fmt, **options)
+        assert_same_bits(got, qt.decode(qt.encode(x, fmt, **options), fmt), x)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_the_nearest_of_all_values_by_rational_arithmetic(name):
+    """One input at a time: |x - value| as Fractions, where the ties are the midpoints."""
+    spec = TABLES[name]
+    if spec.ties is not None:
+        pytest.skip("posits are not rounded to the nearest value")
+    rng = np.random.default_rng(3)
+    x = rng.choice(float32_inputs(spec, 2**8), 400)
+    limit = 2.0**15 * 1.2
+    x = x[np.abs(x) < limit]
+    finite = {c: Fraction(v) for c, v in enumerate(spec.values) if math.isfinite(v)}
+    got = np.asarray(qt.encode(x, name))
+    for value, code in zip(x.tolist(), got.tolist(), strict=True):
+        distance = {c: abs(v - Fraction(value)) for c, v in finite.items()}
+        least = min(distance.values())
+        assert distance[code] == least
+        rivals = [c for c, d in distance.items() if d == least]
+        assert len(rivals) == 1 or code % 2 == 0 or all(c % 2 for c in rivals)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "x", "code"),
+    [
+        ("nf4", 0.0, 7),
+        ("nf4", -0.0, 7),
+        ("nf4", 1e9, 15),
+        ("nf4", -np.inf, 0),
+        ("nf4", np.nan, 15),
+        ("nf4", 0.04, 8),
+        ("nf4", 0.039, 7),
+        ("nf4", -0.9, 0),
+        ("hifloat8", 1.0, 0x08),
+        ("hifloat8", -1.0, 0x88),
+        ("hifloat8", 0.0, 0x00),
+        ("hifloat8", -0.0, 0x00),
+        ("hifloat8", 2.0**15, 0x6E),
+        ("hifloat8", 1e9, 0x6E),
+        ("hifloat8", -np.inf, 0xEE),
+        ("hifloat8", np.nan, 0x80),
+        ("hifloat8", 2.0**-22, 0x01),
+        ("hifloat8", 2.0**-15, 0x7E),
+        ("posit8", 1.0, 0x40),
+        ("posit8", -1.0, 0xC0),
+        ("posit8", 2.0**24, 0x7F),
+        ("posit8", 1e30, 0x7F),
+        ("posit8", -1e30, 0x81),
+        ("posit8", 2.0**-24, 0x01),
+        ("posit8", 1e-30, 0x01),
+        ("posit8", -1e-30, 0xFF),
+        ("posit8", 0.0, 0x00),
+        ("posit8", np.nan, 0x80),
+        ("posit8", np.inf, 0x7F),
+        # Between 2**20 and 2**24 the next bit is the exponent's upper one: the tie is 2**22.
+        ("posit8", 2.0**22, 0x7E),
+        ("posit8", 2.0**22 + 1, 0x7F),
+        ("posit8", 2.0**22 - 1, 0x7E),
+    ],
+)
+def test_tables_by_hand(name, x, code):
+    """arXiv:2305.14314; arXiv:2409.16626; Standard for Posit Arithmetic (2022)."""
+    assert int(qt.encode(np.float32(x), name)) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "by_saturation"),
+    [
+        ("hifloat8", np.inf, (0x6E, 0x6F, 0x6F)),
+        ("hifloat8", -np.inf, (0xEE, 0xEF, 0xEF)),
+        ("hifloat8", 1.25 * 2.0**15, (0x6E, 0x6E, 0x6E)),  # the tie beyond: 0x6E is even
+        ("hifloat8", 1.26 * 2.0**15, (0x6E, 0x6E, 0x6F)),
+        ("hifloat8", -1e30, (0xEE, 0xEE, 0xEF)),
+        ("posit8", -np.inf, (0x81, 0x80, 0x80)),
+        ("posit8", 1e30, (0x7F, 0x7F, 0x7F)),
+        ("nf4", np.inf, (15, 15, 15)),
+        ("nf4", 5.0, (15, 15, 15)),
+    ],
+)
+def test_overflow_of_tables_by_hand(name, x, by_saturation):
+    got = [int(qt.encode(np.float32(x), name, saturation=s)) for s in SATURATIONS]
+    assert got == list(by_saturation)
+
+
+def test_hifloat8_by_the_papers_table():
+    """arXiv:2409.16626, table 2: 38 binades, 253 finite values, ends and how many per binade."""
+    values = values64(TABLES["hifloat8"])
+    np.testing.assert_array_equal(qt.format("hifloat8").values(), values)
+    positive = np.sort(values[np.isfinite(values) & (values > 0)])
+    assert positive[0] == 2.0**-22
+    assert positive[-1] == 2.0**15
+    _, exponents = np.frexp(positive)
+    per_binade = dict(zip(*np.unique(exponents - 1, return_counts=True), strict=True))
+    expected = dict.fromkeys(range(-22, -15), 1)
+    expected |= {e: 8 if abs(e) <= 3 else 4 if abs(e) <= 7 else 2 for e in range(-15, 16)}
+    assert len(expected) == 38
+    expected[15] = 1  # the other is infinity
+    assert per_binade == expected
+    assert np.isfinite(values).sum() == 253
+
+
+def test_posit8_by_the_standard():
+    """Standard for Posit Arithmetic (2022): monotone in two's complement, reciprocal ends."""
+    values = values64(TABLES["posit8"])
+    np.testing.assert_array_equal(qt.format("posit8").values(), values)
+    by_integer = values[np.arange(-127, 128) % 256]
+    assert np.all(np.diff(by_integer) > 0)
+    np.testing.assert_array_equal(by_integer, -by_integer[::-1])
+    powers = by_integer[by_integer > 0]
+    assert powers[0] == 2.0**-24
+    assert powers[-1] == 2.0**24
+    assert {1.0, 1.125, 4.0, 16.0, 1.875} <= set(powers.tolist())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_float64_and_64_bit_integers_to_tables(name):
+    """Without x64, ties +-1 ulp of float64."""
+    spec = TABLES[name]
+    some = [("nearest_even", "none"), ("nearest_away", "finite"), ("toward_negative", "none")]
+    for x in (float64_inputs(spec), integer_inputs("int64"), integer_inputs("uint64")):
+        for (rounding, saturation), row in zip(some, every_code(x, spec, some), strict=True):
+            got = qt.encode(x, name, rounding=rounding, saturation=saturation)
+            assert_same_bits(got, row, x)
+
+
+@pytest.mark.parametrize("name", [*TABLES, "made"])
+def test_stochastic_rounding_to_tables_is_refused(name):
+    fmt = MADE["unsorted"].as_format("made") if name == "made" else name
+    bits = np.zeros(3, np.uint32)
+    with pytest.raises((TypeError, ValueError), match=r"(?i)table|stochastic"):
+        qt.encode(np.ones(3, np.float32), fmt, rounding="stochastic", random_bits=bits)
+
+
+def test_shipped_tables_are_all_here():
+    shipped = {fmt.name for fmt in qt.formats.FORMATS if isinstance(fmt, qt.TableFormat)}
+    assert shipped == set(TABLES)
+    assert set(TABLES) <= set(SPECS)
+    assert len(ROUNDINGS) == 6

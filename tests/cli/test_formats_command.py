@@ -1,0 +1,261 @@
+"""`qtoolkit formats`: the tables, the page of one format, its number line."""
+
+import re
+import subprocess
+import sys
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import qtoolkit as qt
+from qtoolkit.cli import _formats, _number_line
+from qtoolkit.cli._app import app
+from qtoolkit.formats import FORMATS, FloatFormat, IntFormat, TableFormat
+
+NAMES = [fmt.name for fmt in FORMATS]
+PAGES = [*NAMES, "binary8p3se", "binary8p1se", "binary3p1ue", "binary16p16uf", "int1", "uint3"]
+FEW = [
+    *("e4m3fn", "e5m2", "e4m3fnuz", "e3m4", "ue4m3", "e2m3fn", "e3m2fn", "e2m1fn", "e1m2fn"),
+    *("hifloat8", "posit8", "nf4", "int8", "int4", "uint4", "bool", "int5", "uint7"),
+    *("binary8p1se", "binary8p3se", "binary7p4ue", "binary3p1ue", "binary4p4uf", "binary6p2sf"),
+]
+
+
+def run(*arguments, columns=80):
+    return CliRunner().invoke(app, ["formats", *arguments], env={"COLUMNS": str(columns)})
+
+
+def number(text):
+    """What `exact` wrote."""
+    if text.startswith("-"):
+        return -number(text[1:])
+    if match := re.fullmatch(r"2-2\^-(\d+)", text):
+        return 2 - Fraction(1, 2 ** int(match[1]))
+    if match := re.fullmatch(r"2\^(\d+)-1", text):
+        return Fraction(2 ** int(match[1]) - 1)
+    factor, _, power = text.rpartition("*") if "*" in text or "^" not in text else ("", "", text)
+    if "^" not in power:
+        return Fraction(power)
+    scale = Fraction(2) ** int(power.removeprefix("2^"))
+    return (number(factor.strip("()")) if factor else 1) * scale
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (448, "448"),
+        (-8, "-8"),
+        (999999, "999999"),
+        (Fraction(1, 512), "2^-9"),
+        (Fraction(7, 512), "7*2^-9"),
+        (Fraction(31, 2), "15.5"),
+        (Fraction(-7, 4), "-1.75"),
+        (2**24, "2^24"),
+        (3 * 2**30, "3*2^30"),
+        (2**63 - 1, "2^63-1"),
+        (-(2**63), "-2^63"),
+        ((2 - Fraction(1, 128)) * 2**127, "(2-2^-7)*2^127"),
+        (2 - Fraction(1, 2**14), "2-2^-14"),
+        (Fraction(float(np.float32(0.0795803))), "0.0795803"),
+    ],
+)
+def test_numbers_are_exact_and_short(value, text):
+    assert _number_line.exact(Fraction(value)) == text
+    if text != "0.0795803":  # the float32 of that name, which is how NF4 is published
+        assert number(text) == value
+
+
+def test_three_tables_of_at_most_100_columns():
+    result = run()
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    tables = [block.splitlines() for block in result.stdout.split("\n\n")]
+    assert [lines[0].split()[0] for lines in tables] == ["floats", "tables", "integers", "Also:"]
+    for lines, kind in zip(tables, (FloatFormat, TableFormat, IntFormat), strict=False):
+        listed = [line.split()[0] for line in lines[1:]]
+        assert listed == [fmt.name for fmt in FORMATS if isinstance(fmt, kind)]
+    assert "`qtoolkit formats NAME`" in result.stdout
+
+
+def test_rows():
+    rows = {line.split()[0]: line.split() for line in run().stdout.splitlines() if line}
+    for line in (
+        "e4m3fn 8 1/4/3 7 448 2^-6 2^-9 2^-3 no 0x7F, FF",
+        "e5m2 8 1/5/2 15 57344 2^-14 2^-16 2^-2 yes 0x7D-7F, FD-FF",
+        "e4m3fnuz 8 1/4/3 8 240 2^-7 2^-10 2^-3 no 0x80",
+        "e8m0fnu 8 0/8/0 127 2^127 2^-127 2^-127 1 no 0xFF",
+        "e2m1fn 4 1/2/1 1 6 1 2^-1 2^-1 no none",
+        "float32 32 1/8/23 127 (2-2^-23)*2^127 2^-126 2^-149 2^-23 yes 2^24-2 codes",
+        "float16 16 1/5/10 15 65504 2^-14 2^-24 2^-10 yes 2046 codes",
+        "hifloat8 8 253 -32768 32768 2^-22 yes 0x80",
+        "posit8 8 255 -2^24 2^24 2^-24 no 0x80",
+        "nf4 4 16 -1 1 0.0795803 no none",
+        "int64 64 -2^63 2^63-1",
+        "uint4 4 0 15",
+        "bool 1 0 1",
+    ):
+        assert rows[line.split()[0]] == line.split()
+
+
+@pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS if isinstance(f, FloatFormat) and f.dtype], ids=lambda f: f.name
+)
+def test_printed_properties_equal_ml_dtypes_finfo(fmt):
+    info = ml_dtypes.finfo(fmt.dtype)
+    row = dict(zip(_formats.FLOAT_HEADER, _formats.float_row(fmt), strict=True))
+    assert number(row["max"]) == Fraction(float(info.max))
+    assert number(row["min normal"]) == Fraction(float(info.smallest_normal))
+    assert number(row["smallest"]) == Fraction(float(info.smallest_subnormal))
+    assert number(row["eps"]) == Fraction(float(info.eps))
+
+
+def properties(text):
+    pairs = re.findall(r"^  (\S[\w ]*?)  +(\S.*(?:\n    .*)*)", text.split("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(value.split()) for name, value in pairs}
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_page_is_plain_text_of_the_width(name, columns):
+    result = run(name, columns=columns)
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    fmt = qt.format(name)
+    found = properties(result.stdout)
+    assert result.stdout.startswith(f"{name}: ")
+    if name != "nf4":
+        assert (number(found["max"]), number(found["lowest"])) == (fmt.max_finite, fmt.lowest)
+    assert found["finite values"] == f"{fmt.finite_count:,}"
+    assert "number line: " in result.stdout
+
+
+def test_the_page_of_e4m3fn():
+    lines = run("F8_E4M3").stdout.splitlines()
+    assert lines[0] == "e4m3fn: float of 8 bits (1 sign, 4 exponent, 3 mantissa), bias 7"
+    assert "  zero           0x00, -0 is 0x80" in lines
+    assert "  infinity       none" in lines
+    assert "  NaN            0x7F, FF (2)" in lines
+    assert "  overflow       becomes NaN, unless it is clamped" in lines
+    assert "  stored as      uint8, or its own dtype float8_e4m3fn" in lines
+    assert "  subnormal  01 2^-9     02 2*2^-9   03 3*2^-9   04 4*2^-9" in lines
+    assert "  1          38 1        39 1.125    3A 1.25     3B 1.375" in lines
+    assert lines[-1] == "             7C 384      7D 416      7E 448"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("e5m2", {"infinity": "0x7C, -Inf is 0xFC", "NaN": "0x7D-7F, FD-FF (6)"}),
+        ("e8m0", {"zero": "none", "min subnormal": "no subnormals", "NaN": "0xFF (1)"}),
+        ("float32", {"NaN": "0x7F800001-7FFFFFFF, FF800001-FFFFFFFF (2^24-2)"}),
+        ("binary8p3se", {"zero": "0x00", "infinity": "0x7F, -Inf is 0xFF", "NaN": "0x80 (1)"}),
+        ("binary8p3ue", {"infinity": "0xFE", "NaN": "0xFF (1)"}),
+        ("hifloat8", {"infinity": "0x6F, -Inf is 0xEF", "NaN": "0x80 (1)"}),
+        ("posit8", {"infinity": "none", "zero": "0x00"}),
+        ("nf4", {"NaN": "none", "zero": "0x7", "smallest": "0.0795803"}),
+        ("e2m1", {"overflow": "becomes the largest value, unless it is clamped"}),
+        ("bool", {"stored as": "uint8, or its own dtype bool"}),
+    ],
+)
+def test_special_values(name, expected):
+    found = properties(run(name).stdout)
+    assert {field: found[field] for field in expected} == expected
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_number_lines_list_every_value_with_its_code(name):
+    fmt = qt.format(name)
+    text = run(name).stdout.split("\n\n")[1]
+    cells = re.findall(r"\b([0-9A-F]{1,2}) (-?[\d.][\d.*^-]*)(?=  |$)", text, re.MULTILINE)
+    shown = {int(code, 16): value for code, value in cells}
+    for code, value in shown.items():
+        wanted = fmt.value(code)
+        assert number(value) == wanted or np.float32(value) == wanted
+    finite = [c for c in range(2**fmt.bits) if isinstance(fmt.value(c), Fraction)]
+    if "negative values" in text:
+        finite = [code for code in finite if fmt.value(code) >= 0]
+    assert sorted(shown) == finite
+    assert len(cells) == len(shown)
+    # The rule that is given for the others.
+    if match := re.search(r"negative\s+values:\s+code\s+\+\s+0x([0-9A-F]+)", text):
+        rule = {code + int(match[1], 16): code for code in shown if fmt.value(code) > 0}
+    elif match := re.search(r"negative\s+values:\s+0x([0-9A-F]+)\s+-\s+code", text):
+        rule = {int(match[1], 16) - code: code for code in shown if fmt.value(code) > 0}
+    else:
+        assert all(fmt.value(c) >= 0 for c in finite) or len(shown) == fmt.finite_count
+        return
+    assert all(fmt.value(negative) == -fmt.value(code) for negative, code in rule.items())
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64", "uint8", "int64", "e8m0"])
+def test_large_formats_get_a_density_line(name):
+    fmt = qt.format(name)
+    *words, line, marks, labels = run(name).stdout.split("\n\n")[1].splitlines()
+    assert " ".join(words).startswith("number line: the positive values in each power of two")
+    assert line[2:].strip(_number_line.BLOCKS[1:]) == ""
+    assert max(line) == "█"
+    assert marks.startswith("  |")
+    ends = [labels.split()[0], labels.split()[-1]]
+    assert number(ends[0]) == fmt.min_subnormal
+    assert number(ends[1]) <= fmt.max_finite < 2 * number(ends[1])
+
+
+def test_densities_of_float16():
+    """Each subnormal binade has half of the next, each normal one 1024."""
+    text = run("float16").stdout
+    assert "the tallest stands for 1024" in text
+    assert "\n  ▁▁▂▂▃▄▅▅▆▇██████████████████████████████\n" in text
+
+
+def test_where_only_ascii_can_be_written():
+    done = subprocess.run(
+        [sys.executable, "-m", "qtoolkit", "formats", "float16"],
+        capture_output=True,
+        check=True,
+        env={"PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
+    )
+    assert "\n  ..::-=++*%##############################\n" in done.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("e4m3fm", "unknown format 'e4m3fm'; did you mean 'e4m3fn' or 'e4m3' or 'ue4m3'? known: "),
+        ("complex64", "unknown format 'complex64'; known: float64, "),
+        ("Binary8p9se", "p3109: bits=8, precision=9, expected 3 to 16 bits and a precision of 1"),
+        ("a\nb", r"unknown format 'a\nb'; "),
+    ],
+)
+def test_unknown_names_are_one_line(name, message):
+    result = run(name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"qtoolkit: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_one_format_at_a_time():
+    result = run("e4m3fn", "e5m2")
+    assert result.exit_code == 2
+    assert "unexpected extra argument" in result.stderr
+
+
+HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["Binary8p3se"], ["nf4"], ["nothing"]])
+def test_nothing_heavy_is_loaded(arguments):
+    code = (
+        "import sys; sys.argv[0] = 'qtoolkit'\n"
+        "from qtoolkit.cli import main\n"
+        "try: main()\n"
+        "finally: print('MODULES', *sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "formats", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == (2 if arguments == ["nothing"] else 0)
+    assert not set(done.stdout.split("MODULES ")[1].split()) & HEAVY
