@@ -13,11 +13,15 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
     assert type(names["fp8"]) is type(names["model"])
+    assert names["four_bits"].dtype == jnp.uint8
+    assert names["four_bits"].shape == (2,)
+    assert names["small"]["dense"]["kernel"].dtype == jnp.float8_e4m3fn
+    assert names["small"]["dense"]["bias"].dtype == jnp.float32
 
 
 def test_the_figures_in_its_comments():

@@ -171,6 +171,8 @@ OF_P3109 = (
     "binary8p1ue",
     "binary6p3sf",
 )
+# All roundings, all saturations, not all pairs: those are above, on 16 bits.
+SOME = [(r, "none") for r in ROUNDINGS] + [("nearest_even", "finite"), ("to_odd", "propagate")]
 FROM_FLOAT32 = {**SMALL, **{name: NARROW[name] for name in OF_P3109}, **WIDE}
 
 
@@ -186,7 +188,7 @@ def test_float32_values_ties_and_neighbours(name):
     """All values and ties of the format +-1 ulp and random patterns, against the integer oracle."""
     spec = FROM_FLOAT32[name]
     x = _float32_inputs(spec)
-    assert_same_variants(in_one_jit(qt.encode, name)(x), every_code(x, spec), x)
+    assert_same_variants(in_one_jit(qt.encode, name, SOME)(x), every_code(x, spec, SOME), x, SOME)
 
 
 @pytest.mark.parametrize("name", USER)
@@ -196,7 +198,8 @@ def test_user_made_float_formats_equal_the_exact_oracle(name):
     fmt = spec.as_format(name)
     x = _float32_inputs(spec)
     with jax.enable_x64(spec.mantissa > 23):  # such significands take 64-bit integers
-        assert_same_variants(in_one_jit(qt.encode, fmt)(x), every_code(x, spec), x)
+        got = in_one_jit(qt.encode, fmt, SOME)(x)
+    assert_same_variants(got, every_code(x, spec, SOME), x, SOME)
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
@@ -246,7 +249,7 @@ def _held(name: str) -> tuple[str, ...]:
 HELD = [
     (name, source)
     for name in [*SMALL, "float16", "bfloat16", "tf32", "binary8p1se", "binary8p8uf"]
-    for source in _held(name)
+    for source in _held(name)[: 3 if name in SHIPPED or name in ("e8m0fnu", "hifloat8") else 1]
 ]
 
 
@@ -306,7 +309,7 @@ def test_casts_inside_a_larger_jit_keep_their_bits(name, source):
         checksum = sum(jnp.sum(v.astype(jnp.uint32)) for v in (*patterns, code, own))
         return [v.T.reshape(-1) for v in (*patterns, code, own)], checksum
 
-    for saturation in SATURATIONS:
+    for saturation in SATURATIONS if source == "float32" else ("none",):
         (rounded, back, code, own), _ = larger(~bits_of(x), saturation)
         expected = codes(x, spec, saturation)
         with np.errstate(invalid="ignore"):

@@ -78,9 +78,10 @@ def test_integers_of_32_bits_and_less(name, source):
 def test_integers_of_less_than_a_byte_as_sources(source):
     spec = SPECS[source]
     x = np.array([int(spec.value(code)) for code in range(2**spec.bits)]).astype(source)
-    for name in ("e4m3fn", "e2m1fn", "bfloat16", "int2", "uint4", "int8", "uint2", "bool"):
-        expected = every_code(x.astype(np.int64), _spec(name))
-        assert_same_variants(in_one_jit(qt.encode, name)(jnp.asarray(x)), expected, x)
+    for name in ("e4m3fn", "bfloat16", "uint4", "int2", "bool"):
+        expected = every_code(x.astype(np.int64), _spec(name), SOME)
+        got = in_one_jit(qt.encode, name, SOME)(jnp.asarray(x))
+        assert_same_variants(got, expected, x, SOME)
         assert_same_bits(qt.encode(x, name), expected[0], x)
 
 

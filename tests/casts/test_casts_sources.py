@@ -12,7 +12,6 @@ from casts_oracle import (
     FLOATS,
     ROUNDINGS,
     SPECS,
-    VARIANTS,
     Float,
     Int,
     assert_same_bits,
@@ -76,7 +75,8 @@ def test_float64_under_x64(name):
     spec = FROM_FLOAT64[name]
     x = _float64(spec)
     with jax.enable_x64(True):
-        assert_same_variants(in_one_jit(qt.encode, name)(x), every_code(x, spec), x)
+        got = in_one_jit(qt.encode, name, SOME)(x)
+    assert_same_variants(got, every_code(x, spec, SOME), x, SOME)
 
 
 @pytest.mark.parametrize("name", FROM_FLOAT64)
@@ -84,7 +84,7 @@ def test_numpy_float64_without_x64(name):
     """On the host, before anything narrows it."""
     spec = FROM_FLOAT64[name]
     x = _float64(spec)
-    for rounding, saturation in SOME:
+    for rounding, saturation in SOME[::2]:
         got = qt.encode(x, name, rounding=rounding, saturation=saturation)
         assert_same_bits(got, codes(x, spec, saturation, rounding), x)
 
@@ -106,7 +106,8 @@ def test_results_of_64_bits_under_x64(name, source):
         x = rng.integers(info.min, info.max, 2**12, source, endpoint=True)
         x = np.concatenate([x, np.array([info.min, info.max, 0, 1, info.max - 1], source)])
     with jax.enable_x64(True):
-        assert_same_variants(in_one_jit(qt.encode, name)(x), every_code(x, spec), x)
+        got = in_one_jit(qt.encode, name, SOME)(x)
+    assert_same_variants(got, every_code(x, spec, SOME), x, SOME)
 
 
 def test_results_of_64_bits_without_x64_say_how_to_enable_it():
@@ -248,7 +249,3 @@ def test_the_oracle_reads_every_source_exactly():
         finite = np.isfinite(values64(spec))
         np.testing.assert_array_equal(value[finite], values64(spec)[finite])
         np.testing.assert_array_equal(x.astype(np.float32)[finite], values64(spec)[finite])
-
-
-def test_variants_are_all_eighteen():
-    assert len(VARIANTS) == 18
