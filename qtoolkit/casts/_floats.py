@@ -135,36 +135,22 @@ def _finished(
     dtype = code.dtype.type
     largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
     is_below = code > dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize) - 1)
-    if saturation == "none":
-        stays = _stays_finite(rounding, negative, fmt)
-        limit = jnp.where(stays & jnp.logical_not(is_inf), largest, overflow)
-        beyond = (code > largest) | is_inf
-    else:
-        limit = largest if saturation == "finite" else jnp.where(is_inf, overflow, largest)
-        beyond = (code > largest) | is_inf
-    outside = dtype(fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0)
-    code_or_limit = jnp.where(beyond, limit, code)
-    if fmt.signed and fmt.has_zero:
-        is_signed = negative
-        if not fmt.has_negative_zero:
-            is_signed = (
-                negative & (code_or_limit != 0) & (code_or_limit != dtype(fmt.nan_code or 0))
-            )
-        sign = jnp.where(is_signed, dtype(fmt.sign_code), dtype(0))
-        code = code_or_limit | sign
-    elif fmt.signed:
-        code = jnp.where(is_below, outside, code_or_limit)
-        code |= jnp.where(negative, dtype(fmt.sign_code), dtype(0))
-    elif fmt.has_zero:
-        code = jnp.where(negative & (code != 0), outside, code_or_limit)
-    else:
-        code = jnp.where(negative | is_below, outside, code_or_limit)
+    limit = largest
+    if saturation != "finite":
+        stays = saturation == "propagate" or _stays_finite(rounding, negative, fmt)
+        limit = jnp.where(jnp.logical_or(is_inf, jnp.logical_not(stays)), overflow, largest)
+    code = jnp.where((code > largest) | is_inf, limit, code)
+    if not fmt.signed:
+        outside = dtype(fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0)
+        is_outside = negative & (code != 0) if fmt.has_zero else negative | is_below
+        code = jnp.where(is_outside, outside, code)
     if fmt.nan_code is None:
-        return jnp.where(is_nan, largest, code)
-    nan = dtype(fmt.nan_code)
-    if fmt.has_negative_zero:
-        return jnp.where(is_nan, jnp.where(negative, nan | dtype(fmt.sign_code), nan), code)
-    return jnp.where(is_nan, nan, code)
+        sign = jnp.where(negative, dtype(fmt.sign_code), dtype(0))
+        return jnp.where(is_nan, largest, code | sign)
+    code = jnp.where(is_nan, dtype(fmt.nan_code), code)
+    if fmt.signed and not fmt.has_negative_zero:
+        negative &= (code != 0) & (code != dtype(fmt.nan_code))
+    return code | jnp.where(negative, dtype(fmt.sign_code), dtype(0))
 
 
 def _stays_finite(rounding: Rounding, negative: jax.Array, fmt: FloatFormat) -> jax.Array | bool:

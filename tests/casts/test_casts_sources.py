@@ -214,10 +214,10 @@ def test_python_scalars_are_64_bit_numbers(name, enabled):
         *("float4_e2m1fn", "int64", "int32", "int16", "int8", "int4", "uint64", "uint2", "bool"),
     ],
 )
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 0), (2, 3, 4)], ids=str)
 def test_shapes_and_numpy_scalars(shape, dtype):
     x = (np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2).astype(dtype)
-    for name in ("e4m3fn", "int4", "posit8"):
+    for name in ("e4m3fn", "int4"):
         expected = codes(x, SPECS[name])
         got = qt.encode(x, name)
         assert isinstance(got, jax.Array)
