@@ -17,8 +17,6 @@ from jax import lax
 from qtoolkit.casts._modes import Rounding
 from qtoolkit.formats import Overflow, TableFormat
 
-_COMPARED = 32  # up to so many thresholds all are compared, without a table
-
 
 def table_codes(x: jax.Array, fmt: TableFormat, rounding: Rounding, saturation: str) -> jax.Array:
     """Rounds float32 or float64 numbers to the codes of `fmt`, as `fmt.code_dtype`."""
@@ -46,23 +44,23 @@ def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Arr
 
 def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
     """`codes[i]`, i the number of `thresholds` that `key` has reached."""
-    if len(thresholds) <= _COMPARED and np.array_equal(codes, np.arange(len(codes)) + codes[0]):
-        rank = jnp.zeros(key.shape, jnp.int32)
-        for threshold in thresholds:
-            rank = rank + (key >= threshold).astype(jnp.int32)
-        return rank.astype(codes.dtype) + codes[0]
-    shift = 8 * key.dtype.itemsize - 16
-    buckets = np.arange(-(2**15), 2**15).astype(key.dtype) << shift
-    least = np.searchsorted(thresholds, buckets, side="right")
-    most = np.searchsorted(thresholds, buckets + ((1 << shift) - 1), side="right")
-    if (most - least).max() <= 1:  # the upper 16 bits of a key leave one comparison
-        bucket = (key >> key.dtype.type(shift)).astype(jnp.int32) + np.int32(2**15)
-        limit = np.append(thresholds, np.iinfo(key.dtype).max)[least]
-        below, above = codes[least], codes[most]
-        reached = key >= jnp.asarray(limit)[bucket]
-        return jnp.where(reached, jnp.asarray(above)[bucket], jnp.asarray(below)[bucket])
-    rank = jnp.searchsorted(jnp.asarray(thresholds), key, side="right", method="scan_unrolled")
-    return jnp.asarray(codes)[rank]
+    width = 8 * thresholds.dtype.itemsize
+    for bits in range(8, 17):  # the fewest upper bits of a key that leave one comparison
+        shift = width - bits
+        first = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).astype(thresholds.dtype) << shift
+        least = np.searchsorted(thresholds, first, side="right")
+        most = np.searchsorted(thresholds, first + ((1 << shift) - 1), side="right")
+        if (most - least).max() > 1:
+            continue
+        bucket = (key >> key.dtype.type(shift)) + key.dtype.type(2 ** (bits - 1))
+        reached = key >= _at(np.append(thresholds, np.iinfo(thresholds.dtype).max)[least], bucket)
+        return jnp.where(reached, _at(codes[most], bucket), _at(codes[least], bucket))
+    rank = jnp.searchsorted(thresholds, key, side="right", method="scan_unrolled")
+    return _at(codes, rank)
+
+
+def _at(table: np.ndarray, index: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
 
 
 @functools.lru_cache(maxsize=256)
