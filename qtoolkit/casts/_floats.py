@@ -26,7 +26,7 @@ from qtoolkit.casts._bits import (
     u32,
     widened,
 )
-from qtoolkit.casts._modes import Rounding, Stochastic, rounded_shift
+from qtoolkit.casts._modes import Rounding, Stochastic, rounded_shift, within_width
 from qtoolkit.formats import FloatFormat, Overflow
 
 Random = jax.Array | None
@@ -105,12 +105,12 @@ def codes_of_exact(
     binade = jnp.maximum(exponent, np.int32(fmt.min_exponent)) - np.int32(fmt.min_exponent)
     # Below the lowest normal binade the step stays, so the shift grows.
     drop = np.int32(x.top - mantissa) + jnp.maximum(np.int32(fmt.min_exponent) - exponent, 0)
-    drop = jnp.minimum(drop, np.int32(8 * x.significand.dtype.itemsize - 1)).astype(dtype)
+    significand, drop = within_width(x.significand, drop)
     binade = binade.astype(dtype)
     parity = (binade + dtype(not fmt.has_zero)) & dtype(1) if mantissa == 0 else 0
     if random is not None:
         random = random.astype(dtype)
-    quotient = rounded_shift(x.significand, drop, rounding, x.negative, random, parity)
+    quotient = rounded_shift(significand, drop, rounding, x.negative, random, parity)
     code = (binade << dtype(mantissa)) + quotient
     if not fmt.has_zero:
         code -= dtype(1 << mantissa)

@@ -7,19 +7,20 @@ from jax import lax
 
 from qtoolkit.casts._bits import INF, MAGNITUDE, SIGN, Exact, exact_float32_pattern, u32, widened
 from qtoolkit.casts._floats import corrections
-from qtoolkit.casts._modes import Rounding, rounded_shift
+from qtoolkit.casts._modes import Rounding, rounded_shift, within_width
 from qtoolkit.formats import IntFormat
 
 
 def codes_of_integers(x: jax.Array, fmt: IntFormat, saturation: str) -> jax.Array:
     """Integers of any dtype to codes of `fmt`, as `fmt.code_dtype`: no rounding."""
     if fmt.is_bool:
-        return (x != 0).astype(fmt.code_dtype)
+        return x.astype(bool).astype(fmt.code_dtype)
     if x.dtype.itemsize == 1:  # of four bits and less, and bool, too
         x = x.astype(jnp.int16)
     if saturation != "none":
         info = np.iinfo(x.dtype)
-        x = jnp.clip(x, max(info.min, int(fmt.lowest)), min(info.max, int(fmt.max_finite)))
+        lowest, largest = max(info.min, int(fmt.lowest)), min(info.max, int(fmt.max_finite))
+        x = jnp.clip(x, x.dtype.type(lowest), x.dtype.type(largest))
     return _low_bits(x.astype(fmt.code_dtype), fmt)
 
 
@@ -33,12 +34,10 @@ def int_codes(
         x = widened(x)
     dtype, width = x.significand.dtype.type, 8 * x.significand.dtype.itemsize
     drop = np.int32(x.top) - x.exponent
-    right = jnp.clip(drop, 0, np.int32(width - 1)).astype(dtype)
+    significand, right = within_width(x.significand, jnp.maximum(drop, 0))
     if random is not None:
         random = random.astype(dtype)
-    integer = rounded_shift(
-        x.significand, jnp.maximum(right, dtype(1)), rounding, x.negative, random
-    )
+    integer = rounded_shift(significand, jnp.maximum(right, dtype(1)), rounding, x.negative, random)
     left = jnp.clip(-drop, 0, np.int32(width - 1)).astype(dtype)
     shifted = jnp.where(-drop < width, x.significand << left, dtype(0))
     integer = jnp.where(drop > 0, integer, shifted)

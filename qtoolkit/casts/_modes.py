@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 DETERMINISTIC = (
     "nearest_even",
@@ -125,6 +126,18 @@ def rounded_shift(
         return (bits + (random >> bits.dtype.type(rounding.bits - constant))) >> count
     up = rounding.goes_up(_scaled(bits & (step - one), count, rounding.bits + 2), random)
     return floor + up.astype(bits.dtype)
+
+
+def within_width(bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`bits` and an int32 `count` of at least 0, so that the shift by `count` is one of the width.
+
+    What lies beyond it is shifted at once, to odd: the last bit is set where bits were cut off.
+    """
+    dtype, last = bits.dtype.type, 8 * bits.dtype.itemsize - 1
+    beyond = jnp.clip(count - np.int32(last), 0, last).astype(dtype)
+    kept = bits >> beyond
+    cut = ((kept << beyond) != bits).astype(dtype)
+    return kept | cut, jnp.minimum(count, np.int32(last)).astype(dtype)
 
 
 def _scaled(rest: jax.Array, count: jax.Array, bits: int) -> jax.Array:

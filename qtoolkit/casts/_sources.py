@@ -137,7 +137,8 @@ def codes_of(
     if by_pattern and not needs_64_bits(fmt):
         codes = float_codes(pattern(x), fmt, rounding, saturation, random)
     else:
-        codes = codes_of_exact(_exact(x), fmt, rounding, saturation, random)
+        wide = needs_64_bits(fmt)
+        codes = codes_of_exact(_exact(x, wide=wide), fmt, rounding, saturation, random)
     return codes.astype(fmt.code_dtype)
 
 
@@ -201,12 +202,12 @@ def _converted(x: jax.Array, target: Format) -> jax.Array:
     return from_stored_codes(codes_of(x, target, "nearest_even", "none", None), target)
 
 
-def _exact(x: jax.Array, normalized: bool = True) -> Exact:
+def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False) -> Exact:
     fmt = format(x.dtype)
     if x.dtype == jnp.float64:
         return exact_from_float64(x)
     if isinstance(fmt, IntFormat) and not holds(fmt, np.float32):
-        return exact_from_integer(x)
+        return exact_from_integer(x.astype(jnp.int64) if wide and x.dtype.itemsize < 8 else x)
     return exact_from_pattern(pattern(x), normalized)
 
 

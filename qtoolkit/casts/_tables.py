@@ -53,7 +53,8 @@ def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.A
         if (most - least).max() > 1:
             continue
         bucket = (key >> key.dtype.type(shift)) + key.dtype.type(2 ** (bits - 1))
-        reached = key >= _at(np.append(thresholds, np.iinfo(thresholds.dtype).max)[least], bucket)
+        never = np.array([np.iinfo(thresholds.dtype).max], thresholds.dtype)
+        reached = key >= _at(np.concatenate([thresholds, never])[least], bucket)
         return jnp.where(reached, _at(codes[most], bucket), _at(codes[least], bucket))
     rank = jnp.searchsorted(thresholds, key, side="right", method="scan_unrolled")
     return _at(codes, rank)
@@ -69,6 +70,7 @@ def _ladder(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The thresholds' keys in rising order, and the codes between them."""
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
+    parities = list(codes)  # of what lies beyond: as if its code were the next one
     ties = [Fraction(tie) for tie in fmt.ties or ()]
     ties = ties or [(a + b) / 2 for a, b in itertools.pairwise(values)]
     if fmt.beyond is not None and saturation == "none" and fmt.overflow is not Overflow.MAX:
@@ -76,12 +78,14 @@ def _ladder(
         if not _stays(fmt, rounding, positive=True):
             ties.append((values[-1] + beyond) / 2)
             values.append(beyond)
+            parities.append(parities[-1] + 1)
             codes.append(_overflow(fmt, np.inf))
         if fmt.signed and not _stays(fmt, rounding, positive=False):
             ties.insert(0, (values[0] - beyond) / 2)
             values.insert(0, -beyond)
+            parities.insert(0, parities[0] + 1)
             codes.insert(0, _overflow(fmt, -np.inf))
-    gaps = zip(itertools.pairwise(values), itertools.pairwise(codes), ties, strict=True)
+    gaps = zip(itertools.pairwise(values), itertools.pairwise(parities), ties, strict=True)
     keys = [_threshold(*gap, rounding, dtype) for gap in gaps]
     signed = np.dtype(f"int{8 * dtype.itemsize}")
     return np.array(keys, signed), np.array(codes, fmt.code_dtype)

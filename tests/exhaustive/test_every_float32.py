@@ -12,7 +12,7 @@ import pytest
 
 import qtoolkit as qt
 
-CHUNK = 2**24
+CHUNK = 2**20  # stays in the caches
 # numpy's own for float16. Largest values typed in: what is clipped before is our "finite".
 FORMATS = {
     "float16": (np.float16, 65504),
@@ -35,7 +35,7 @@ def _chunks(check):
     """Calls `check` on all patterns, a chunk each; returns the sums of what it counts."""
 
     def one(start):
-        return check(np.arange(start, start + CHUNK, dtype=np.int64).astype(np.uint32))
+        return check(np.arange(CHUNK, dtype=np.uint32) + np.uint32(start))
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         counts = list(threads.map(one, range(0, 2**32, CHUNK)))
@@ -59,12 +59,13 @@ def test_every_float32_pattern(name):
 
     def check(pattern):
         x = pattern.view(np.float32)
-        number = ~np.isnan(x)
+        nan = np.isnan(x)
         for saturation, before in (("none", x), ("finite", np.clip(x, -largest, largest))):
             got = np.asarray(qt.encode(x, name, saturation=saturation))
-            np.testing.assert_array_equal(got[number], _theirs(before, dtype)[number])
-            assert np.isin(got[~number], nan_codes).all()
-        return int(number.sum()), int((~number).sum())
+            differs = got != _theirs(before, dtype)
+            assert not np.any(differs & ~nan)
+            assert np.isin(got[nan], nan_codes).all()
+        return int((~nan).sum()), int(nan.sum())
 
     numbers, nans = _chunks(check)
     assert numbers + nans == 2**32
