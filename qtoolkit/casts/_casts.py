@@ -56,7 +56,8 @@ def round_to_format(
         Integers: "finite" and "propagate" clamp; "none" keeps the low bits of the exact integer,
         infinities clamp.
       key: A key of `jax.random`, for stochastic rounding: element i uses a hash of the key and i.
-        The same bits eager, under `jit` and under any sharding; `vmap` over x and keys.
+        The same bits eager, under `jit` and under any sharding; `vmap` over x and keys; inside
+        `shard_map` fold the index of the device into the key.
       random_bits: Unsigned integers to use instead, of a shape that broadcasts to that of `x`; as
         many of their low bits count as `rounding` says.
       index_offset: Index of the first element of `x` in the stream of `key`, below 2**64: chunks
@@ -173,8 +174,8 @@ def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Ar
       ValueError: Unknown format, or `dtype` does not hold every finite value of `fmt`.
     """
     fmt = format(fmt)
-    target = np.dtype(dtype)
-    if target not in SOURCES:
+    target = None if dtype is None else np.dtype(dtype)  # numpy takes None for float64
+    if target is None or target not in SOURCES:
         raise TypeError(f"decode: got dtype {target}, expected a float or integer dtype of JAX")
     check_holds("decode", fmt, target)
     check_target("decode", fmt)

@@ -135,6 +135,7 @@ def _finished(
     dtype = code.dtype.type
     largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
     is_below = code > dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize) - 1)
+    is_below &= jnp.logical_not(is_inf)
     limit = largest
     if saturation != "finite":
         stays = saturation == "propagate" or _stays_finite(rounding, negative, fmt)

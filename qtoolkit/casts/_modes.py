@@ -47,7 +47,7 @@ class Stochastic:
     def __post_init__(self) -> None:
         if self.variant not in ("A", "B", "C"):
             raise ValueError(f"Stochastic: variant={self.variant!r}, expected 'A', 'B' or 'C'")
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= MAX_RANDOM_BITS:
+        if type(self.bits) is not int or not 1 <= self.bits <= MAX_RANDOM_BITS:
             raise ValueError(
                 f"Stochastic: bits={self.bits!r}, expected an integer from 1 to {MAX_RANDOM_BITS}"
             )

@@ -71,13 +71,14 @@ def _arguments(where: str, codes: ArrayLike, fmt: Any, axis: int) -> tuple[int, 
     if dtype != np.uint8:
         got = f"dtype {dtype}" if dtype is not None else f"type {type(codes).__name__}"
         raise TypeError(f"{where}: got {got}, expected uint8, as encode returns codes")
-    bits = fmt if isinstance(fmt, int) else format(fmt).bits
+    is_width = isinstance(fmt, int | np.integer) and not isinstance(fmt, bool)
+    bits = int(fmt) if is_width else format(fmt).bits
     if bits not in WIDTHS:
         raise ValueError(f"{where}: {bits} bits, expected one of {', '.join(map(str, WIDTHS))}")
     rank = np.ndim(codes)
-    if not -rank <= axis < rank:
-        raise ValueError(f"{where}: axis={axis} of an array with {rank} axes")
-    return bits, axis % rank
+    if not isinstance(axis, int | np.integer) or not -rank <= axis < rank:
+        raise ValueError(f"{where}: axis={axis!r} of an array with {rank} axes")
+    return bits, int(axis) % rank
 
 
 def _group(bits: int) -> tuple[int, int]:

@@ -45,6 +45,12 @@ def check_draw(
     index_offset: Any,
 ) -> Draw | None:
     """The draw that the arguments of a cast describe; None where `rounding` needs none."""
+    is_offset = not (isinstance(index_offset, int) and index_offset == 0)
+    if is_offset and (key is None or not isinstance(rounding, Stochastic)):
+        raise ValueError(
+            f"{where}: index_offset is given without a key for stochastic rounding, expected "
+            "rounding='stochastic' and key=, or leave it out"
+        )
     if not isinstance(rounding, Stochastic):
         if key is not None or random_bits is not None:
             given = "key" if key is not None else "random_bits"
@@ -104,6 +110,8 @@ def _key_words(where: str, key: Any) -> jax.Array:
 
 
 def _offset_words(where: str, offset: Any) -> jax.Array | None:
+    if isinstance(offset, np.ndarray) and offset.ndim == 0 and offset.dtype.kind in "iu":
+        offset = offset[()]
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         if not 0 <= offset < 2**64:
             raise ValueError(f"{where}: index_offset={offset}, expected 0 to 2**64 - 1")
@@ -137,7 +145,8 @@ def counter_bits(
         carry = (low < offset[0]).astype(jnp.uint32)
         high = carry + offset[1] + (np.uint32(0) if high is None else high)
     if high is not None:
-        first = first ^ _scrambled(high + second)
+        first = first ^ _scrambled(high)  # which leaves 0 as it is: no high word, no change
+        second = second ^ _scrambled(high * np.uint32(0x9E3779B1))
         second = second ^ _scrambled(high ^ first)
     h = (low ^ first) * np.uint32(0x9E3779B1) + second
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third

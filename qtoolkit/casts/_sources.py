@@ -68,10 +68,16 @@ def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
     """
     dtype = getattr(x, "dtype", None)
     if dtype is None and isinstance(x, bool | int | float):
-        try:
-            x = np.asarray(x)
-        except OverflowError:
-            x = np.asarray(x, object)
+        x = np.asarray(x)
+        if x.dtype == object:
+            raise TypeError(f"{where}: x is an integer of more than 64 bits, expected fewer")
+        dtype = x.dtype
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where}: x is a masked array, expected one without a mask; fill it first: x.filled(0)"
+        )
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
+        x = np.asarray(x).astype(x.dtype.newbyteorder("="))
         dtype = x.dtype
     if dtype is not None and dtype in _WITHOUT_XLA:
         return jnp.asarray(np.asarray(x).astype(_WITHOUT_XLA[dtype]))
@@ -91,8 +97,9 @@ def check_value_source(where: str, x: ArrayLike) -> jax.Array:
     source = check_source(where, x)
     if not isinstance(source, jax.Array):
         raise TypeError(
-            f"{where}: x has dtype {source.dtype}, and 64-bit types are off in JAX; enable them "
-            f"with {_ENABLE_X64}, or convert x first, e.g. np.asarray(x, np.float32)"
+            f"{where}: x has dtype {source.dtype} (as Python's numbers have), and 64-bit types "
+            f"are off in JAX; enable them with {_ENABLE_X64}, or convert x first, e.g. "
+            "np.asarray(x, np.float32)"
         )
     return source
 

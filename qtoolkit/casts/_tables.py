@@ -39,7 +39,7 @@ def table_codes(x: jax.Array, fmt: TableFormat, rounding: Rounding, saturation: 
 
 def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Array:
     """What codes of `fmt` stand for, in a dtype that holds it."""
-    return jnp.asarray(fmt.values().astype(dtype))[codes.astype(jnp.int32)]
+    return _at(fmt.values().astype(dtype), codes.astype(jnp.int32))
 
 
 def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
@@ -61,7 +61,9 @@ def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.A
 
 
 def _at(table: np.ndarray, index: jax.Array) -> jax.Array:
-    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+    """The entries of a table, sharded as the index: explicit meshes ask for it."""
+    sharding = jax.typeof(index).sharding
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", out_sharding=sharding)
 
 
 @functools.lru_cache(maxsize=256)
@@ -135,9 +137,12 @@ def _overflow(fmt: TableFormat, end: float) -> int:
 
 def _key_of(value: Fraction, dtype: np.dtype, *, included: bool) -> int:
     """Key of the least number of `dtype` that is more than `value`, or as much if `included`."""
-    near = np.asarray(float(value), dtype)
+    with np.errstate(over="ignore"):
+        near = np.asarray(float(value), dtype)
+    if np.isinf(near):  # beyond the dtype: its infinity, or what comes after the negative one
+        return _key(near, dtype) + int(near < 0)
     exact = Fraction(float(near))
-    return _key(near, dtype) + (exact < value or (exact == value and not included))
+    return _key(near, dtype) + int(exact < value or (exact == value and not included))
 
 
 def _key(value: float | np.ndarray, dtype: np.dtype) -> int:

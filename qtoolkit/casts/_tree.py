@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts._casts import cast, check_arguments
-from qtoolkit.casts._modes import Stochastic
+from qtoolkit.casts._modes import Stochastic, check_rounding
 from qtoolkit.casts._sources import check_source
 from qtoolkit.formats import Format, Rules, format
 
@@ -52,6 +52,7 @@ def cast_tree(
       TypeError, ValueError: As `cast`; the message names the path of the leaf, or the rule that
         matches no leaf.
     """
+    check_rounding("cast_tree", rounding, saturation)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in pairs]
     paths = [_path(keys) for keys, _ in pairs]

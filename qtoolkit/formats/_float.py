@@ -8,7 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers the 8-bit float names with numpy)
+import ml_dtypes
 import numpy as np
 
 
@@ -63,16 +63,21 @@ class FloatFormat:
 
     def __post_init__(self) -> None:
         for field, kind in _FIELD_TYPES.items():
-            if not isinstance(getattr(self, field), kind):
+            value = getattr(self, field)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(
                     f"FloatFormat {self.name!r}: {field}={getattr(self, field)!r}, expected "
                     f"{kind.__name__}"
                 )
-        if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 64:
+        if not 1 <= self.exponent_bits <= 16 or self.mantissa_bits < 0 or self.bits > 64:
             raise ValueError(
                 f"FloatFormat {self.name!r}: exponent_bits={self.exponent_bits}, "
-                f"mantissa_bits={self.mantissa_bits}; expected at least one exponent bit, no "
+                f"mantissa_bits={self.mantissa_bits}; expected 1 to 16 exponent bits, no "
                 "negative number of mantissa bits, and at most 64 bits with the sign"
+            )
+        if abs(self.bias) > 2**16:
+            raise ValueError(
+                f"FloatFormat {self.name!r}: bias={self.bias}, expected -2**16 to 2**16"
             )
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise ValueError(
@@ -299,11 +304,31 @@ _FIELD_TYPES = {
 
 
 def check_dtype(fmt: Any) -> None:
-    """ValueError where a format's own dtype is not as wide as its codes are stored."""
-    if fmt.dtype is not None and fmt.dtype.itemsize != fmt.code_dtype.itemsize:
+    """ValueError where the dtype that a format names is not of the same numbers."""
+    if fmt.dtype_name is None:
+        return
+    where = f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r}"
+    try:
+        dtype = np.dtype(fmt.dtype_name)
+    except TypeError:
+        raise ValueError(f"{where}, expected the name of a dtype of numpy or ml_dtypes") from None
+    if dtype.itemsize != fmt.code_dtype.itemsize:
         raise ValueError(
-            f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r} has "
-            f"{fmt.dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
+            f"{where} has {dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
+        )
+    if dtype.kind == "b":
+        return
+    try:
+        is_float = isinstance(fmt, FloatFormat)
+        info: Any = ml_dtypes.finfo(dtype) if is_float else ml_dtypes.iinfo(dtype)
+    except (TypeError, ValueError, KeyError):
+        raise ValueError(f"{where} is of another kind of numbers") from None
+    ends = (float(info.min), float(info.max), float(getattr(info, "smallest_subnormal", 1)))
+    if ends != (float(fmt.lowest), float(fmt.max_finite), float(fmt.min_subnormal)):
+        raise ValueError(
+            f"{where} has values from {ends[0]} to {ends[1]}, the smallest {ends[2]}; expected "
+            f"{float(fmt.lowest)} to {float(fmt.max_finite)}, the smallest "
+            f"{float(fmt.min_subnormal)}"
         )
 
 

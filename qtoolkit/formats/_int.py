@@ -29,7 +29,7 @@ class IntFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= 64:
+        if type(self.bits) is not int or not 1 <= self.bits <= 64:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):
             raise ValueError(
@@ -66,6 +66,42 @@ class IntFormat:
     @property
     def finite_count(self) -> int:
         return 2**self.bits
+
+    @property
+    def min_normal(self) -> Fraction:
+        return Fraction(1)
+
+    @property
+    def epsilon(self) -> Fraction:
+        """Distance from 1 to the next larger value."""
+        return Fraction(1)
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest value."""
+        return int(self.max_finite)
+
+    @property
+    def has_inf(self) -> bool:
+        return False
+
+    @property
+    def has_nan(self) -> bool:
+        return False
+
+    @property
+    def inf_code(self) -> None:
+        """None: integers have no infinity."""
+        return None
+
+    @property
+    def nan_code(self) -> None:
+        """None: integers have no NaN; casts write it as 0."""
+        return None
+
+    @property
+    def nan_codes(self) -> tuple[int, ...]:
+        return ()
 
     def value(self, code: int) -> Fraction:
         """The integer that `code` stands for."""

@@ -292,7 +292,8 @@ def _closest(name: str) -> list[str]:
 
 def _dtype_name(spec: Any) -> str:
     try:
-        if spec is None:  # numpy reads None as float64
+        # numpy reads None as float64, and arrays and numbers have a dtype without being one.
+        if spec is None or (hasattr(spec, "__array__") and not isinstance(spec, type)):
             raise TypeError
         return np.dtype(spec).name
     except (TypeError, ValueError):

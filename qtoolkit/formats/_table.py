@@ -65,7 +65,8 @@ class TableFormat:
             raise ValueError(
                 f"{where}: expected {len(finite) - 1} ties, each between its neighbouring values"
             )
-        if self.beyond is not None and not self.beyond > float(self.max_finite):
+        largest = max(abs(value) for value in finite)
+        if self.beyond is not None and not largest < self.beyond < math.inf:
             raise ValueError(
                 f"{where}: beyond={self.beyond}, expected more than the largest value, "
                 f"{float(self.max_finite)}"

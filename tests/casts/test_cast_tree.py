@@ -324,8 +324,8 @@ def test_linen_parameters_and_optimizer_states():
         ("e3m2fn", {}, TypeError, "^cast_tree: format e3m2fn has no numpy or JAX dtype.* encode"),
         ("e4m4", {}, ValueError, "^format: unknown format 'e4m4'"),
         ("float64", {}, TypeError, "^cast_tree: a: format float64 needs 64-bit types.*jax_enable"),
-        ("e5m2", {"rounding": "up"}, ValueError, "^cast_tree: a: rounding='up', expected one of"),
-        ("e5m2", {"saturation": "up"}, ValueError, "^cast_tree: a: saturation='up', expected one"),
+        ("e5m2", {"rounding": "up"}, ValueError, "^cast_tree: rounding='up', expected one of"),
+        ("e5m2", {"saturation": "up"}, ValueError, "^cast_tree: saturation='up', expected one"),
         ("e5m2", {"rounding": "stochastic"}, ValueError, "^cast_tree: a: .* neither key and"),
         (
             "e5m2",

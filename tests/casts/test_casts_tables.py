@@ -212,3 +212,40 @@ def test_shipped_tables_are_all_here():
     assert shipped == set(TABLES)
     assert set(TABLES) <= set(SPECS)
     assert len(ROUNDINGS) == 6
+
+
+def test_values_beyond_the_dtype_of_x():
+    fmt = qt.TableFormat(name="wide", values_by_code=(-1e60, -1.0, 1.0, 1e60))
+    x = np.array([-np.inf, -3e38, -2, 0.5, 3e38, np.inf], np.float32)
+    for rounding, codes in (
+        ("nearest_even", [0, 1, 1, 2, 2, 3]),
+        ("toward_positive", [0, 1, 1, 2, 3, 3]),
+        ("toward_negative", [0, 0, 0, 1, 2, 3]),
+    ):
+        np.testing.assert_array_equal(qt.encode(x, fmt, rounding=rounding), codes)
+
+
+@pytest.mark.parametrize("beyond", [7.0, np.inf, 6.0])
+def test_what_lies_beyond_a_table_is_checked(beyond):
+    with pytest.raises(ValueError, match="expected more than the largest"):
+        qt.TableFormat(
+            name="made",
+            values_by_code=(-7.0, 0.0, 1.0, np.nan),
+            overflow=qt.formats.Overflow.NAN,
+            beyond=beyond,
+        )
+
+
+def test_infinity_beyond_a_format_without_zero():
+    fmt = qt.FloatFormat(
+        name="high",
+        exponent_bits=2,
+        mantissa_bits=4,
+        bias=-176,
+        specials=qt.formats.Specials.NONE,
+        overflow=qt.formats.Overflow.MAX,
+        signed=False,
+        has_zero=False,
+    )
+    x = np.array([np.inf, 1.0, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(qt.encode(x, fmt), [0x3F, 0, 0, 0x3F])

@@ -473,10 +473,10 @@ def test_overflow_is_a_field_of_its_own():
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"exponent_bits": 0}, "exponent_bits=0, mantissa_bits=3; expected at least one exponent"),
+        ({"exponent_bits": 0}, "exponent_bits=0, mantissa_bits=3; expected 1 to 16 exponent"),
         (
             {"mantissa_bits": -1},
-            "mantissa_bits=-1; expected at least one exponent bit, no negative",
+            "mantissa_bits=-1; expected 1 to 16 exponent bits, no negative",
         ),
         ({"exponent_bits": -1}, "exponent_bits=-1"),
         ({"exponent_bits": 11, "mantissa_bits": 53}, "at most 64 bits with the sign"),
@@ -493,6 +493,11 @@ def test_overflow_is_a_field_of_its_own():
         ({"specials": Specials.FNUZ, "signed": False}, "specials=FNUZ puts NaN at -0"),
         ({"has_zero": False}, "has_zero=False with signed=True, expected signed=False"),
         ({"exponent_bits": 1, "mantissa_bits": 0}, "no positive finite value is left beside"),
+        ({"exponent_bits": 17}, "expected 1 to 16 exponent bits"),
+        ({"bias": 2**17}, r"bias=131072, expected -2\*\*16 to 2\*\*16"),
+        ({"dtype_name": "float8_e5m2"}, "has values from -57344.0 to 57344.0, .*expected -448.0"),
+        ({"dtype_name": "int8"}, "is of another kind of numbers"),
+        ({"dtype_name": "foo"}, "expected the name of a dtype of numpy or ml_dtypes"),
         ({"dtype_name": "float16"}, "dtype_name='float16' has 2 bytes, expected 1, as its codes"),
     ],
 )
