@@ -24,6 +24,7 @@ from casts_oracle import (
     float64_inputs,
     in_one_jit,
     p3109,
+    stochastic_codes,
     values32,
     values64,
 )
@@ -249,3 +250,20 @@ def test_the_oracle_reads_every_source_exactly():
         finite = np.isfinite(values64(spec))
         np.testing.assert_array_equal(value[finite], values64(spec)[finite])
         np.testing.assert_array_equal(x.astype(np.float32)[finite], values64(spec)[finite])
+
+
+@pytest.mark.parametrize("variant", ["A", "B", "C"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e2m1fn", "bfloat16", "float16", "int8", "int32"])
+def test_stochastic_rounding_of_float64_far_below_one_step(name, variant):
+    """A tiny value goes up as rarely as its size says; the oracle is the formula of P3109."""
+    rng = np.random.default_rng(17)
+    spec = SPECS[name]
+    step = 1.0 if isinstance(spec, Int) else 2.0 ** (1 - spec.bias - spec.mantissa)
+    x = np.ldexp(1 + rng.random(4096), rng.integers(-70, 3, 4096)) * step
+    x *= rng.choice([-1.0, 1.0], x.shape)
+    for bits in (1, 5, 24):
+        random = rng.integers(0, 2**bits, x.shape, dtype=np.uint32)
+        random[::3] = 2**bits - 1
+        rounding = qt.Stochastic(variant, bits=bits)
+        got = qt.encode(x, name, rounding=rounding, random_bits=random)
+        assert_same_bits(got, stochastic_codes(x, spec, variant, bits, random), x)
