@@ -236,8 +236,7 @@ def corrections(
             return jnp.zeros_like(over), _float(magnitude) - nearest == half
     assert isinstance(rounding, Stochastic)
     assert random is not None
-    size = jnp.broadcast_to(_float(step), nearest.shape)
-    rest = (_float(magnitude) - nearest) + jnp.where(over, size, jnp.zeros_like(size))
+    rest = (_float(magnitude) - nearest) + jnp.where(over, _float(step), np.float32(0))
     return over, _goes_up(rest, step, rounding, random)
 
 

@@ -95,7 +95,8 @@ def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     codes = jnp.pad(codes, padding) if size % group else codes
     shape = (*codes.shape[:axis], -1, group, *codes.shape[axis + 1 :])
     if codes.size == 0:
-        return jnp.zeros((*codes.shape[:axis], 0, *codes.shape[axis + 1 :]), jnp.uint8)
+        packed = codes.shape[axis] // group * width
+        return jnp.zeros((*codes.shape[:axis], packed, *codes.shape[axis + 1 :]), jnp.uint8)
     grouped = jnp.moveaxis(codes.reshape(shape), axis + 1, -1).astype(jnp.uint32)
     shifts = np.arange(group, dtype=np.uint32) * np.uint32(bits)
     word = jnp.sum((grouped & np.uint32((1 << bits) - 1)) << shifts, axis=-1, dtype=jnp.uint32)

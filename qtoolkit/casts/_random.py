@@ -147,7 +147,6 @@ def counter_bits(
     if high is not None:
         first = first ^ _scrambled(high)  # which leaves 0 as it is: no high word, no change
         second = second ^ _scrambled(high * np.uint32(0x9E3779B1))
-        second = second ^ _scrambled(high ^ first)
     h = (low ^ first) * np.uint32(0x9E3779B1) + second
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third
     return (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -176,6 +175,11 @@ def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
     stride = 1
     for axis in reversed(range(len(shape))):
         index = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if high is not None and shape[axis] > 2**32:
+            # Above 32 bits, from an iota of floats: what it is off by is far below 2**32.
+            rest = lax.broadcasted_iota(jnp.float32, shape, axis) - index.astype(jnp.float32)
+            above = (rest * np.float32(2.0**-32) + np.float32(0.5)).astype(jnp.uint32)
+            high = high + above * np.uint32(stride & 0xFFFFFFFF)
         part = index * np.uint32(stride & 0xFFFFFFFF)
         low = low + part
         if high is not None:

@@ -56,8 +56,15 @@ def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.A
         never = np.array([np.iinfo(thresholds.dtype).max], thresholds.dtype)
         reached = key >= _at(np.concatenate([thresholds, never])[least], bucket)
         return jnp.where(reached, _at(codes[most], bucket), _at(codes[least], bucket))
-    rank = jnp.searchsorted(thresholds, key, side="right", method="scan_unrolled")
-    return _at(codes, rank)
+    rank = jnp.zeros_like(key)  # else a binary search, in a ladder as long as a power of two
+    steps = [1 << n for n in reversed(range(len(thresholds).bit_length()))]
+    last = np.array(np.iinfo(thresholds.dtype).max, thresholds.dtype)
+    ladder = np.full(2 * steps[0], last)
+    ladder[: len(thresholds)] = thresholds
+    for step in steps:
+        reached = key >= _at(ladder, rank + key.dtype.type(step - 1))
+        rank = rank + reached.astype(key.dtype) * key.dtype.type(step)
+    return _at(np.append(codes, np.repeat(codes[-1:], len(ladder))), rank)
 
 
 def _at(table: np.ndarray, index: jax.Array) -> jax.Array:

@@ -10,6 +10,12 @@ import qtoolkit as qt
 
 X = np.array([-3.0, -0.25, 0.0, 1.5, 400.0], np.float32)
 SMALL = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+MODES = {
+    "to_odd": {"rounding": "to_odd", "saturation": "none"},
+    "toward_zero": {"rounding": "toward_zero", "saturation": "propagate"},
+    "stochastic": {"rounding": "stochastic", "key": jax.random.key(0)},
+    "random_bits": {"rounding": qt.Stochastic("A", bits=8), "random_bits": np.full(5, 3, np.uint8)},
+}
 
 
 def _round(x, name):
@@ -50,6 +56,36 @@ def test_a_derivative_raises_and_names_fake_cast(function, where, name):
         jax.linearize(loss, X)
     with pytest.raises(TypeError, match=_both_names(where)):
         jax.vmap(jax.grad(lambda x: jnp.sum(function(x, name))))(X[:, None])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("round_to_format", "e4m3fn"),
+        ("encode", "bfloat16"),
+        ("cast", "int4"),
+        ("cast", "e8m0fnu"),
+        ("cast", "bool"),
+        ("encode", "e2m1fn"),
+    ],
+)
+def test_no_mode_has_a_derivative(where, name, mode):
+    def loss(x):
+        return jnp.sum(getattr(qt, where)(x, name, **MODES[mode]).astype(jnp.float32))
+
+    for transform in (jax.grad(loss), jax.grad(jax.jit(loss))):
+        with pytest.raises(TypeError, match=_both_names(where)):
+            transform(X)
+    with pytest.raises(TypeError, match=_both_names(where)):
+        jax.jvp(loss, (X,), (np.ones_like(X),))
+
+
+@pytest.mark.parametrize("name", ["nf4", "hifloat8", "posit8", "e2m3fn", "tf32", "binary8p3se"])
+def test_codes_of_formats_without_a_dtype_have_none_either(name):
+    for where, function in (("encode", _encode), ("round_to_format", _round)):
+        with pytest.raises(TypeError, match=_both_names(where)):
+            jax.grad(lambda x, f=function: jnp.sum(f(x, name)))(X)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +171,68 @@ def test_cast_between_16_bit_formats_has_a_gradient_in_the_dtype_of_x(source, na
     # bfloat16 reads 65504 as 65536, which float16 does not hold.
     expected = [1, 1, 1, source == "float16", 0, 0, 0]
     np.testing.assert_array_equal(np.asarray(gradient).astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cast_to_bfloat16_has_the_same_gradient_in_every_mode(mode):
+    x = np.array([1.1, BF16_MAX, np.finfo(np.float32).max, -np.inf, np.nan], np.float32)
+    cast = lambda x: qt.cast(x, "bfloat16", **MODES[mode])  # noqa: E731
+    for run in (cast, jax.jit(cast)):
+        tangent = jax.jvp(run, (x,), (np.ones_like(x),))[1]
+        np.testing.assert_array_equal(np.asarray(tangent).astype(np.float32), [1, 1, 0, 0, 0])
+        (pulled,) = jax.vjp(run, x)[1](tangent)
+        np.testing.assert_array_equal(pulled, [1, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
+def test_cast_to_float32_is_the_identity_of_finite_numbers(source):
+    """The slope at infinities and NaN is zero, as everywhere."""
+    x = jnp.asarray([1.5, -0.0, 60000.0, np.inf, np.nan], source)
+    got = jax.grad(lambda x: jnp.sum(qt.cast(x, "float32")))(x)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), [1, 1, 1, 0, 0])
+
+
+def test_cast_with_float64():
+    """Both ways: the largest float32 and the float64 beside it; float64 keeps all of float32."""
+    with jax.enable_x64(True):
+        largest = np.float64(np.finfo(np.float32).max)
+        x = np.array([0.1, largest, np.nextafter(largest, np.inf), -1e300, np.inf, np.nan])
+        narrow = jax.grad(lambda x: jnp.sum(jnp.nan_to_num(qt.cast(x, "float32"))))(x)
+        assert narrow.dtype == np.float64
+        _, tangent = jax.jvp(lambda x: qt.cast(x, "float32"), (x,), (np.ones_like(x),))
+        assert tangent.dtype == np.float32
+        np.testing.assert_array_equal(tangent, [1, 1, 0, 0, 0, 0])
+        wide = np.array([0.1, largest, -np.inf], np.float32)
+        got = jax.grad(lambda x: jnp.sum(qt.cast(x, "float64")))(wide)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, [1, 1, 0])
+        for name in ("e4m3fn", "int8", "int64", "bool"):
+            with pytest.raises(TypeError, match=_both_names("cast")):
+                jax.grad(lambda x, name=name: jnp.sum(_cast(x, name)))(x)
+
+
+def test_integers_have_no_tangents_to_lose():
+    """JAX gives integers tangents of type float0: nothing to refuse, and zeros come out."""
+    x = jnp.arange(5)
+    zero = np.zeros(5, jax.dtypes.float0)
+    primal, tangent = jax.jvp(lambda x: qt.cast(x, "bfloat16"), (x,), (zero,))
+    assert primal.dtype == tangent.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(tangent).astype(np.float32), np.zeros(5))
+    weighed = jax.grad(lambda w: jnp.sum(w * qt.cast(x, "float32")))(jnp.ones(5, jnp.float32))
+    np.testing.assert_array_equal(weighed, np.arange(5))
+
+
+def test_decode_of_narrow_arrays_and_keys_do_not_block():
+    """Keys and random bits are integers: no derivative is asked for by passing them."""
+    w = np.full_like(X, 0.5)
+
+    def loss(w, key):
+        return jnp.sum(w * qt.round_to_format(X, "e4m3fn", rounding="stochastic", key=key))
+
+    key = jax.random.key(1)
+    expected = qt.round_to_format(X, "e4m3fn", rounding="stochastic", key=key)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w, key), expected)
+    narrow = qt.cast(X, "e4m3fn")
+    got = jax.grad(lambda w: jnp.sum(w * qt.decode(narrow, "e4m3fn")))(w)
+    np.testing.assert_array_equal(got, np.asarray(qt.round_to_format(X, "e4m3fn")))

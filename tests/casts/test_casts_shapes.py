@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_oracle import SHIPPED, SOURCES, assert_same_bits, codes, values32
+from casts_oracle import DTYPES, SHIPPED, SOURCES, SPECS, assert_same_bits, codes, values32
 
 import qtoolkit as qt
 
@@ -90,3 +90,79 @@ def test_another_promotion_mode_or_x64_changes_nothing():
             assert_same_bits(qt.encode(x, name, saturation="none"), code, x)
             value = qt.round_to_format(x, name)
             assert_same_bits(value, qt.decode(qt.encode(x, name), name), x)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("source", [*DTYPES.values(), "float6_e2m3fn", "float6_e3m2fn"])
+def test_any_shape_of_any_dtype(shape, source):
+    """NumPy arrays of every dtype; those JAX has, as JAX arrays too."""
+    dtype = np.dtype(source)
+    x = np.random.default_rng(4).integers(0, 2, shape).astype(dtype)
+    as_float32 = codes(x.astype(np.float32), SPECS["e5m2"], "finite")
+    expected = np.asarray(as_float32, np.uint8).reshape(shape)
+    if source.startswith("float6"):
+        assert_same_bits(qt.encode(x, "e5m2"), expected)
+        return
+    assert_same_bits(qt.encode(x, "e5m2"), expected)
+    assert_same_bits(np.asarray(qt.cast(x, "e5m2")).view(np.uint8), expected)
+    if dtype.itemsize < 8:
+        assert_same_bits(qt.encode(jnp.asarray(x), "e5m2"), expected)
+        same = qt.round_to_format(x, dtype)
+        assert same.dtype == dtype
+        assert same.shape == shape
+    with jax.enable_x64(True):
+        assert_same_bits(qt.encode(jnp.asarray(x), "e5m2"), expected)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fmt", SPECS)
+def test_any_shape_of_any_format(fmt):
+    """0-d, empty and broadcast views; `decode` gives back what `encode` was given."""
+    with jax.enable_x64(SPECS[fmt].bits > 32):
+        dtype = np.float64 if SPECS[fmt].bits > 32 or "32" in fmt else np.float32
+        values = np.array([1, 0] if fmt not in ("e8m0fnu",) else [1, 2], dtype)
+        for x in (values[0], values[:0], np.broadcast_to(values, (3, 2)), values[::-1][:, None]):
+            code = qt.encode(x, fmt)
+            assert code.dtype == qt.format(fmt).code_dtype
+            assert code.shape == np.shape(x)
+            if dtype == np.float32:
+                assert_same_bits(qt.decode(code, fmt), np.asarray(x, dtype))
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (1, 0x3C00),
+        (True, 0x3C00),
+        (1.5, 0x3E00),
+        (-0.0, 0x8000),
+        (float("inf"), 0x7BFF),
+        (2**62, 0x7BFF),
+        (2**63 - 1, 0x7BFF),
+        (-(2**63), 0xFBFF),
+        (2049, 0x6800),
+    ],
+)
+def test_numbers_of_python_are_those_of_64_bits(x, expected):
+    """float16's codes, by hand; 2049 is a tie."""
+    got = qt.encode(x, "float16")
+    assert got.shape == ()
+    assert int(got) == expected
+    assert qt.cast(x, "float16").dtype == np.float16
+    with jax.enable_x64(True):
+        assert int(qt.encode(x, "float16")) == expected
+
+
+def test_a_python_float_is_rounded_once():
+    """Above the tie between 1 and 1.125 by less than float32 sees."""
+    assert int(qt.encode(1.0625 + 2.0**-40, "e4m3fn")) == 0x39
+    assert int(qt.encode(np.float64(1.0625 + 2.0**-40), "e4m3fn")) == 0x39
+    assert int(qt.encode(1.0625, "e4m3fn")) == 0x38
+
+
+@pytest.mark.parametrize("rounding", ["to_odd", "toward_negative", "nearest_away"])
+def test_large_and_many_axes(rounding):
+    x = _input((2, 1, 3, 1, 2, 1, 4), "float32")
+    for name in ("e4m3fn", "bfloat16", "int8"):
+        expected = codes(x, SHIPPED[name], "none", rounding).reshape(x.shape)
+        assert_same_bits(qt.encode(x, name, rounding=rounding, saturation="none"), expected, x)

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qtoolkit import fake_cast, fake_convert
+from qtoolkit import Stochastic, fake_cast, fake_convert, round_to_format
+from qtoolkit.casts import DETERMINISTIC
 from qtoolkit.gradients import Clipped
 
 TARGETS = [("e4m3fn", ml_dtypes.float8_e4m3fn, 448.0), ("e5m2", ml_dtypes.float8_e5m2, 57344.0)]
@@ -79,6 +80,68 @@ def test_defaults_are_fake_cast_and_keep_negative_zero():
     assert_same_bits(fake_convert(x, fmt="e4m3fn"), np.asarray(fake_cast(x, "e4m3fn")))
     # A shift of zero is an addition: -0 + 0 is +0.
     assert not np.signbit(np.asarray(fake_convert(np.float32([-0.0]), 1.0, 0.0, fmt="e5m2")))[0]
+
+
+MODES = {
+    **{rounding: {"rounding": rounding} for rounding in DETERMINISTIC},
+    "stochastic": {"rounding": "stochastic", "key": jax.random.key(1)},
+    "random_bits": {"rounding": Stochastic("C", bits=8), "random_bits": np.uint8(200)},
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "saturation"),
+    [
+        (np.float32, "e4m3fn", "none"),
+        (np.float16, "int4", "propagate"),
+        (ml_dtypes.bfloat16, "e2m1fn", "finite"),
+    ],
+)
+def test_every_mode_rounds_what_was_scaled(dtype, fmt, saturation, name):
+    """Oracle: NumPy around `round_to_format`, which has its own tests; a step, a rounding."""
+    x, scale, shift = draw(dtype, (7, 33)), np.asarray(1.7, dtype), np.asarray(0.3, dtype)
+    mode = {**MODES[name], "saturation": saturation}
+    q = np.asarray(round_to_format(x * scale - shift, fmt, **mode))
+    got = fake_convert(x, scale, shift, fmt=fmt, **mode)
+    with np.errstate(invalid="ignore"):  # NaNs of overflow
+        assert_same_nan_or_bits(got, ((q + shift) / scale).astype(dtype))
+
+
+def assert_same_nan_or_bits(got, expected):
+    np.testing.assert_array_equal(np.isnan(np.asarray(got)), np.isnan(expected))
+    keep = ~np.isnan(expected)
+    assert_same_bits(np.asarray(got)[keep], expected[keep])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_has_the_same_slope(name):
+    """dy/dx is the estimator's, one inside, zero outside, whatever the rounding."""
+    u = np.float32([447, 448, 449, -448, -449, 0.1, 1e9])
+    for scale, shift in ((2.0, None), (0.5, 8.0)):
+        x = (u + np.float32(shift or 0)) / np.float32(scale)
+        got = jax.grad(
+            lambda x, s=scale, z=shift: jnp.sum(fake_convert(x, s, z, fmt="e4m3fn", **MODES[name]))
+        )(x)
+        np.testing.assert_array_equal(got, [1, 1, 0, 1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_gradients_by_scale_and_shift_in_every_mode(name):
+    x = draw(np.float32, (40,), spread=300.0)
+    s, z = np.float32(1.5), np.float32(3.0)
+
+    def run(x, s, z):
+        return fake_convert(x, s, z, fmt="e4m3fn", **MODES[name])
+
+    d = (np.abs(x * s - z) <= 448).astype(np.float32)
+    y = np.asarray(run(x, s, z))
+    one = (jnp.float32(1),)
+    ds = jax.jvp(lambda s: run(x, s, z), (jnp.asarray(s),), one)[1]
+    dz = jax.jvp(lambda z: run(x, s, z), (jnp.asarray(z),), one)[1]
+    # The published formulas; a few float32 roundings of terms up to 300.
+    np.testing.assert_allclose(ds, (d * x - y) / s, rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(dz, (1 - d) / s, rtol=1e-6)
 
 
 def test_traced_scales_follow_ieee():
@@ -216,5 +279,13 @@ def test_errors():
         fake_convert(x, jnp.ones((), jnp.bfloat16), fmt="e4m3fn")
     with pytest.raises(TypeError, match=r"scale has dtype list, expected float32"):
         fake_convert(x, [1.0], fmt="e4m3fn")
-    with pytest.raises(TypeError, match=r"fake_convert: x has dtype float64"):
+    for wrong in (np.ones(3), np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e5m2)):
+        expected = rf"fake_convert: x has dtype {wrong.dtype}, expected float32, float16 or bfl"
+        with pytest.raises(TypeError, match=expected):
+            fake_convert(wrong, fmt="e4m3fn")
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"fake_convert: x has dtype float64"):
         fake_convert(np.ones(3), fmt="e4m3fn")
+    with pytest.raises(ValueError, match=r"fake_convert: stochastic rounding got neither key"):
+        fake_convert(x, fmt="e4m3fn", rounding="stochastic")
+    with pytest.raises(ValueError, match=r"random_bits has shape \(2,\), expected one that broad"):
+        fake_convert(x, fmt="e4m3fn", rounding="stochastic", random_bits=np.zeros(2, np.uint16))

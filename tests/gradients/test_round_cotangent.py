@@ -1,12 +1,15 @@
 """round_cotangent: the identity forward, ml_dtypes' rounding backward, however transformed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from qtoolkit import round_cotangent
+from qtoolkit import Stochastic, round_cotangent, round_to_format
+from qtoolkit.casts import DETERMINISTIC, SATURATIONS
 
 COTANGENT = np.asarray([1.037, 1e-4, -3e-3, 1000.0, 1e6, 1e-12], np.float32)
 
@@ -41,6 +44,33 @@ def test_vjp_rounds(x, dtype):
     (got,) = jax.vjp(identity, x[:4].astype(dtype))[1](cotangent)
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.asarray(got, np.float32), rounded(cotangent))
+
+
+MODES = {
+    **{rounding: {"rounding": rounding} for rounding in DETERMINISTIC},
+    "stochastic": {"rounding": "stochastic", "key": jax.random.key(1)},
+    "random_bits": {"rounding": Stochastic("A", bits=8), "random_bits": np.uint8(200)},
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("fmt", ["e5m2", "int8"])
+def test_every_mode_rounds_the_cotangent(x, fmt, name):
+    """Oracle: `round_to_format`, which has its own tests."""
+    cotangent = np.append(COTANGENT[:5], np.float32(np.inf))
+    modes = [{**MODES[name], "saturation": saturation} for saturation in SATURATIONS]
+
+    @jax.jit
+    def both_ways(x):
+        functions = [functools.partial(round_cotangent, fmt=fmt, **mode) for mode in modes]
+        backward = [jax.vjp(f, x)[1](cotangent)[0] for f in functions]
+        forward = [jax.jvp(f, (x,), (cotangent,)) for f in functions]
+        return backward, forward
+
+    for mode, back, (out, tangent) in zip(modes, *both_ways(x), strict=True):
+        np.testing.assert_array_equal(back, round_to_format(cotangent, fmt, **mode))
+        np.testing.assert_array_equal(out, x)
+        np.testing.assert_array_equal(tangent, cotangent)
 
 
 def test_every_cotangent_of_16_bits():
@@ -149,6 +179,12 @@ def test_zero_cotangents_stay_exact_zeros():
 def test_errors(x):
     with pytest.raises(TypeError, match="round_cotangent: x has dtype int32"):
         round_cotangent(x.astype(jnp.int32), "e5m2")
+    with pytest.raises(TypeError, match="x has dtype float64, expected float32, float16 or bfl"):
+        round_cotangent(np.ones(3), "e5m2")
+    with pytest.raises(ValueError, match="stochastic rounding got neither key and random_bits"):
+        round_cotangent(x, "e5m2", rounding="stochastic")
+    with pytest.raises(ValueError, match="key is given, but rounding='nearest_even' uses no"):
+        round_cotangent(x, "e5m2", key=jax.random.key(0))
     with pytest.raises(ValueError, match="scaling='row', expected one of none, tensor"):
         round_cotangent(x, "e5m2", scaling="row")
     with pytest.raises(ValueError, match="bfloat16 does not hold every finite value of float16"):
