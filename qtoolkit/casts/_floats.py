@@ -229,8 +229,8 @@ def corrections(
         case "toward_positive" | "toward_negative":
             return over, inexact & (negative if rounding == "toward_negative" else ~negative)
         case "to_odd":
-            odd = (_bits(total) & np.uint32(1)) == 1
-            return over, inexact & (odd == over)  # where the lower neighbour is even
+            lower = _bits(total) - over.astype(jnp.uint32)
+            return over, inexact & ((lower & np.uint32(1)) == 0)  # which is even
         case "nearest_away":
             half = _float(step - u32(1 << FLOAT32_MANTISSA))
             return jnp.zeros_like(over), _float(magnitude) - nearest == half
