@@ -187,7 +187,10 @@ def test_what_weights_are_stored_in_and_what_not(fmt):
         ("e3m4", "safetensors has no dtype for it"),
         ("hifloat8", "safetensors has no dtype for it"),
         ("int24", "safetensors has no dtype for it"),
-        (dataclasses.replace(E4M3FN, name="mine", bias=9), "safetensors has no dtype for it"),
+        (
+            dataclasses.replace(E4M3FN, name="mine", bias=9, dtype_name=None),
+            "safetensors has no dtype for it",
+        ),
         ("e8m0fnu", "no weights are stored in it"),
         ("int32", "no weights are stored in it"),
     ],
