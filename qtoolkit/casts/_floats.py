@@ -185,8 +185,13 @@ def _codes_by_addition(
     code = _bits(total) + (binade >> np.uint32(shift))
     if rounding != "nearest_even":
         step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
-        over, up = corrections(limited, negative, total - big, total, step, rounding, random)
-        code = code + up.astype(jnp.uint32) - over.astype(jnp.uint32)
+        nearest = total - big
+        over, up = corrections(limited, negative, nearest, total, step, rounding, random)
+        code = code - over.astype(jnp.uint32)
+        if rounding == "to_odd":  # as `up` says; one operation on codes
+            code = code | (_bits(nearest) != limited).astype(jnp.uint32)
+        else:
+            code = code + up.astype(jnp.uint32)
     code &= u32(mask)
     if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
         code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
@@ -229,8 +234,10 @@ def corrections(
         case "toward_positive" | "toward_negative":
             return over, inexact & (negative if rounding == "toward_negative" else ~negative)
         case "to_odd":
-            lower = _bits(total) - over.astype(jnp.uint32)
-            return over, inexact & ((lower & np.uint32(1)) == 0)  # which is even
+            # The sum's last bit tells an odd nearest one; where it lies above, the lower one is even.
+            odd = _bits(total) << np.uint32(31)
+            high = jnp.where(over, u32(SIGN), u32(0))
+            return over, inexact & (odd == high)
         case "nearest_away":
             half = _float(step - u32(1 << FLOAT32_MANTISSA))
             return jnp.zeros_like(over), _float(magnitude) - nearest == half
