@@ -234,7 +234,7 @@ def corrections(
         case "toward_positive" | "toward_negative":
             return over, inexact & (negative if rounding == "toward_negative" else ~negative)
         case "to_odd":
-            # The sum's last bit tells an odd nearest one; where it lies above, the lower one is even.
+            # The sum's last bit says if the nearest is odd; if it lies above, the lower is even.
             odd = _bits(total) << np.uint32(31)
             high = jnp.where(over, u32(SIGN), u32(0))
             return over, inexact & (odd == high)
