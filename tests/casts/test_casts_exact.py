@@ -401,13 +401,13 @@ def test_stochastic_rounding_is_the_formula_of_p3109(name, variant):
         assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("bits", [1, 16, 24])
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [(np.uint16, 1), (np.uint16, 16), (np.uint32, 1), (np.uint32, 16), (np.uint32, 24)],
+)
 @pytest.mark.parametrize("name", ["e4m3fn", "float16", "bfloat16", "binary16p1se", "int8"])
 def test_stochastic_rounding_with_many_bits(name, dtype, bits):
     """2**14 random inputs and random bits, against the integer oracle."""
-    if bits > 8 * np.dtype(dtype).itemsize:
-        pytest.skip("uint16 has no 24 bits")
     spec = {**SPECS, **WIDE}[name]
     rng = np.random.default_rng(7)
     x = rng.choice(_float32_inputs(spec), 2**14)
