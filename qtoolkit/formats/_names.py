@@ -250,7 +250,8 @@ def format(spec: Any) -> Format:
       spec: A format (returned as it is); a string in any of the spellings of qtoolkit ("e4m3fn"),
         numpy and JAX ("float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"), OpenVINO ("f8e4m3") or safetensors
         ("F8_E4M3"), IEEE P3109 ("Binary8p3se") or an integer of any width ("int5"), upper or lower
-        case; or a numpy, ml_dtypes or JAX dtype.
+        case; or a numpy, ml_dtypes or JAX dtype. numpy's type codes are not read: "i8" is
+        OpenVINO's int8, "f4" safetensors' FP4.
 
     Raises:
       ValueError: No format has that name; the message lists the closest ones.
