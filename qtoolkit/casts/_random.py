@@ -60,9 +60,10 @@ def check_draw(
             )
         return None
     if (key is None) == (random_bits is None):
+        given = "neither key nor" if key is None else "both key and"
         raise ValueError(
-            f"{where}: stochastic rounding got {'neither' if key is None else 'both'} key and "
-            "random_bits, expected one of them, e.g. key=jax.random.key(0)"
+            f"{where}: stochastic rounding got {given} random_bits, expected one of them, "
+            "e.g. key=jax.random.key(0)"
         )
     if random_bits is None:
         return Draw(_key_words(where, key), _offset_words(where, index_offset), None)

@@ -326,7 +326,7 @@ def test_linen_parameters_and_optimizer_states():
         ("float64", {}, TypeError, "^cast_tree: a: format float64 needs 64-bit types.*jax_enable"),
         ("e5m2", {"rounding": "up"}, ValueError, "^cast_tree: rounding='up', expected one of"),
         ("e5m2", {"saturation": "up"}, ValueError, "^cast_tree: saturation='up', expected one"),
-        ("e5m2", {"rounding": "stochastic"}, ValueError, "^cast_tree: a: .* neither key and"),
+        ("e5m2", {"rounding": "stochastic"}, ValueError, "^cast_tree: a: .* neither key nor"),
         (
             "e5m2",
             {"rounding": "stochastic", "key": 5},

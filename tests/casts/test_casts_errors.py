@@ -193,7 +193,7 @@ def test_neither_or_both_of_key_and_random_bits(name):
     function = EVERY[name]
     random = np.zeros(3, np.uint16)
     for rounding in ("stochastic", qt.Stochastic("A", bits=4)):
-        with pytest.raises(ValueError, match=rf"^{name}: stochastic rounding got neither key and"):
+        with pytest.raises(ValueError, match=rf"^{name}: stochastic rounding got neither key nor"):
             function(X, "e4m3fn", rounding=rounding)
         with pytest.raises(ValueError, match=rf"^{name}: stochastic rounding got both key and"):
             function(X, "e4m3fn", rounding=rounding, key=KEY, random_bits=random)

@@ -236,7 +236,7 @@ def test_errors():
         fake_cast(x, "int32")
     with pytest.raises(ValueError, match=r"unknown format 'e4m3fm'; did you mean 'e4m3fn'"):
         fake_cast(x, "e4m3fm")
-    with pytest.raises(ValueError, match=r"fake_cast: stochastic rounding got neither key and"):
+    with pytest.raises(ValueError, match=r"fake_cast: stochastic rounding got neither key nor"):
         fake_cast(x, E4M3FN, rounding="stochastic")
     with pytest.raises(TypeError, match=r"fake_cast: key has type int, expected a key"):
         fake_cast(x, E4M3FN, rounding="stochastic", key=0)

@@ -181,7 +181,7 @@ def test_errors(x):
         round_cotangent(x.astype(jnp.int32), "e5m2")
     with pytest.raises(TypeError, match="x has dtype float64, expected float32, float16 or bfl"):
         round_cotangent(np.ones(3), "e5m2")
-    with pytest.raises(ValueError, match="stochastic rounding got neither key and random_bits"):
+    with pytest.raises(ValueError, match="stochastic rounding got neither key nor random_bits"):
         round_cotangent(x, "e5m2", rounding="stochastic")
     with pytest.raises(ValueError, match="key is given, but rounding='nearest_even' uses no"):
         round_cotangent(x, "e5m2", key=jax.random.key(0))
