@@ -15,11 +15,8 @@ from qtoolkit.casts._pack import pack, unpack
 from qtoolkit.casts._random import Draw
 from qtoolkit.casts._sources import (
     FLOATS,
-    SOURCES,
     check_differentiable,
-    codes_of,
     round_values,
-    values_of,
 )
 from qtoolkit.casts._tree import cast_tree
 
@@ -27,7 +24,6 @@ __all__ = [
     "DETERMINISTIC",
     "FLOATS",
     "SATURATIONS",
-    "SOURCES",
     "Draw",
     "Rounding",
     "Stochastic",
@@ -36,7 +32,6 @@ __all__ = [
     "check_arguments",
     "check_differentiable",
     "check_holds",
-    "codes_of",
     "decode",
     "encode",
     "pack",
@@ -46,5 +41,4 @@ __all__ = [
     "round_to_format",
     "round_values",
     "unpack",
-    "values_of",
 ]
