@@ -30,9 +30,19 @@ if TYPE_CHECKING:
         round_to_format,
         unpack,
     )
-    from qtoolkit.formats import FloatFormat, IntFormat, Rules, TableFormat, format, p3109
-    from qtoolkit.gradients import fake_cast, fake_convert, round_cotangent
+    from qtoolkit.formats import (
+        BlockFormat,
+        FloatFormat,
+        IntFormat,
+        Rules,
+        TableFormat,
+        format,
+        p3109,
+        spec,
+    )
+    from qtoolkit.gradients import fake_cast, fake_convert, fake_quantize, round_cotangent
     from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
+    from qtoolkit.scaling import QArray, quantize
 
 _HOMES = {
     "casts": (
@@ -45,10 +55,19 @@ _HOMES = {
         "round_to_format",
         "unpack",
     ),
-    "formats": ("FloatFormat", "IntFormat", "Rules", "TableFormat", "format", "p3109"),
-    "gradients": ("fake_cast", "fake_convert", "round_cotangent"),
+    "formats": (
+        "BlockFormat",
+        "FloatFormat",
+        "IntFormat",
+        "Rules",
+        "TableFormat",
+        "format",
+        "p3109",
+        "spec",
+    ),
+    "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
-    "scaling": (),
+    "scaling": ("QArray", "quantize"),
     "nnx": (),
     "checkpoints": (),
     "plots": (),
@@ -56,8 +75,10 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BlockFormat",
     "FloatFormat",
     "IntFormat",
+    "QArray",
     "Recipe",
     "Rules",
     "Stochastic",
@@ -74,6 +95,7 @@ __all__ = [
     "encode",
     "fake_cast",
     "fake_convert",
+    "fake_quantize",
     "format",
     "formats",
     "gradients",
@@ -82,9 +104,11 @@ __all__ = [
     "pack",
     "plots",
     "products",
+    "quantize",
     "round_cotangent",
     "round_to_format",
     "scaling",
+    "spec",
     "unpack",
 ]
 

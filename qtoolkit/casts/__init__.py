@@ -1,7 +1,7 @@
 """How a value becomes a code and back: the one layer that knows bits."""
 
 from qtoolkit.casts._affine import product, quotient
-from qtoolkit.casts._bits import check_holds
+from qtoolkit.casts._bits import check_holds, from_stored_codes
 from qtoolkit.casts._casts import (
     cast,
     check_arguments,
@@ -12,11 +12,21 @@ from qtoolkit.casts._casts import (
 )
 from qtoolkit.casts._modes import DETERMINISTIC, SATURATIONS, Rounding, Stochastic
 from qtoolkit.casts._pack import pack, unpack
+from qtoolkit.casts._powers import (
+    binary_parts,
+    exact_float32,
+    from_stored,
+    power_of_two,
+    stored,
+    times_power_of_two,
+)
 from qtoolkit.casts._random import Draw
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,
+    codes_of,
     round_values,
+    values_of,
 )
 from qtoolkit.casts._tree import cast_tree
 
@@ -27,18 +37,27 @@ __all__ = [
     "Draw",
     "Rounding",
     "Stochastic",
+    "binary_parts",
     "cast",
     "cast_tree",
     "check_arguments",
     "check_differentiable",
     "check_holds",
+    "codes_of",
     "decode",
     "encode",
+    "exact_float32",
+    "from_stored",
+    "from_stored_codes",
     "pack",
+    "power_of_two",
     "product",
     "quotient",
     "random_of",
     "round_to_format",
     "round_values",
+    "stored",
+    "times_power_of_two",
     "unpack",
+    "values_of",
 ]

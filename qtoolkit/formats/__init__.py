@@ -1,5 +1,25 @@
 """What a number format is: frozen data with every property derived and exact. No JAX here."""
 
+from qtoolkit.formats._block import (
+    BLOCK_FORMATS,
+    DEEPSEEK_1X128,
+    DEEPSEEK_1X128_E8M0,
+    DEEPSEEK_128X128,
+    DEEPSEEK_128X128_E8M0,
+    INT4_GROUP32,
+    INT4_GROUP128,
+    INT8_GROUP128,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NF4_BLOCK64,
+    NVFP4,
+    BlockFormat,
+    spec,
+)
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials, unsigned_dtype
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
@@ -47,7 +67,12 @@ from qtoolkit.formats._table import TableFormat
 
 __all__ = [
     "BFLOAT16",
+    "BLOCK_FORMATS",
     "BOOL",
+    "DEEPSEEK_1X128",
+    "DEEPSEEK_1X128_E8M0",
+    "DEEPSEEK_128X128",
+    "DEEPSEEK_128X128_E8M0",
     "E1M2FN",
     "E2M1FN",
     "E2M3FN",
@@ -67,11 +92,22 @@ __all__ = [
     "HIFLOAT8",
     "INT2",
     "INT4",
+    "INT4_GROUP32",
+    "INT4_GROUP128",
     "INT8",
+    "INT8_GROUP128",
     "INT16",
     "INT32",
     "INT64",
+    "MXFP4",
+    "MXFP6_E2M3",
+    "MXFP6_E3M2",
+    "MXFP8_E4M3",
+    "MXFP8_E5M2",
+    "MXINT8",
     "NF4",
+    "NF4_BLOCK64",
+    "NVFP4",
     "POSIT8",
     "TF32",
     "UE4M3",
@@ -81,6 +117,7 @@ __all__ = [
     "UINT16",
     "UINT32",
     "UINT64",
+    "BlockFormat",
     "FloatFormat",
     "Format",
     "IntFormat",
@@ -90,5 +127,6 @@ __all__ = [
     "TableFormat",
     "format",
     "p3109",
+    "spec",
     "unsigned_dtype",
 ]

@@ -262,7 +262,7 @@ def format(spec: Any) -> Format:
     name = spec if isinstance(spec, str) else _dtype_name(spec)
     found = _BY_SPELLING.get(name.lower()) or _family_member(name)
     if found is None:
-        nearest = _closest(name)
+        nearest = closest(name)
         hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
         raise ValueError(
             f"format: unknown format {name!r}; {hint}known: {', '.join(f.name for f in FORMATS)}, "
@@ -282,7 +282,7 @@ def _family_member(name: str) -> Format | None:
     return from_name(name)
 
 
-def _closest(name: str) -> list[str]:
+def closest(name: str) -> list[str]:
     """The names of up to three formats with a spelling like `name`, the likest first."""
     spellings = {spelling: fmt.name for spelling, fmt in _BY_SPELLING.items()}
     families = (*(f"{u}int{bits}" for u in ("", "u") for bits in range(1, 65)), *P3109_NAMES)

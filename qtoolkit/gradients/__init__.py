@@ -10,6 +10,7 @@ from qtoolkit.gradients._estimators import (
 )
 from qtoolkit.gradients._fake_cast import fake_cast
 from qtoolkit.gradients._fake_convert import fake_convert
+from qtoolkit.gradients._fake_quantize import fake_quantize
 from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
 
@@ -25,6 +26,7 @@ __all__ = [
     "Zero",
     "fake_cast",
     "fake_convert",
+    "fake_quantize",
     "linear_with_transpose",
     "round_cotangent",
 ]

@@ -1,0 +1,315 @@
+"""Block formats: elements that share scales, as frozen data, and those that are published."""
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._int import IntFormat
+from qtoolkit.formats._names import (
+    E2M1FN,
+    E2M3FN,
+    E3M2FN,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    FLOAT32,
+    INT4,
+    INT8,
+    NF4,
+    Format,
+    closest,
+    format,
+)
+
+POWER_RULES = ("floor", "ceil", "rceil", "even")
+RULES = (*POWER_RULES, "amax")
+_LARGEST = Fraction(2) ** 100  # scaled elements and their quotients stay within float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """Elements of one format in blocks that share a scale: x ~ q * scale. Frozen, hashable.
+
+    Scaling per tensor, channel and token are block shapes, too: see `tensor`, `channel`, `token`.
+
+    Attributes:
+      element: The format of q, or any spelling of one.
+      block: Lengths of a block along `axes`; None for the whole axis. The last block of an axis may
+        be shorter.
+      axes: The axes that `block` tells about, negative ones counted from the end; None for the last
+        ones. See `along`.
+      rest: Length of a block along all other axes: 1, or None for the whole axis.
+      scale: The format that scales are rounded to, or any spelling: a float format with a NaN and
+        without a sign to speak of, for its scales are positive. None for no scale at all.
+      rule: How a scale follows from amax, the largest finite |x| of its block. "amax": amax / M
+        for the largest element M, rounded to nearest. Powers of two, exactly: "floor",
+        2**(floor(log2 amax) - floor(log2 M)), as OCP MX has it; "ceil", with the ceiling of
+        log2 amax; "rceil", 2**ceil(log2(amax / M)), the least that does not clip; "even", "floor"
+        of amax rounded to the mantissa bits of the element. None: "amax" where scales have a
+        mantissa, else "floor" for integers, "even" for elements of one or two exponent bits,
+        "rceil" for all others.
+      tensor_scale: The format of a second scale for the whole tensor, amax / (M * S) for the
+        largest scale S, by which the scales themselves are divided; None for none.
+      zero_point: Whether integers are asymmetric: x ~ (q - zero point) * scale, where scale and
+        zero point follow from the least and largest element, zero included.
+      element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
+      narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
+      least_amax: What a smaller amax counts as.
+      name: As users write it; no part of equality.
+    """
+
+    element: Format
+    block: tuple[int | None, ...] = ()
+    axes: tuple[int, ...] | None = None
+    rest: int | None = 1
+    scale: FloatFormat | None = FLOAT32
+    rule: str | None = None
+    tensor_scale: FloatFormat | None = None
+    zero_point: bool = False
+    element_exponent: int = 0
+    narrow_range: bool = False
+    least_amax: float = 0.0
+    name: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for field in ("element", "scale", "tensor_scale"):
+            if getattr(self, field) is not None or field == "element":
+                object.__setattr__(self, field, format(getattr(self, field)))
+        self._check_blocks()
+        for field in ("scale", "tensor_scale"):
+            self._check_scale(field)
+        self._check_rule()
+        if self.scale is not None:
+            self._check_element()
+        if self.zero_point:
+            self._check_zero_point()
+        if not self.name:
+            object.__setattr__(self, "name", self._description())
+
+    @classmethod
+    def tensor(cls, element: Any, **fields: Any) -> "BlockFormat":
+        """One scale for all elements."""
+        return cls(element=element, rest=None, **fields)
+
+    @classmethod
+    def channel(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
+        """One scale for each index of `axis`."""
+        return cls(element=element, block=(1,), axes=(axis,), rest=None, **fields)
+
+    @classmethod
+    def token(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
+        """One scale for each vector along `axis`."""
+        return cls(element=element, block=(None,), axes=(axis,), **fields)
+
+    def along(self, *axes: int) -> "BlockFormat":
+        """The same blocks along other axes: `spec("mxfp4").along(0)`."""
+        moved = dataclasses.replace(self, axes=axes, name="")
+        at = ",".join(map(str, axes))
+        return dataclasses.replace(moved, name=f"{self.name.split('@')[0]}@{at}")
+
+    @property
+    def largest(self) -> Fraction:
+        """What the largest code stands for, without a scale: 448 for E4M3FN, 127/64 for MXINT8."""
+        return self.element.max_finite * Fraction(2) ** self.element_exponent
+
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two by their format: exponents alone, as in E8M0."""
+        return self.scale is not None and self.scale.mantissa_bits == 0
+
+    def block_lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The length of a block along each axis of an array.
+
+        Raises:
+          ValueError: An axis is out of range, empty, or shorter than a block.
+        """
+        rank = len(shape)
+        if 0 in shape:
+            raise ValueError(f"{self.name}: shape {shape} is empty, expected at least one element")
+        axes = self.axes if self.axes is not None else tuple(range(-len(self.block), 0))
+        lengths: list[int | None] = [self.rest] * rank
+        taken = set()
+        for axis, length in zip(axes, self.block, strict=True):
+            if not -rank <= axis < rank or axis % rank in taken:
+                raise ValueError(
+                    f"{self.name}: blocks along axes {axes} of an array of shape {shape}, expected "
+                    f"different axes from {-rank} to {rank - 1}; choose them with .along(...)"
+                )
+            taken.add(axis % rank)
+            if length is not None and length > shape[axis]:
+                raise ValueError(
+                    f"{self.name}: a block has {length} elements along axis {axis}, and shape "
+                    f"{shape} only {shape[axis]}; use a shorter block"
+                )
+            lengths[axis] = length
+        return tuple(
+            n if length is None else length for n, length in zip(shape, lengths, strict=True)
+        )
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The number of blocks along each axis of an array. Raises: as `block_lengths`."""
+        return tuple(-(-n // b) for n, b in zip(shape, self.block_lengths(shape), strict=True))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def _description(self) -> str:
+        if self.scale is None:
+            return f"{self.element.name}, unscaled"
+        shapes = {((), None): "tensor", ((1,), None): "channel", ((None,), 1): "token"}
+        sizes = "x".join("all" if n is None else str(n) for n in self.block)
+        by = shapes.get((self.block, self.rest), f"blocks of {sizes}")
+        of = "" if self.scale == FLOAT32 else f", {self.scale.name} scales"
+        return f"{self.element.name} by {by}{of}"
+
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"BlockFormat {self.name or self.element.name}: {message}")
+
+    def _check_blocks(self) -> None:
+        for field in ("block", "axes"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, tuple(value))
+        for length in self.block:
+            if length is not None and not (_is_int(length) and length >= 1):
+                raise self._error(f"block={self.block}, expected positive integers or None")
+        if self.axes is not None:
+            if not all(map(_is_int, self.axes)) or len(set(self.axes)) < len(self.axes):
+                raise self._error(f"axes={self.axes}, expected different integers")
+            if len(self.axes) != len(self.block):
+                raise self._error(
+                    f"{len(self.axes)} axes, {self.axes}, for a block with {len(self.block)} "
+                    f"lengths, {self.block}; expected as many"
+                )
+        if self.rest not in (1, None):
+            raise self._error(f"rest={self.rest!r}, expected 1 or None")
+
+    def _check_scale(self, field: str) -> None:
+        scale = getattr(self, field)
+        if scale is None:
+            return
+        wanted = "expected a float format with a NaN that float32 holds, e.g. float32 or e8m0fnu"
+        if not isinstance(scale, FloatFormat) or not scale.has_nan:
+            raise self._error(f"{field}={scale.name} cannot be a scale; {wanted}")
+        fits = scale.max_finite <= FLOAT32.max_finite and scale.mantissa_bits <= 23
+        if not fits or scale.min_subnormal < FLOAT32.min_subnormal:
+            raise self._error(f"{field}={scale.name} is wider than float32; {wanted}")
+
+    def _check_rule(self) -> None:
+        if self.rule is None:
+            object.__setattr__(self, "rule", self._default_rule())
+        if self.rule not in RULES:
+            raise self._error(f"rule={self.rule!r}, expected one of {', '.join(RULES)}")
+        if self.rule == "amax" and self.has_powers:
+            raise self._error(
+                f"rule='amax' with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
+                f"expected one of {', '.join(POWER_RULES)}"
+            )
+        if self.rule == "even" and not isinstance(self.element, FloatFormat | IntFormat):
+            raise self._error("rule='even' needs an element with mantissa bits, not a table")
+        if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
+            raise self._error("tensor_scale needs a scale with rule='amax'")
+        if not 0 <= self.least_amax < float("inf"):
+            raise self._error(f"least_amax={self.least_amax}, expected a finite number from 0 up")
+
+    def _default_rule(self) -> str:
+        if not self.has_powers:
+            return "amax"
+        if isinstance(self.element, IntFormat):
+            return "floor"
+        narrow = isinstance(self.element, FloatFormat) and self.element.exponent_bits <= 2
+        return "even" if narrow else "rceil"
+
+    def _check_element(self) -> None:
+        element = self.element
+        too_wide = element.max_finite > _LARGEST or element.min_subnormal < 1 / _LARGEST
+        if too_wide or element.mantissa_bits > 23 or getattr(element, "is_bool", False):
+            raise self._error(
+                f"element={element.name} cannot be scaled: it has the range of float32, or more bits "
+                "than its significand, or is bool; expected a narrower format, or scale=None"
+            )
+        if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
+            raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
+
+    def _check_zero_point(self) -> None:
+        simple = self.rule == "amax" and self.tensor_scale is None and not self.element_exponent
+        if not isinstance(self.element, IntFormat) or self.scale is None or not simple:
+            raise self._error(
+                "zero_point needs an integer element and a scale with rule='amax', without "
+                "tensor_scale or element_exponent"
+            )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
+    """Source: OCP Microscaling Formats (MX) Specification v1.0; rules: see `BlockFormat`."""
+    return BlockFormat(name=name, element=element, block=(32,), scale=E8M0FNU, **fields)
+
+
+def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
+    """Source: arXiv:2412.19437, section 3.3; the least amax is that of its published kernels."""
+    suffix = "_e8m0" if fields else ""
+    name = f"deepseek_{block[0]}x{block[1]}{suffix}"
+    return BlockFormat(name=name, element=E4M3FN, block=block, least_amax=1e-4, **fields)
+
+
+MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3FN)
+MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2)
+MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3FN)
+MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2FN)
+MXFP4 = _mx("mxfp4", E2M1FN)
+MXINT8 = _mx("mxint8", INT8, element_exponent=-6, narrow_range=True)
+# Source: arXiv:2509.25149; the scale is E4M3 without its sign, the second one float32.
+NVFP4 = BlockFormat(name="nvfp4", element=E2M1FN, block=(16,), scale=E4M3FN, tensor_scale=FLOAT32)
+DEEPSEEK_1X128, DEEPSEEK_128X128 = _deepseek((1, 128)), _deepseek((128, 128))
+DEEPSEEK_1X128_E8M0 = _deepseek((1, 128), scale=E8M0FNU)
+DEEPSEEK_128X128_E8M0 = _deepseek((128, 128), scale=E8M0FNU)
+INT8_GROUP128 = BlockFormat(name="int8_group128", element=INT8, block=(128,))
+INT4_GROUP32 = BlockFormat(name="int4_group32", element=INT4, block=(32,))
+INT4_GROUP128 = BlockFormat(name="int4_group128", element=INT4, block=(128,))
+NF4_BLOCK64 = BlockFormat(name="nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
+
+BLOCK_FORMATS = (
+    *(MXFP8_E4M3, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, MXINT8, NVFP4),
+    *(DEEPSEEK_1X128, DEEPSEEK_128X128, DEEPSEEK_1X128_E8M0, DEEPSEEK_128X128_E8M0),
+    *(INT8_GROUP128, INT4_GROUP32, INT4_GROUP128, NF4_BLOCK64),
+)
+_BY_NAME = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+
+
+def spec(of: Any) -> BlockFormat:
+    """What `quantize` and its kin make of their `spec` argument: a block format.
+
+    Args:
+      of: A block format (returned as it is); the name of a published one, "mxfp4", upper or lower
+        case; or an element format or any spelling of one. That alone stands for one scale for the
+        whole tensor, NF4 for its published blocks of 64, and formats that need no scale
+        (`needs_scale`), or have the range of float32, for none.
+
+    Raises:
+      ValueError: Nothing has that name; the message lists the closest ones.
+      TypeError: `of` is neither a format nor a string nor a dtype.
+    """
+    if isinstance(of, BlockFormat):
+        return of
+    if isinstance(of, str) and of.lower() in _BY_NAME:
+        return _BY_NAME[of.lower()]
+    try:
+        element = format(of)
+    except ValueError:
+        raise ValueError(
+            f"spec: unknown format {of!r}; expected one of {', '.join(_BY_NAME)}, or an element "
+            f"format such as {', '.join(closest(of) or ['e4m3fn'])}"
+        ) from None
+    if element == NF4:
+        return NF4_BLOCK64
+    is_wide = element.max_finite > _LARGEST or element.min_subnormal < 1 / _LARGEST
+    if is_wide or not element.needs_scale:
+        return BlockFormat.tensor(element, scale=None)
+    return BlockFormat.tensor(element)

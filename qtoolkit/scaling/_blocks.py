@@ -1,0 +1,200 @@
+"""Where the blocks of an array lie, and the largest finite magnitude of each."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NoReturn, overload
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+_STAGE = 32  # elements that XLA's CPU reduces in one loop with what makes them
+_VECTOR = 8  # neighbours that should remain beside each other, so that the loop is vectorized
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of an array. Its view has two axes, block and place, for each axis that has both.
+
+    Attributes:
+      shape: The shape of the array.
+      lengths: The length of a block along each axis; the last one may be shorter.
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of blocks along each axis: the shape of the scales."""
+        return tuple(-(-n // b) for n, b in zip(self.shape, self.lengths, strict=True))
+
+    @property
+    def is_split(self) -> tuple[bool, ...]:
+        """For each axis, whether the view splits it in two."""
+        return tuple(1 < b < n for n, b in zip(self.shape, self.lengths, strict=True))
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """The view of an array; ragged ends are padded with zeros.
+
+        Raises:
+          ValueError: The array is sharded on an Explicit mesh along an axis of which a shard does
+            not hold whole blocks.
+        """
+        self._check_shards(x)
+        missing = [n * b - s for n, b, s in zip(self.counts, self.lengths, self.shape, strict=True)]
+        if any(missing):
+            x = jnp.pad(x, [(0, n) for n in missing])
+        return x.reshape(self._view_shape(self.lengths)) if any(self.is_split) else x
+
+    def join(self, view: jax.Array) -> jax.Array:
+        """The array of a view."""
+        if not any(self.is_split):
+            return view
+        padded = tuple(n * b for n, b in zip(self.counts, self.lengths, strict=True))
+        x = view.reshape(padded)
+        return x if padded == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
+
+    @overload
+    def spread(self, scales: None) -> None: ...
+    @overload
+    def spread(self, scales: jax.Array) -> jax.Array: ...
+    def spread(self, scales: jax.Array | None) -> jax.Array | None:
+        """One number for each block, in a shape that broadcasts to the view."""
+        if scales is None:
+            return None
+        return scales.reshape(self._view_shape((1,) * len(self.shape)))
+
+    def gather(self, spread: jax.Array) -> jax.Array:
+        """The numbers of `spread` in the shape of the scales, `counts`."""
+        return spread.reshape(self.counts)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The axes of the view that lie within a block."""
+        axes, at = [], 0
+        for length, is_split in zip(self.lengths, self.is_split, strict=True):
+            at += is_split
+            if length > 1:
+                axes.append(at)
+            at += 1
+        return tuple(axes)
+
+    def reshaped(self, shape: tuple[int, ...]) -> "Blocks":
+        """The same blocks of the array in another shape.
+
+        Raises:
+          ValueError: A block would be torn.
+        """
+        olds = [(n, b) for n, b in zip(self.shape, self.lengths, strict=True) if n > 1]
+        sizes = [n for n in shape if n > 1]
+        lengths: list[int] = []
+        for begin, end, length in _groups([n for n, _ in olds], sizes):
+            news = sizes[len(lengths) : len(lengths) + length]
+            lengths += _group_lengths(olds[begin:end], news) or self._torn(shape)
+        remaining = iter(lengths)
+        return Blocks(shape, tuple(1 if n == 1 else next(remaining) for n in shape))
+
+    def _torn(self, shape: tuple[int, ...]) -> NoReturn:
+        raise ValueError(
+            f"QArray: reshape{shape} of shape {self.shape} would tear blocks of {self.lengths}; "
+            "dequantize() first"
+        )
+
+    def _view_shape(self, within: tuple[int, ...]) -> tuple[int, ...]:
+        """The view's shape, with these lengths of a block along the axes that are split."""
+        shape: list[int] = []
+        for count, length, is_split in zip(self.counts, within, self.is_split, strict=True):
+            shape += (count, length) if is_split else (count * length,)
+        return tuple(shape)
+
+    def _check_shards(self, x: jax.Array) -> None:
+        for axis, (entry, is_split) in enumerate(zip(explicit_spec(x), self.is_split, strict=True)):
+            if entry is None or not is_split:
+                continue
+            names = entry if isinstance(entry, tuple) else (entry,)
+            shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
+            if self.shape[axis] % (shards * self.lengths[axis]):
+                raise ValueError(
+                    f"axis {axis} has {self.shape[axis]} elements in {shards} shards over mesh "
+                    f"axes {names}, expected whole blocks of {self.lengths[axis]} in each; "
+                    "reshard x, or block another axis"
+                )
+
+
+def _groups(olds: list[int], news: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Splits two shapes of one size, without ones, into the shortest runs of equal size.
+
+    Yields begin and end of each run in `olds`, and its length in `news`.
+    """
+    i = j = 0
+    while i < len(olds):
+        begin, first = i, j
+        old, new = olds[i], news[j]
+        i, j = i + 1, j + 1
+        while old != new:
+            if old < new:
+                old, i = old * olds[i], i + 1
+            else:
+                new, j = new * news[j], j + 1
+        yield begin, i, j - first
+
+
+def _group_lengths(olds: list[tuple[int, int]], news: list[int]) -> list[int] | None:
+    """Lengths of blocks along axes of sizes `news` in place of axes (size, length of a block)."""
+    if all(b == 1 for _, b in olds):
+        return [1] * len(news)
+    if all(b == n for n, b in olds):
+        return news
+    *outer, (n, b) = olds
+    is_same = len(olds) == len(news) == 1
+    if any(c > 1 for _, c in outer) or not (is_same or (n % b == 0 and news[-1] % b == 0)):
+        return None
+    return [1] * (len(news) - 1) + [b]
+
+
+def explicit_spec(x: jax.Array) -> tuple[object, ...]:
+    """The mesh axes of each axis of `x`; None for all but those of Explicit meshes."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
+    """The largest finite |x| over `axes`, which keep length 1, in the dtype of `view`.
+
+    Integers compare the patterns, so that subnormals count. Zero where nothing is finite; where
+    `nan_wins`, NaN where one is among the elements.
+    """
+    info = ml_dtypes.finfo(view.dtype)
+    unsigned = np.dtype(f"uint{info.bits}")
+    inf = np.asarray(np.inf, view.dtype).view(unsigned)[()]
+    bits = lax.bitcast_convert_type(view, unsigned) & unsigned.type(2 ** (info.bits - 1) - 1)
+    skipped = bits == inf if nan_wins else bits >= inf
+    finite = jnp.where(skipped, unsigned.type(0), bits)
+    return lax.bitcast_convert_type(_max(finite, axes, explicit_spec(view)), view.dtype)
+
+
+def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[object, ...]) -> jax.Array:
+    """The maximum over `axes`, in two steps: XLA's CPU writes out what makes the elements of a
+    long reduction, but computes them in the loop of a short one. The barrier keeps the two apart.
+    """
+    if not axes:
+        return x
+    shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))
+    axis = axes[-1] if axes[-1] == x.ndim - 1 else max(axes, key=lambda axis: x.shape[axis])
+    is_last = axis == x.ndim - 1
+    step = _divisor(x.shape[axis], _VECTOR if is_last else 1)
+    if step > 1 and sharded[axis] is None:
+        rest = x.shape[axis] // step
+        parts = (step, rest) if is_last else (rest, step)
+        short = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
+        x = lax.optimization_barrier(jnp.max(short, axis=axis if is_last else axis + 1))
+    return jnp.max(x, axis=axes).reshape(shape)
+
+
+def _divisor(n: int, least_rest: int) -> int:
+    """The largest divisor of n that one loop may reduce and that leaves `least_rest` or more."""
+    return max((d for d in range(2, _STAGE + 1) if n % d == 0 and n // d >= least_rest), default=1)

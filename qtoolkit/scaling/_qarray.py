@@ -1,0 +1,395 @@
+"""`QArray`: codes, and the scales that make numbers of them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
+
+from qtoolkit.casts import FLOATS, from_stored_codes, pack, unpack
+from qtoolkit.formats import BlockFormat, FloatFormat
+from qtoolkit.scaling._blocks import Blocks
+from qtoolkit.scaling._rounding import Scales, dequantized
+from qtoolkit.scaling._scales import smooth_scale
+
+_LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QArray:
+    """A quantized array: x ~ (q - zero point) * scale * tensor scale, for the values q of `codes`.
+
+    A pytree whose leaves are plain arrays of the attributes that are not None; all else is static.
+    `quantize` makes one; so may you, from codes and scales of another system.
+
+    Attributes:
+      codes: Unsigned integers as `encode` writes them, dtype `spec.element.code_dtype`, in the
+        shape of the array; or packed by `pack` along its last axis, uint8.
+      scale: One for each block, in the dtype of `spec.scale`, or its codes where it has none; the
+        rank of the array. None where `spec` has no scale.
+      spec: The formats. `lengths` says where the blocks lie.
+      tensor_scale: A scalar in the dtype of `spec.tensor_scale`, with leading axes under `vmap`.
+      zero_point: int32, the shape of `scale`.
+      dtype: Of the array: float32, float16 or bfloat16.
+      lengths: The length of a block along each of the last axes; further axes have length 1. None
+        for what `spec` says.
+      packed_size: The length of the last axis where codes are packed, else None.
+
+    Invariants, checked here, not where JAX rebuilds the tree: along an axis with n elements and
+    blocks of b, `scale` has ceil(n / b) elements; dtypes are as above; what `spec` has not is None.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    spec: BlockFormat
+    tensor_scale: jax.Array | None = None
+    zero_point: jax.Array | None = None
+    dtype: Any = "float32"
+    lengths: tuple[int, ...] | None = None
+    packed_size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _float_dtype("QArray", self.dtype))
+        if not isinstance(self.spec, BlockFormat):
+            raise TypeError(f"QArray: spec is a {type(self.spec).__name__}, expected a BlockFormat")
+        self._check_codes()
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", self.spec.block_lengths(self.shape))
+        counts = self.blocks.counts
+        spec = self.spec
+        self._check("scale", _stored_dtype(spec.scale), counts)
+        self._check("zero_point", np.dtype("int32") if spec.zero_point else None, counts)
+        second = self.tensor_scale
+        batch = self.shape[: getattr(second, "ndim", 0)]
+        self._check("tensor_scale", _stored_dtype(spec.tensor_scale), batch)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.codes.shape)
+        return shape if self.packed_size is None else (*shape[:-1], self.packed_size)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def blocks(self) -> Blocks:
+        assert self.lengths is not None
+        rank = len(self.shape)
+        lengths = (1,) * (rank - len(self.lengths)) + self.lengths[
+            max(len(self.lengths) - rank, 0) :
+        ]
+        return Blocks(self.shape, lengths)
+
+    @property
+    def elements(self) -> jax.Array:
+        """Q in the element format's own dtype: float8_e4m3fn for "e4m3fn".
+
+        Raises:
+          TypeError: JAX has no arrays of that format; `codes` has them.
+        """
+        element = self.spec.element
+        if element.dtype is None or (element.bits < 8 and element.bits not in (2, 4)):
+            raise TypeError(f"QArray: JAX has no arrays of {element.name}; use .unpack().codes")
+        return from_stored_codes(self.unpack().codes, element)
+
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """The numbers: (q - zero point) * scale, rounded once to float32, then to `dtype`.
+
+        Scales that are powers of two multiply exactly, subnormal ones and results included.
+
+        Args:
+          dtype: float32, float16 or bfloat16; None for that of the array.
+
+        Gradient: of float32, float16 and bfloat16 scales that of the product; other scales and
+        codes have none.
+        """
+        wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
+        plain = self.unpack()
+        scales = Scales(self.scale, self.tensor_scale, self.zero_point)
+        return _dequantize_jitted(plain.codes, scales, self.blocks, self.spec, wanted)
+
+    def pack(self) -> "QArray":
+        """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
+        if self.packed_size is not None:
+            return self
+        codes = pack(self.codes, self.spec.element)
+        return self._replaced(codes=codes, packed_size=self.shape[-1])
+
+    def unpack(self) -> "QArray":
+        """The same array with a code to a byte."""
+        if self.packed_size is None:
+            return self
+        codes = unpack(self.codes, self.spec.element, self.packed_size)
+        return self._replaced(codes=codes, packed_size=None)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("QArray: len() of an array without axes")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> "QArray":
+        """Integers and slices along axes that no block crosses; or integers in an array, axis 0.
+
+        An axis that is one block may be sliced, too. Of packed codes the last axis stays whole.
+        """
+        if isinstance(index, np.ndarray | jax.Array) and np.ndim(index):
+            return self._rows(jnp.asarray(index))
+        items = self._index_of_each_axis(index)
+        codes, scale, lengths = [], [], []
+        for axis, (item, count, length) in enumerate(
+            zip(items, self.blocks.counts, self.blocks.lengths, strict=True)
+        ):
+            n = self.shape[axis]
+            is_whole = isinstance(item, slice) and item.indices(n) == (0, n, 1)
+            is_packed = self.packed_size is not None and axis == self.ndim - 1
+            if not is_whole and (is_packed or 1 < length < n):
+                raise IndexError(
+                    f"QArray: index {item} of axis {axis}, which "
+                    + ("is packed" if is_packed else f"has {count} blocks of {length}")
+                    + ", expected the whole axis, ':'; "
+                    + ("unpack() first" if is_packed else "dequantize() first")
+                )
+            codes.append(item)
+            scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
+            if isinstance(item, slice):
+                kept = len(range(*item.indices(n)))
+                lengths.append(length if 1 <= length < n else kept)
+        return self._replaced(
+            codes=self.codes[tuple(codes)],
+            scale=None if self.scale is None else self.scale[tuple(scale)],
+            zero_point=None if self.zero_point is None else self.zero_point[tuple(scale)],
+            lengths=tuple(lengths),
+        )
+
+    def transpose(self, *axes: int | Sequence[int]) -> "QArray":
+        """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes."""
+        order = _flat(axes) if axes else tuple(range(self.ndim))[::-1]
+        if sorted(axis % self.ndim for axis in order) != list(range(self.ndim)):
+            raise ValueError(f"QArray: transpose{order} of an array with {self.ndim} axes")
+        order = tuple(axis % self.ndim for axis in order)
+        if self.packed_size is not None and order[-1] != self.ndim - 1:
+            raise ValueError(f"QArray: transpose{order} moves the packed last axis; unpack() first")
+        return self._replaced(
+            codes=self.codes.transpose(order),
+            scale=None if self.scale is None else self.scale.transpose(order),
+            zero_point=None if self.zero_point is None else self.zero_point.transpose(order),
+            lengths=tuple(self.blocks.lengths[axis] for axis in order),
+        )
+
+    @property
+    def T(self) -> "QArray":  # noqa: N802
+        """The axes in reverse order."""
+        return self.transpose()
+
+    def reshape(self, *shape: int | Sequence[int]) -> "QArray":
+        """Another shape, where blocks stay blocks.
+
+        Axes may be split and merged as long as no block crosses them, or the block lies along the
+        last of them and divides it before and after.
+
+        Raises:
+          ValueError: A block would be torn; or codes are packed and the last axis changes.
+        """
+        wanted = self._resolved(_flat(shape))
+        blocks = self.blocks.reshaped(wanted)
+        codes_shape = wanted
+        if self.packed_size is not None:
+            if not wanted or wanted[-1] != self.shape[-1]:
+                raise ValueError(
+                    f"QArray: reshape{wanted} changes the packed last axis; unpack() first"
+                )
+            codes_shape = (*wanted[:-1], self.codes.shape[-1])
+        return self._replaced(
+            codes=self.codes.reshape(codes_shape),
+            scale=None if self.scale is None else self.scale.reshape(blocks.counts),
+            zero_point=None if self.zero_point is None else self.zero_point.reshape(blocks.counts),
+            lengths=blocks.lengths,
+        )
+
+    def __repr__(self) -> str:
+        leaves = (
+            f"{name} {leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            for name in _LEAVES
+            if hasattr(leaf := getattr(self, name), "dtype") and hasattr(leaf, "shape")
+        )
+        shape = ",".join(map(str, self.shape)) if hasattr(self.codes, "shape") else "?"
+        return f"QArray({self.spec.name}, {self.dtype}[{shape}]: {', '.join(leaves)})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        keys = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
+        return keys, (self.spec, self.dtype, self.lengths, self.packed_size)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "QArray":
+        new = object.__new__(cls)
+        names = (*_LEAVES, "spec", "dtype", "lengths", "packed_size")
+        for name, value in zip(names, (*leaves, *static), strict=True):
+            object.__setattr__(new, name, value)
+        return new
+
+    def _replaced(self, **changes: Any) -> "QArray":
+        return dataclasses.replace(self, **changes)
+
+    def _check_codes(self) -> None:
+        element, got = self.spec.element, getattr(self.codes, "dtype", None)
+        wanted = np.dtype("uint8") if self.packed_size is not None else element.code_dtype
+        if got != wanted:
+            raise TypeError(
+                f"QArray: codes have {got or type(self.codes).__name__}, expected {wanted}, "
+                f"{'packed ' * (self.packed_size is not None)}codes of {element.name}"
+            )
+        if self.packed_size is not None:
+            bits = self.packed_size * element.bits
+            if element.bits == 6:  # in groups of four
+                bits = -(-self.packed_size // 4) * 24
+            if self.codes.ndim < 1 or self.codes.shape[-1] != -(-bits // 8):
+                raise ValueError(
+                    f"QArray: codes of shape {self.codes.shape} for {self.packed_size} elements of "
+                    f"{element.bits} bits along the last axis, expected {-(-bits // 8)} bytes there"
+                )
+
+    def _check(self, name: str, dtype: np.dtype | None, shape: tuple[int, ...]) -> None:
+        value = getattr(self, name)
+        if (value is None) != (dtype is None):
+            wanted = "None" if dtype is None else f"an array of {dtype}"
+            raise ValueError(
+                f"QArray: {name} is {'None' if value is None else 'given'}, and {self.spec.name} "
+                f"needs {wanted}"
+            )
+        if value is None:
+            return
+        if getattr(value, "dtype", None) != dtype:
+            raise TypeError(
+                f"QArray: {name} has {getattr(value, 'dtype', type(value).__name__)}, expected "
+                f"{dtype} for {self.spec.name}"
+            )
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"QArray: {name} has shape {tuple(value.shape)}, expected {shape} for an array of "
+                f"shape {self.shape} in blocks of {self.blocks.lengths}"
+            )
+
+    def _rows(self, rows: jax.Array) -> "QArray":
+        length = self.blocks.lengths[0] if self.shape else 0
+        fits = length == 1 and not (self.ndim == 1 and self.packed_size is not None)
+        if not fits or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise IndexError(
+                f"QArray: an array of {rows.dtype} as index, expected integers and a first axis "
+                f"that is in no block; this one is {self!r}"
+            )
+        return self._replaced(
+            codes=self.codes[rows],
+            scale=None if self.scale is None else self.scale[rows],
+            zero_point=None if self.zero_point is None else self.zero_point[rows],
+            lengths=(1,) * rows.ndim + self.blocks.lengths[1:],
+        )
+
+    def _index_of_each_axis(self, index: Any) -> list[int | slice]:
+        items = list(index) if isinstance(index, tuple) else [index]
+        for item in items:
+            is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
+            if not is_integer and not isinstance(item, slice | EllipsisType):
+                raise IndexError(
+                    f"QArray: index {item!r}, expected integers, slices, '...', or one array of "
+                    "integers; dequantize() first for others"
+                )
+        missing = self.ndim - sum(item is not Ellipsis for item in items)
+        if missing < 0 or sum(item is Ellipsis for item in items) > 1:
+            raise IndexError(f"QArray: index {index!r} of an array with {self.ndim} axes")
+        at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+        items[at : at + 1] = [slice(None)] * missing
+        for axis, item in enumerate(items):
+            if isinstance(item, slice):
+                continue
+            if not -self.shape[axis] <= item < self.shape[axis]:
+                raise IndexError(
+                    f"QArray: index {item} of axis {axis} with {self.shape[axis]} elements"
+                )
+            items[axis] = int(item) % self.shape[axis]
+        return items
+
+    def _resolved(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        known = math.prod(n for n in shape if n != -1)
+        if shape.count(-1) == 1 and known and self.size % known == 0:
+            shape = tuple(self.size // known if n == -1 else n for n in shape)
+        if math.prod(shape) != self.size or min(shape, default=1) < 1:
+            raise ValueError(f"QArray: reshape{shape} of an array of shape {self.shape}")
+        return shape
+
+
+def _dequantize(
+    codes: jax.Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: Any
+) -> jax.Array:
+    return dequantized(codes, scales, blocks, spec, dtype)
+
+
+_differentiable = jax.custom_jvp(_dequantize, nondiff_argnums=(2, 3, 4))
+
+
+def _dequantize_jvp(
+    blocks: Blocks, spec: BlockFormat, dtype: Any, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (codes, scales), (_, dots) = primals, tangents
+    y = _differentiable(codes, scales, blocks, spec, dtype)
+    floats = {"scale": scales.scale, "tensor_scale": scales.tensor_scale}
+    moving = {n: a for n, a in floats.items() if not isinstance(getattr(dots, n), SymbolicZero)}
+    moving = {name: a for name, a in moving.items() if a is not None}
+    for name, a in moving.items():
+        if a.dtype not in FLOATS:
+            raise TypeError(
+                f"dequantize: {name} has dtype {a.dtype}, which has no derivative; learn a float32 "
+                "scale, e.g. with qtoolkit.gradients.lsq"
+            )
+
+    def product(moving: dict[str, jax.Array]) -> jax.Array:
+        q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
+        scale = smooth_scale(
+            moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale), spec
+        )
+        return blocks.join(blocks.split(q) * blocks.spread(scale))
+
+    _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
+    return y, y_dot.astype(y.dtype)
+
+
+_differentiable.defjvp(_dequantize_jvp, symbolic_zeros=True)
+_dequantize_jitted = jax.jit(_differentiable, static_argnums=(2, 3, 4))
+
+
+def _flat(given: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    """Integers that were given one by one, or in one sequence."""
+    return tuple(n for item in given for n in ((item,) if isinstance(item, int) else item))
+
+
+def _float_dtype(where: str, dtype: Any) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if dtype is None or found not in FLOATS:
+        raise TypeError(
+            f"{where}: dtype {dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or {FLOATS[-1]}"
+        )
+    return found
+
+
+def _stored_dtype(fmt: FloatFormat | None) -> np.dtype | None:
+    """The dtype that scales of a format are kept in."""
+    return None if fmt is None else fmt.dtype or fmt.code_dtype

@@ -1,0 +1,191 @@
+"""The scales of blocks: from amax by a rule, stored in their format, divided by, multiplied with.
+
+Scales are used as they are stored, that is rounded. Powers of two are exponents: data, scales and
+results may be subnormal. All others are float32 numbers, by one reciprocal and a multiplication.
+"""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import (
+    binary_parts,
+    from_stored,
+    power_of_two,
+    product,
+    quotient,
+    stored,
+    times_power_of_two,
+)
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
+
+_LEAST = Fraction(1, 2**126)  # float32's lowest normal number; its reciprocal is finite
+_SAFE = 100  # exponents up to which products with a narrow element are normal numbers
+
+
+def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
+    """The scale of blocks with this amax, as it is stored, by the rule of `spec`.
+
+    Args:
+      amax: float32, finite, not negative, or NaN, which makes the scale NaN.
+      spec: Has a scale.
+      tensor_scale: As `tensor_scale_from` gives it, where `spec` has one.
+
+    Returns:
+      Shape of `amax`; the dtype of the scale format, or its codes where it has none.
+    """
+    assert spec.scale is not None
+    if spec.least_amax:
+        amax = jnp.where(amax < np.float32(spec.least_amax), np.float32(spec.least_amax), amax)
+    if spec.rule != "amax":
+        return stored(_power_scale(amax, spec), spec.scale)
+    largest = jnp.broadcast_to(np.float32(float(spec.largest)), amax.shape)
+    least = np.float32(float(least_scale(spec.scale)))
+    scale = quotient(amax, largest)
+    if tensor_scale is not None:
+        scale = quotient(scale, jnp.broadcast_to(tensor_scale, scale.shape))
+        return stored(jnp.maximum(scale, least), spec.scale)
+    scale = jnp.maximum(scale, least)
+    return stored(jnp.where(is_zero(amax), jnp.ones_like(scale), scale), spec.scale)
+
+
+def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """The second scale, float32 as stored in its format, for the amax of the whole tensor."""
+    assert spec.scale is not None
+    assert spec.tensor_scale is not None
+    largest = np.float32(float(spec.largest * spec.scale.max_finite))
+    scale = quotient(amax, jnp.broadcast_to(largest, amax.shape))
+    # Its product with the least scale of a block has a finite reciprocal.
+    scale = jnp.maximum(scale, np.float32(float(_LEAST / least_scale(spec.scale))))
+    return stored(jnp.where(is_zero(amax), jnp.ones_like(scale), scale), spec.tensor_scale)
+
+
+def least_scale(fmt: FloatFormat) -> Fraction:
+    """The least scale of a format: its lowest positive value, if that is a normal float32."""
+    return fmt.min_normal if not fmt.has_zero else max(fmt.min_subnormal, _LEAST)
+
+
+def asymmetric(
+    lowest: jax.Array, largest: jax.Array, spec: BlockFormat
+) -> tuple[jax.Array, jax.Array]:
+    """Scale and zero point of integers for blocks from `lowest` <= 0 to `largest` >= 0."""
+    assert spec.scale is not None
+    first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
+    steps = jnp.broadcast_to(np.float32(last - first), lowest.shape)
+    scale = jnp.maximum(
+        quotient(largest - lowest, steps), np.float32(float(least_scale(spec.scale)))
+    )
+    scale = jnp.where(lowest == largest, jnp.ones_like(scale), scale)
+    kept = stored(scale, spec.scale)
+    place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
+    zero_point = jnp.clip(np.float32(first) - place, np.float32(first), np.float32(last))
+    return kept, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
+
+
+def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
+    """What a value of the element format is multiplied with, as float32; subnormal ones survive.
+
+    Not for arithmetic where scales are powers of two: XLA's CPU reads subnormals as zero.
+    """
+    assert spec.scale is not None
+    value = from_stored(scale, spec.scale)
+    if tensor_scale is not None:
+        assert spec.tensor_scale is not None
+        second = from_stored(tensor_scale, spec.tensor_scale)
+        value = product(value, _over(second, value))
+    if spec.element_exponent:
+        value = times_power_of_two(value, jnp.full(value.shape, spec.element_exponent, jnp.int32))
+    return value
+
+
+def smooth_scale(
+    scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
+) -> jax.Array:
+    """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
+    assert scale is not None
+    value = scale.astype(jnp.float32) * np.float32(2.0**spec.element_exponent)
+    if tensor_scale is None:
+        return value
+    return value * _over(tensor_scale.astype(jnp.float32), value)
+
+
+def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
+    """One number for each tensor of a batch, in a shape that broadcasts to their scales."""
+    return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
+
+
+def divided(x: jax.Array, scale: jax.Array, spec: BlockFormat) -> jax.Array:
+    """X / scale, as float32, for an effective scale that broadcasts: what is to be rounded."""
+    one = jnp.ones_like(scale)
+    if spec.largest >= 4:
+        return product(x, quotient(one, scale))
+    # The reciprocal of a scale beyond 2**126 is subnormal: there, both are made smaller first.
+    factor = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-8), one)
+    return product(x * factor, quotient(one, scale * factor))
+
+
+def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
+    """Of scales that are powers of two: the exponent of an element's unit, and which are NaN."""
+    assert spec.scale is not None
+    value = from_stored(scale, spec.scale)
+    return binary_parts(value)[0] + np.int32(spec.element_exponent), jnp.isnan(value)
+
+
+def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array, *, safe: bool) -> jax.Array:
+    """X * 2**exponent in float32, NaN where `is_nan`; both broadcast.
+
+    Args:
+      safe: By a multiplication. Right where x and the result are normal numbers or zero; results
+        below them become zero.
+    """
+    if safe:
+        factor = power_of_two(jnp.clip(exponent, -126, 127))
+        return x * jnp.where(is_nan, np.float32(np.nan), factor)
+    exponent, is_nan = (jnp.broadcast_to(a, x.shape) for a in (exponent, is_nan))
+    return jnp.where(is_nan, np.float32(np.nan), times_power_of_two(x, exponent))
+
+
+def are_safe(exponent: jax.Array) -> jax.Array:
+    """Whether `shifted` may multiply by 2**exponent."""
+    return jnp.abs(exponent) <= _SAFE
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """By the pattern: XLA's CPU takes subnormals for zero."""
+    return lax.bitcast_convert_type(x, jnp.uint32) << np.uint32(1) == 0
+
+
+def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """The power of two that the rule of `spec` gives for amax, as float32."""
+    assert spec.scale is not None
+    amax_exponent, fraction = binary_parts(amax)
+    exponent, significand = _binary(spec.largest)
+    e = amax_exponent - np.int32(exponent)
+    match spec.rule:
+        case "ceil":
+            e += (fraction != 0).astype(jnp.int32)
+        case "rceil":
+            # amax / largest > 2**e, in integers; `largest` may have more bits than float32.
+            bound = int((significand - 1) * 2**23)
+            e += (fraction > np.uint32(bound)).astype(jnp.int32)
+        case "even":
+            carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
+            e += (fraction >= np.uint32(carries)).astype(jnp.int32)
+    lowest, highest = _power_range(spec.scale)
+    e = jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
+    return jnp.where(jnp.isnan(amax), np.float32(np.nan), power_of_two(e))
+
+
+def _power_range(fmt: FloatFormat) -> tuple[int, int]:
+    """The exponents of the least and the largest scale of a format that is a power of two."""
+    return _binary(least_scale(fmt))[0], _binary(min(fmt.max_finite, FLOAT32.max_finite))[0]
+
+
+def _binary(value: Fraction) -> tuple[int, Fraction]:
+    """Exponent and significand, 1 <= significand < 2."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    exponent -= value < Fraction(2) ** exponent
+    return exponent, value / Fraction(2) ** exponent
