@@ -12,7 +12,7 @@ from qtoolkit._version import __version__
 from qtoolkit.checkpoints import CheckpointError, Report, SafetensorsFile
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.cli._errors import one_line_errors
-from qtoolkit.cli._formats import FOOTNOTE, format_page, format_tables
+from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._tables import page_width, prints_unicode, progress, table
 from qtoolkit.formats import Format, Rules
 
@@ -197,7 +197,7 @@ def formats(
         typer.Argument(metavar="[NAME]", help="Show this one, in any spelling, value by value."),
     ] = None,
 ) -> None:
-    """List the number formats, with their exact properties, or show one of them."""
+    """List the number formats and block formats, with their properties, or show one of them."""
     with one_line_errors("nothing was changed"):
         if name is None:
             for header, rows, right in format_tables():
@@ -205,14 +205,19 @@ def formats(
                 typer.echo()
             typer.echo(FOOTNOTE)
             return
-        from qtoolkit.formats import format
+        from qtoolkit.formats import BLOCK_FORMATS, format
 
+        ascii_only = not prints_unicode()
+        blocks = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
         try:
-            fmt = format(name)
+            if blocks is not None:
+                page = block_page(blocks, page_width(), ascii_only=ascii_only)
+            else:
+                page = format_page(format(name), page_width(), ascii_only=ascii_only)
         except ValueError as error:
             typer.echo(f"qtoolkit: {str(error).removeprefix('format: ')}", err=True)
             raise typer.Exit(2) from None
-        for line in format_page(fmt, page_width(), ascii_only=not prints_unicode()):
+        for line in page:
             typer.echo(line)
 
 

@@ -1,11 +1,20 @@
 """What `qtoolkit formats` prints: the tables of all formats, and the page of one. No JAX here."""
 
+import math
 import textwrap
 from collections.abc import Iterator
 from fractions import Fraction
 
 from qtoolkit.cli._number_line import exact, number_line
-from qtoolkit.formats import FORMATS, FloatFormat, Format, IntFormat, TableFormat
+from qtoolkit.formats import (
+    BLOCK_FORMATS,
+    FORMATS,
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    TableFormat,
+)
 
 # One table for each kind of format: its columns, named after the kind, and its rows.
 FLOAT_HEADER = (
@@ -14,7 +23,11 @@ FLOAT_HEADER = (
 )
 TABLE_HEADER = ("tables", "bits", "values", "lowest", "max", "smallest", "inf", "NaN codes")
 INT_HEADER = ("integers", "bits", "lowest", "max")
-LEFT = ("floats", "tables", "integers", "inf", "NaN codes")
+BLOCK_HEADER = ("blocks", "element", "of", "scale", "rule", "second scale", "bits each")
+LEFT = (
+    *("floats", "tables", "integers", "inf", "NaN codes"),
+    *("blocks", "element", "scale", "rule", "second scale"),
+)
 FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
     "`qtoolkit formats NAME` shows one format, in any spelling, and its number line."
@@ -27,6 +40,7 @@ def format_tables() -> Iterator[tuple[tuple[str, ...], list[list[str]], list[str
         (FLOAT_HEADER, [float_row(fmt) for fmt in FORMATS if isinstance(fmt, FloatFormat)]),
         (TABLE_HEADER, [_table_row(fmt) for fmt in FORMATS if isinstance(fmt, TableFormat)]),
         (INT_HEADER, [_int_row(fmt) for fmt in FORMATS if isinstance(fmt, IntFormat)]),
+        (BLOCK_HEADER, [_block_row(fmt) for fmt in BLOCK_FORMATS]),
     )
     for header, rows in tables:
         yield header, rows, [column for column in header if column not in LEFT]
@@ -62,6 +76,34 @@ def _table_row(fmt: TableFormat) -> list[str]:
 
 def _int_row(fmt: IntFormat) -> list[str]:
     return [fmt.name, str(fmt.bits), exact(fmt.lowest), exact(fmt.max_finite)]
+
+
+def _block_row(fmt: BlockFormat) -> list[str]:
+    """A published block format: its lengths are all given, and it has a scale."""
+    assert fmt.scale is not None
+    count = math.prod(length or 1 for length in fmt.block)
+    return [
+        fmt.name,
+        fmt.element.name,
+        "x".join(map(str, fmt.block)),
+        fmt.scale.name,
+        str(fmt.rule),
+        "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
+        f"{fmt.element.bits + fmt.scale.bits / count:g}",
+    ]
+
+
+def block_page(fmt: BlockFormat, width: int, *, ascii_only: bool) -> Iterator[str]:
+    """The lines of a block format's page: its properties, then the page of its elements."""
+    row = dict(zip(BLOCK_HEADER, _block_row(fmt), strict=True))
+    yield f"{fmt.name}: blocks of {row['of']} {row['element']} with scales in {row['scale']}"
+    yield f"  scale rule    {row['rule']}"
+    yield f"  second scale  {row['second scale']}"
+    if fmt.element_exponent:
+        yield f"  elements      count 2^{fmt.element_exponent}"
+    yield f"  bits each     {row['bits each']}"
+    yield ""
+    yield from format_page(fmt.element, width, ascii_only=ascii_only)
 
 
 def format_page(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:

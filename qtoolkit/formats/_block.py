@@ -228,8 +228,8 @@ class BlockFormat:
         too_wide = element.max_finite > _LARGEST or element.min_subnormal < 1 / _LARGEST
         if too_wide or element.mantissa_bits > 23 or getattr(element, "is_bool", False):
             raise self._error(
-                f"element={element.name} cannot be scaled: it has the range of float32, or more bits "
-                "than its significand, or is bool; expected a narrower format, or scale=None"
+                f"element={element.name} cannot be scaled: it has the range of float32, or more "
+                "bits than its significand, or is bool; expected a narrower one, or scale=None"
             )
         if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")

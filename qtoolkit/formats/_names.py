@@ -266,7 +266,8 @@ def format(spec: Any) -> Format:
         hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
         raise ValueError(
             f"format: unknown format {name!r}; {hint}known: {', '.join(f.name for f in FORMATS)}, "
-            "int1 to int64, uint1 to uint64, binary3p1se to binary16p16uf (IEEE P3109)"
+            "int1 to int64, uint1 to uint64, binary3p1se to binary16p16uf (IEEE P3109); block "
+            "formats such as mxfp4 are for quantize, see qtoolkit.spec"
         )
     return found
 

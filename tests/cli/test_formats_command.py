@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import qtoolkit as qt
 from qtoolkit.cli import _formats, _number_line
 from qtoolkit.cli._app import app
-from qtoolkit.formats import FORMATS, FloatFormat, IntFormat, TableFormat
+from qtoolkit.formats import BLOCK_FORMATS, FORMATS, FloatFormat, IntFormat, TableFormat
 
 NAMES = [fmt.name for fmt in FORMATS]
 PAGES = [*NAMES, "binary8p3se", "binary8p1se", "binary3p1ue", "binary16p16uf", "int1", "uint3"]
@@ -69,16 +69,32 @@ def test_numbers_are_exact_and_short(value, text):
         assert number(text) == value
 
 
-def test_three_tables_of_at_most_100_columns():
+def test_four_tables_of_at_most_100_columns():
     result = run()
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 100
     tables = [block.splitlines() for block in result.stdout.split("\n\n")]
-    assert [lines[0].split()[0] for lines in tables] == ["floats", "tables", "integers", "Also:"]
+    assert [lines[0].split()[0] for lines in tables] == [
+        *("floats", "tables", "integers", "blocks"),
+        "Also:",
+    ]
     for lines, kind in zip(tables, (FloatFormat, TableFormat, IntFormat), strict=False):
         listed = [line.split()[0] for line in lines[1:]]
         assert listed == [fmt.name for fmt in FORMATS if isinstance(fmt, kind)]
+    blocks = {line.split()[0]: line.split() for line in tables[3][1:]}
+    assert list(blocks) == [fmt.name for fmt in BLOCK_FORMATS]
+    assert blocks["nvfp4"][1:] == ["e2m1fn", "16", "e4m3fn", "amax", "float32", "4.5"]
+    assert blocks["mxfp8_e4m3"][1:] == ["e4m3fn", "32", "e8m0fnu", "rceil", "none", "8.25"]
+    assert blocks["deepseek_128x128"][2] == "128x128"
     assert "`qtoolkit formats NAME`" in result.stdout
+
+
+def test_a_block_format_has_a_page_with_that_of_its_elements():
+    result = run("MXINT8")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("mxint8: blocks of 32 int8 with scales in e8m0fnu\n")
+    assert "count 2^-6" in result.stdout
+    assert "int8: two's complement integer of 8 bits" in result.stdout
 
 
 def test_rows():
