@@ -37,7 +37,7 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
     Args:
       x: float32, any shape; subnormals count.
-      exponent: int32, the shape of `x`.
+      exponent: int32, broadcasts to the shape of `x`.
     """
     exact = exact_from_pattern(pattern(x))
     exact = exact._replace(exponent=exact.exponent + exponent)

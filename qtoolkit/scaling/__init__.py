@@ -1,6 +1,6 @@
 """Which scale: x ~ q * scale. Block formats, quantized arrays. Derivative-free."""
 
-from qtoolkit.scaling._amax import amax, quantized_values, scale_from_amax, scaled
+from qtoolkit.scaling._amax import amax, quantized_values
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._quantize import check_quantize, quantize
 from qtoolkit.scaling._rounding import (
@@ -11,6 +11,7 @@ from qtoolkit.scaling._rounding import (
     in_dtype,
     scaled_values,
 )
+from qtoolkit.scaling._scales import scale_from_amax, scaled
 
 __all__ = [
     "QArray",

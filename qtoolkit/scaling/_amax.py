@@ -1,4 +1,4 @@
-"""The largest finite magnitude of an array, and the scale that maps it to that of a format."""
+"""The largest finite magnitude of an array, and its values with one scale for all of it."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -6,23 +6,21 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-import numpy as np
 from jax import lax
 
-from qtoolkit.casts import Rounding, check_differentiable, product, quotient, round_values
+from qtoolkit.casts import Rounding, check_differentiable, exact_float32, round_values
 from qtoolkit.formats import Format
+from qtoolkit.scaling._blocks import magnitude_max
+from qtoolkit.scaling._scales import scale_from_amax, scaled
 
 Result = TypeVar("Result")
-
-_LEAST_SCALE = np.float32(2.0**-126)  # its reciprocal is finite, and no smaller scale is normal
 
 
 def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     """The largest finite |x|: infinities and NaNs are left out.
 
     Args:
-      x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals of float32 and
-        bfloat16 may count as zero.
+      x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals count.
       axis: The axes to reduce; None for all.
 
     Returns:
@@ -31,29 +29,10 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     Raises:
       TypeError: `x` has another dtype.
     """
-    return _with_amax(check_differentiable("amax", x, wide=False), axis, lambda x, amax: amax)
-
-
-def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
-    """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
-
-    Args:
-      amax: float32, finite and not negative; not checked.
-      fmt: The format that x / scale is to be rounded to.
-
-    Returns:
-      Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
-      beside them saturate to the largest finite value. Else at least 2**-126: a tiny `amax` never
-      gives a scale whose reciprocal is infinite.
-    """
-    largest = np.float32(float(fmt.max_finite))
-    scale = jnp.maximum(quotient(amax, jnp.broadcast_to(largest, amax.shape)), _LEAST_SCALE)
-    return jnp.where(amax == 0, jnp.ones_like(scale), scale)
-
-
-def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """X / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
-    return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
+    x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    found = magnitude_max(x, tuple(sorted(a % x.ndim for a in axes)), nan_wins=False)
+    return exact_float32(found.reshape(()) if axis is None else found)
 
 
 def quantized_values(
@@ -84,24 +63,19 @@ def quantized_values(
         q = round_values(scaled(x, scale), fmt, rounding, saturation, random)
         return q.astype(x.dtype), scale
 
-    return _with_amax(x, None, rounded)
+    return _with_amax(x, rounded)
 
 
-def _with_amax(
-    x: jax.Array,
-    axis: int | Sequence[int] | None,
-    use: Callable[[jax.Array, jax.Array], Result],
-) -> Result:
+def _with_amax(x: jax.Array, use: Callable[[jax.Array, jax.Array], Result]) -> Result:
     """`use(x, amax)`. On CPU in a branch of its own, which pays twice.
 
     XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out;
     and it would otherwise fuse `use` into every transposed copy that a product makes of it.
     """
-    axes = tuple(range(x.ndim)) if axis is None else axis
     largest = ml_dtypes.finfo(x.dtype).max
 
     def plain(x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x), axis=axes, keepdims=axis is not None, initial=0)
+        return jnp.max(jnp.abs(x), initial=0)
 
     def masked(x: jax.Array) -> Result:
         finite = jnp.where(jnp.abs(x) <= largest, x, jnp.zeros_like(x))

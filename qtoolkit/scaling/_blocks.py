@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import NoReturn, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 _STAGE = 32  # elements that XLA's CPU reduces in one loop with what makes them
 _VECTOR = 8  # neighbours that should remain beside each other, so that the loop is vectorized
@@ -48,14 +49,12 @@ class Blocks:
         missing = [n * b - s for n, b, s in zip(self.counts, self.lengths, self.shape, strict=True)]
         if any(missing):
             x = jnp.pad(x, [(0, n) for n in missing])
-        return x.reshape(self._view_shape(self.lengths)) if any(self.is_split) else x
+        return self._to_view(x, self.lengths)
 
     def join(self, view: jax.Array) -> jax.Array:
         """The array of a view."""
-        if not any(self.is_split):
-            return view
         padded = tuple(n * b for n, b in zip(self.counts, self.lengths, strict=True))
-        x = view.reshape(padded)
+        x = self._from_view(view, padded)
         return x if padded == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 
     @overload
@@ -64,13 +63,11 @@ class Blocks:
     def spread(self, scales: jax.Array) -> jax.Array: ...
     def spread(self, scales: jax.Array | None) -> jax.Array | None:
         """One number for each block, in a shape that broadcasts to the view."""
-        if scales is None:
-            return None
-        return scales.reshape(self._view_shape((1,) * len(self.shape)))
+        return None if scales is None else self._to_view(scales, (1,) * len(self.shape))
 
     def gather(self, spread: jax.Array) -> jax.Array:
         """The numbers of `spread` in the shape of the scales, `counts`."""
-        return spread.reshape(self.counts)
+        return self._from_view(spread, self.counts)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -104,12 +101,24 @@ class Blocks:
             "dequantize() first"
         )
 
-    def _view_shape(self, within: tuple[int, ...]) -> tuple[int, ...]:
-        """The view's shape, with these lengths of a block along the axes that are split."""
+    def _to_view(self, x: jax.Array, within: tuple[int, ...]) -> jax.Array:
+        """Splits the axes to be split: blocks, and `within` elements of each."""
         shape: list[int] = []
-        for count, length, is_split in zip(self.counts, within, self.is_split, strict=True):
+        sharded: list[Any] = []
+        parts = zip(self.counts, within, self.is_split, explicit_spec(x), strict=True)
+        for count, length, is_split, entry in parts:
             shape += (count, length) if is_split else (count * length,)
-        return tuple(shape)
+            sharded += (entry, None) if is_split else (entry,)
+        return _reshaped(x, shape, sharded)
+
+    def _from_view(self, view: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        entries = iter(explicit_spec(view))
+        sharded = []
+        for is_split in self.is_split:
+            sharded.append(next(entries))
+            if is_split:  # an axis within blocks is in no shard of its own
+                next(entries)
+        return _reshaped(view, shape, sharded)
 
     def _check_shards(self, x: jax.Array) -> None:
         for axis, (entry, is_split) in enumerate(zip(explicit_spec(x), self.is_split, strict=True)):
@@ -156,7 +165,16 @@ def _group_lengths(olds: list[tuple[int, int]], news: list[int]) -> list[int] | 
     return [1] * (len(news) - 1) + [b]
 
 
-def explicit_spec(x: jax.Array) -> tuple[object, ...]:
+def _reshaped(x: jax.Array, shape: Sequence[int], sharded: Sequence[Any]) -> jax.Array:
+    """A reshape that says where the shards of an Explicit mesh go."""
+    if x.shape == tuple(shape):
+        return x
+    if all(entry is None for entry in sharded):
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=PartitionSpec(*sharded))
+
+
+def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
     """The mesh axes of each axis of `x`; None for all but those of Explicit meshes."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
@@ -177,7 +195,7 @@ def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> 
     return lax.bitcast_convert_type(_max(finite, axes, explicit_spec(view)), view.dtype)
 
 
-def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[object, ...]) -> jax.Array:
+def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
     """The maximum over `axes`, in two steps: XLA's CPU writes out what makes the elements of a
     long reduction, but computes them in the loop of a short one. The barrier keeps the two apart.
     """
@@ -191,8 +209,9 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[object, ...]) -> ja
         rest = x.shape[axis] // step
         parts = (step, rest) if is_last else (rest, step)
         short = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
-        x = lax.optimization_barrier(jnp.max(short, axis=axis if is_last else axis + 1))
-    return jnp.max(x, axis=axes).reshape(shape)
+        within = axis if is_last else axis + 1
+        x = lax.optimization_barrier(jnp.max(short, axis=within))
+    return jnp.max(x, axis=axes, initial=0).reshape(shape)
 
 
 def _divisor(n: int, least_rest: int) -> int:

@@ -20,10 +20,30 @@ from qtoolkit.casts import (
     stored,
     times_power_of_two,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; its reciprocal is finite
 _SAFE = 100  # exponents up to which products with a narrow element are normal numbers
+
+
+def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
+    """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
+
+    Args:
+      amax: float32, finite and not negative; not checked.
+      fmt: The format that x / scale is to be rounded to.
+
+    Returns:
+      Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
+      beside them saturate to the largest finite value. Else at least 2**-126: a tiny `amax` never
+      gives a scale whose reciprocal is infinite.
+    """
+    return _quotient_scale(amax, fmt.max_finite, _LEAST)
+
+
+def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """X / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
+    return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
@@ -42,25 +62,22 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
         amax = jnp.where(amax < np.float32(spec.least_amax), np.float32(spec.least_amax), amax)
     if spec.rule != "amax":
         return stored(_power_scale(amax, spec), spec.scale)
-    largest = jnp.broadcast_to(np.float32(float(spec.largest)), amax.shape)
-    least = np.float32(float(least_scale(spec.scale)))
-    scale = quotient(amax, largest)
-    if tensor_scale is not None:
-        scale = quotient(scale, jnp.broadcast_to(tensor_scale, scale.shape))
-        return stored(jnp.maximum(scale, least), spec.scale)
-    scale = jnp.maximum(scale, least)
-    return stored(jnp.where(is_zero(amax), jnp.ones_like(scale), scale), spec.scale)
+    least = least_scale(spec.scale)
+    if tensor_scale is None:
+        return stored(_quotient_scale(amax, spec.largest, least), spec.scale)
+    scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
+    scale = quotient(scale, jnp.ones_like(scale) * tensor_scale)
+    return stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The second scale, float32 as stored in its format, for the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
-    largest = np.float32(float(spec.largest * spec.scale.max_finite))
-    scale = quotient(amax, jnp.broadcast_to(largest, amax.shape))
     # Its product with the least scale of a block has a finite reciprocal.
-    scale = jnp.maximum(scale, np.float32(float(_LEAST / least_scale(spec.scale))))
-    return stored(jnp.where(is_zero(amax), jnp.ones_like(scale), scale), spec.tensor_scale)
+    least = _LEAST / least_scale(spec.scale)
+    scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
+    return stored(scale, spec.tensor_scale)
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:
@@ -74,11 +91,9 @@ def asymmetric(
     """Scale and zero point of integers for blocks from `lowest` <= 0 to `largest` >= 0."""
     assert spec.scale is not None
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
-    steps = jnp.broadcast_to(np.float32(last - first), lowest.shape)
-    scale = jnp.maximum(
-        quotient(largest - lowest, steps), np.float32(float(least_scale(spec.scale)))
-    )
-    scale = jnp.where(lowest == largest, jnp.ones_like(scale), scale)
+    half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole may be infinite
+    scale = _quotient_scale(half, Fraction(last - first) / 2, least_scale(spec.scale))
+    scale = jnp.minimum(scale, np.float32(2.0**126))
     kept = stored(scale, spec.scale)
     place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
     zero_point = jnp.clip(np.float32(first) - place, np.float32(first), np.float32(last))
@@ -97,7 +112,7 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
         second = from_stored(tensor_scale, spec.tensor_scale)
         value = product(value, _over(second, value))
     if spec.element_exponent:
-        value = times_power_of_two(value, jnp.full(value.shape, spec.element_exponent, jnp.int32))
+        value = times_power_of_two(value, jnp.full_like(value, spec.element_exponent, jnp.int32))
     return value
 
 
@@ -119,12 +134,12 @@ def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
 
 def divided(x: jax.Array, scale: jax.Array, spec: BlockFormat) -> jax.Array:
     """X / scale, as float32, for an effective scale that broadcasts: what is to be rounded."""
-    one = jnp.ones_like(scale)
     if spec.largest >= 4:
-        return product(x, quotient(one, scale))
+        return scaled(x, scale)
     # The reciprocal of a scale beyond 2**126 is subnormal: there, both are made smaller first.
-    factor = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-8), one)
-    return product(x * factor, quotient(one, scale * factor))
+    is_large = scale > np.float32(2.0**64)
+    factor = jnp.where(is_large, np.float32(2.0**-8), np.float32(1))
+    return scaled(x * factor, scale * factor)
 
 
 def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
@@ -144,8 +159,9 @@ def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array, *, safe: bool)
     if safe:
         factor = power_of_two(jnp.clip(exponent, -126, 127))
         return x * jnp.where(is_nan, np.float32(np.nan), factor)
-    exponent, is_nan = (jnp.broadcast_to(a, x.shape) for a in (exponent, is_nan))
-    return jnp.where(is_nan, np.float32(np.nan), times_power_of_two(x, exponent))
+    y = lax.bitcast_convert_type(times_power_of_two(x, exponent), jnp.uint32)
+    nan = jnp.where(is_nan, np.float32(np.nan).view(np.uint32), np.uint32(0))
+    return lax.bitcast_convert_type(y | nan, jnp.float32)
 
 
 def are_safe(exponent: jax.Array) -> jax.Array:
@@ -153,9 +169,20 @@ def are_safe(exponent: jax.Array) -> jax.Array:
     return jnp.abs(exponent) <= _SAFE
 
 
-def is_zero(x: jax.Array) -> jax.Array:
-    """By the pattern: XLA's CPU takes subnormals for zero."""
-    return lax.bitcast_convert_type(x, jnp.uint32) << np.uint32(1) == 0
+def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
+    """Amax / largest, at least `least`; 1 where amax is zero."""
+    scale = quotient(amax, jnp.full_like(amax, float(largest)))
+    scale = jnp.maximum(scale, np.float32(float(least)))
+    return jnp.where(is_zero(amax), jnp.ones_like(scale), scale)
+
+
+def is_zero(amax: jax.Array) -> jax.Array:
+    """Whether a number that is not negative is +0, by its pattern.
+
+    XLA's CPU takes subnormals for zero, and LLVM makes a float comparison of one that drops the
+    sign bit of a pattern.
+    """
+    return lax.bitcast_convert_type(amax, jnp.uint32) == 0
 
 
 def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
