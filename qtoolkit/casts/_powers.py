@@ -7,6 +7,7 @@ from jax import lax
 
 from qtoolkit.casts._bits import (
     FLOAT32_MANTISSA,
+    MAGNITUDE,
     exact_from_pattern,
     from_pattern,
     from_stored_codes,
@@ -22,6 +23,16 @@ from qtoolkit.formats import FLOAT32, FloatFormat
 def exact_float32(x: jax.Array) -> jax.Array:
     """float16, bfloat16 or float32 as float32, subnormals included."""
     return x if x.dtype == jnp.float32 else from_pattern(pattern(x), jnp.float32)
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """Where float32 `x` is zero of either sign, by its pattern: XLA's CPU reads subnormals as zero.
+
+    LLVM makes a float comparison of a pattern's test against zero; that it is a pattern of `x` is
+    hidden from it by a minimum that changes nothing but NaNs, as in `product`.
+    """
+    bits = jnp.minimum(pattern(x), np.uint32(0xFFC00000))
+    return (bits & u32(MAGNITUDE)) == 0
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jax import lax
 from qtoolkit.casts import (
     binary_parts,
     from_stored,
+    is_zero,
     power_of_two,
     product,
     quotient,
@@ -174,15 +175,6 @@ def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.
     scale = quotient(amax, jnp.full_like(amax, float(largest)))
     scale = jnp.maximum(scale, np.float32(float(least)))
     return jnp.where(is_zero(amax), jnp.ones_like(scale), scale)
-
-
-def is_zero(amax: jax.Array) -> jax.Array:
-    """Whether a number that is not negative is +0, by its pattern.
-
-    XLA's CPU takes subnormals for zero, and LLVM makes a float comparison of one that drops the
-    sign bit of a pattern.
-    """
-    return lax.bitcast_convert_type(amax, jnp.uint32) == 0
 
 
 def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:

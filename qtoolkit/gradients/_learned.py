@@ -1,0 +1,471 @@
+"""Learned scales: fake quantizers whose scale, offset or clipping bound trains with the model.
+
+What rounds is what `casts` rounds; what is learned is how it is divided before. All arithmetic is
+float32, whatever the dtype of x, and so are the sums of the gradients of the parameters.
+"""
+
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from qtoolkit.casts import check_differentiable, product, quotient, round_values
+from qtoolkit.formats import BlockFormat, Format, IntFormat, format
+from qtoolkit.gradients._estimators import inside, rank, times_slope, widened
+from qtoolkit.scaling import in_dtype, scaled
+
+_LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
+_MAX_PACT_BITS = 8
+_KINDS = ("activations", "weights")
+
+Factors = tuple[float, float]
+
+
+def lsq(
+    x: ArrayLike, scale: ArrayLike, fmt: Any, *, gradient_factor: float | None = None
+) -> jax.Array:
+    """Rounds `x / scale` to the values of `fmt`, times `scale`, and learns the scale (LSQ).
+
+    The bits of `fake_quantize(x, BlockFormat.tensor(fmt), scale=scale)`: one reciprocal, one
+    product, one rounding to nearest even that saturates, one product, rounded to the dtype of `x`.
+    NaN becomes what the format makes of it: NaN if it has one, else 0 or its largest value.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape, not empty.
+      scale: A positive number, or an array of them in float32 or the dtype of `x` that broadcasts
+        to the shape of `x`: a scalar for one scale per tensor, (n, 1) for one per row.
+      fmt: A format or any spelling of one. The paper has integers, with Qn = 2**(bits - 1) and
+        Qp = 2**(bits - 1) - 1, or 0 and 2**bits - 1 without a sign. For others, ours: the rounding
+        is that of the format, Qp its largest and -Qn its lowest value.
+      gradient_factor: What the gradient of the scale is multiplied by, a number of at least 0.
+        None: the paper's 1 / sqrt(N * Qp), with the N elements of `x` that share one scale. Under
+        `vmap` these are the ones of an example.
+
+    Returns:
+      Shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` or `scale` has another dtype.
+      ValueError: Shapes do not broadcast; `x` is empty; unknown format, or one that cannot be
+        scaled or has no positive value; a scale that is not traced and is zero, negative,
+        subnormal, infinite or NaN; a factor that is negative or not finite.
+
+    Gradient: with u = x / scale and q its rounding: dy/dx = 1 where -Qn <= u <= Qp, else 0;
+    dy/dscale = q - u there, -Qn below and Qp above, times the factor; both 0 where u is NaN. On the
+    edges themselves the paper counts u as outside, we as inside, as `Clipped` does: zeros of
+    unsigned activations keep their gradient. Either way x * dy/dx + scale * dy/dscale is y. Second
+    derivatives: of the model with q - u and the choice of the branch held fixed, hence 0.
+
+    A step of the optimizer can make a scale zero or negative. Traced scales are not checked: those
+    below 2**-126 count as 2**-126. All of x but zero then saturates, y all but vanishes, and the
+    gradient stays as above, so that descent on an error makes the scale grow again. NaN and
+    infinite scales give NaN.
+
+    Source: arXiv:1902.08153, equations 1 and 2 (y), 3 (scale), 5 (data), section 2.2 (factor).
+    """
+    x, fmt = _checked("lsq", x, fmt)
+    scale = _parameter("lsq", "scale", scale, x, positive=True)
+    factor = _factor("lsq", "gradient_factor", gradient_factor, x, scale, fmt)
+    return _learned_jitted(x, scale, None, fmt, (factor, 0.0))
+
+
+def lsq_plus(
+    x: ArrayLike,
+    scale: ArrayLike,
+    offset: ArrayLike,
+    fmt: Any,
+    *,
+    gradient_factor: float | None = None,
+    offset_gradient_factor: float | None = None,
+) -> jax.Array:
+    """Rounds `(x - offset) / scale` to `fmt`, times `scale`, plus `offset`; learns both (LSQ+).
+
+    The float32 steps are those of `lsq`, with a rounded subtraction before and a rounded addition
+    after them.
+
+    Args:
+      x, scale, fmt: As in `lsq`. The paper's n and p are the lowest and largest value of `fmt`.
+      offset: A finite number, or an array as for `scale`.
+      gradient_factor, offset_gradient_factor: What the gradients of scale and offset are multiplied
+        by. None: 1 / sqrt(N * p), with the N elements of `x` that share one. The paper takes
+        the factor of LSQ over; that it goes for the offset too is what implementations do.
+
+    Returns:
+      Shape and dtype of `x`.
+
+    Raises:
+      TypeError, ValueError: As `lsq`; an offset that is not traced and not finite.
+
+    Gradient: with u = (x - offset) / scale and q its rounding, where n <= u <= p: dy/dx = 1,
+    dy/dscale = q - u, dy/doffset = 0; beyond: dy/dx = 0, dy/dscale = n or p, dy/doffset = 1; all 0
+    where u is NaN. Those by scale and offset are multiplied by their factors. Edges, second
+    derivatives, and scales that are zero or negative: as in `lsq`.
+
+    Source: arXiv:2004.09576, section 3.1.
+    """
+    x, fmt = _checked("lsq_plus", x, fmt)
+    scale = _parameter("lsq_plus", "scale", scale, x, positive=True)
+    offset = _parameter("lsq_plus", "offset", offset, x, positive=False)
+    factor = _factor("lsq_plus", "gradient_factor", gradient_factor, x, scale, fmt)
+    name = "offset_gradient_factor"
+    offset_factor = _factor("lsq_plus", name, offset_gradient_factor, x, offset, fmt)
+    return _learned_jitted(x, scale, offset, fmt, (factor, offset_factor))
+
+
+def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
+    """Clips `x` to [0, alpha], rounds it to `bits` bits, and learns the clipping bound (PACT).
+
+    The bits of `lsq(x, alpha / (2**bits - 1), f"uint{bits}")`, whose scale is the float32 quotient:
+    what an unsigned integer with that scale stands for. Where x >= alpha, that is within one ulp
+    of alpha. NaN becomes 0.
+
+    Args:
+      x: float32, float16 or bfloat16, any shape, not empty.
+      alpha: A positive number, or an array of them in float32 or the dtype of `x` that broadcasts
+        to the shape of `x`: a scalar for one bound per tensor, (n, 1) for one per row.
+      bits: 1 to 8.
+
+    Returns:
+      Shape and dtype of `x`.
+
+    Raises:
+      TypeError: `x` or `alpha` has another dtype.
+      ValueError: Shapes do not broadcast; `x` is empty; an alpha that is not traced and is zero,
+        negative, subnormal, infinite or NaN; `bits` out of range.
+
+    Gradient: dy/dx = 1 where 0 <= x < alpha, else 0; dy/dalpha = 1 where x >= alpha, else 0; both 0
+    at NaN. Second derivatives are 0.
+
+    A traced alpha that training has made zero or negative counts as (2**bits - 1) * 2**-126: y all
+    but vanishes, every x above it moves alpha, and descent on an error makes it grow again. NaN
+    and infinite ones give NaN.
+
+    Source: arXiv:1805.06085, equations 1 and 2 (y) and 3 (alpha).
+    """
+    x = _checked_data("pact", x)
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:
+        raise ValueError(f"pact: bits={bits!r}, expected an integer from 1 to {_MAX_PACT_BITS}")
+    return _pact_jitted(x, _parameter("pact", "alpha", alpha, x, positive=True), bits)
+
+
+def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -> jax.Array:
+    """The scale that LSQ starts from: 2 * mean(|x|) / sqrt(Qp).
+
+    Args:
+      x: float32, float16 or bfloat16, any shape: initial weights, or a first batch of activations.
+        Infinities and NaNs are left out.
+      fmt: As in `lsq`, with the largest value Qp.
+      axis: The axes that share a scale; None for all.
+
+    Returns:
+      float32: the rank of `x`, axes that share a scale with length 1; a scalar where `axis` is
+      None. 1 where all of x is zero, else at least 2**-126.
+
+    Raises:
+      TypeError, ValueError: As `lsq`.
+
+    Gradient: none; the scale is a constant of `x`.
+
+    Source: arXiv:1902.08153, section 2.1.
+    """
+    x, fmt = _checked("lsq_scale", x, fmt)
+    return _lsq_scale(x, fmt, _axes(axis))
+
+
+def lsq_plus_scale_offset(
+    x: ArrayLike,
+    fmt: Any,
+    axis: int | Sequence[int] | None = None,
+    *,
+    of: str = "activations",
+    steps: int = 50,
+) -> tuple[jax.Array, jax.Array]:
+    """The scale and the offset that LSQ+ starts from.
+
+    Of activations: scale = (max(x) - min(x)) / (p - n) and offset = min(x) - n * scale, for the
+    lowest and largest value n and p of `fmt`; from there on towards the paper's
+    argmin ||y - x||**2, by alternating steps: x is rounded, and least squares fit scale and offset
+    to what it was rounded to. No step makes the error larger; where they end is a local minimum.
+    (The paper names no method.)
+
+    Of weights, which stay symmetric: scale = max(|mean - 3 * std|, |mean + 3 * std|) / Qn, where
+    Qn = 2**(bits - 1) for integers and minus the lowest value else; offset = 0.
+
+    Args:
+      x, fmt, axis: As in `lsq_scale`.
+      of: "activations" or "weights".
+      steps: For activations, how often to fit; 0 leaves the scale and offset of the range.
+
+    Returns:
+      Scale and offset, each as from `lsq_scale`. Scales that would be 0 are 1; then, activations
+      that have but one value have it as their offset.
+
+    Raises:
+      TypeError, ValueError: As `lsq`; `of` is unknown; weights with a format without a sign;
+        `steps` is no integer of at least 0.
+
+    Gradient: none; both are constants of `x`.
+
+    Source: arXiv:2004.09576, section 3.2.
+    """
+    where = "lsq_plus_scale_offset"
+    x, fmt = _checked(where, x, fmt)
+    if of not in _KINDS:
+        raise ValueError(f"{where}: of={of!r}, expected one of {', '.join(_KINDS)}")
+    if of == "weights" and fmt.lowest >= 0:
+        raise ValueError(
+            f"{where}: of='weights' with {fmt.name}, which has no negative values; expected a "
+            "signed format, or of='activations'"
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
+    if of == "weights":
+        return _of_weights(x, fmt, _axes(axis))
+    return _of_activations(x, fmt, _axes(axis), steps)
+
+
+def _checked(where: str, x: ArrayLike, fmt: Any) -> tuple[jax.Array, Format]:
+    x, element = _checked_data(where, x), format(fmt)
+    try:
+        BlockFormat.tensor(element)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if element.max_finite <= 0:
+        raise ValueError(f"{where}: {element.name} has no positive value, expected a wider format")
+    return x, element
+
+
+def _checked_data(where: str, x: ArrayLike) -> jax.Array:
+    array = check_differentiable(where, x, wide=False)
+    if array.size == 0:
+        raise ValueError(f"{where}: x has shape {array.shape}, expected at least one element")
+    return array
+
+
+def _parameter(
+    where: str, name: str, value: ArrayLike, x: jax.Array, *, positive: bool
+) -> jax.Array:
+    """`value` as float32 that broadcasts to `x`, checked as far as it is known."""
+    if isinstance(value, int | float):
+        value = _number(value)
+    dtype = getattr(value, "dtype", type(value).__name__)
+    known = dict.fromkeys(("float32", str(x.dtype)))
+    if str(dtype) not in known:
+        raise TypeError(
+            f"{where}: {name} has dtype {dtype}, expected {' or '.join(known)}; convert it first, "
+            f"e.g. jnp.asarray({name}, jnp.float32)"
+        )
+    shape = np.shape(value)
+    try:
+        fits = np.broadcast_shapes(shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{where}: {name} has shape {shape}, expected one that broadcasts to that of x, "
+            f"{x.shape}"
+        )
+    if not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True):
+        _check_values(where, name, np.asarray(value).astype(np.float32), positive)
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def _number(value: float) -> np.float32:
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            return np.float32(value)
+    except OverflowError:  # of integers
+        return np.float32(math.inf if value > 0 else -math.inf)
+
+
+def _check_values(where: str, name: str, values: np.ndarray, positive: bool) -> None:
+    good = np.isfinite(values) & ((values >= _LEAST) | (not positive))
+    if not good.all():
+        wanted = "positive finite numbers, 2**-126 or more" if positive else "finite numbers"
+        raise ValueError(f"{where}: {name} holds {values[~good][0]}, expected {wanted}")
+
+
+def _factor(
+    where: str, name: str, value: Any, x: jax.Array, parameter: jax.Array, fmt: Format
+) -> float:
+    if value is None:
+        return 1 / math.sqrt(x.size // parameter.size * float(fmt.max_finite))
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ValueError(
+            f"{where}: {name}={value!r}, expected None or a finite number of at least 0"
+        )
+    return float(value)
+
+
+def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    return axis if axis is None or isinstance(axis, int) else tuple(axis)
+
+
+def _rounded(
+    x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is rounded, its rounding, and y in float32."""
+    wide = x.astype(jnp.float32)
+    if offset is not None:
+        # The product keeps the subtraction out of a product that x may come from.
+        wide = product(wide, jnp.ones((), jnp.float32)) - offset
+    scale = jnp.where(scale < _LEAST, _LEAST, scale)  # keeps NaN
+    u = scaled(wide, scale)
+    q = round_values(u, fmt, "nearest_even", "finite")
+    y = product(q, scale)
+    return u, q, y if offset is None else y + offset
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _learned(
+    x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format, factors: Factors
+) -> jax.Array:
+    return in_dtype(_rounded(x, scale, offset, fmt)[2], x.dtype)
+
+
+def _learned_jvp(
+    fmt: Format, factors: Factors, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    x, scale, offset = primals
+    x_dot, scale_dot, offset_dot = tangents
+    y = _learned(x, scale, offset, fmt, factors)
+    held = lax.stop_gradient((x, scale, offset))
+    u, q, _ = _rounded(held[0], held[1], held[2], fmt)
+    is_number = u == u
+    is_inside = inside(u, float(fmt.lowest), float(fmt.max_finite))
+    y_dot = jnp.zeros_like(y)
+    if not isinstance(x_dot, SymbolicZero):
+        y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
+    if not isinstance(scale_dot, SymbolicZero):
+        # u is a guarded product, so that the difference is rounded once.
+        slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
+        y_dot += _times(slope, scale_dot * factors[0], y.dtype)
+    if offset is not None and not isinstance(offset_dot, SymbolicZero):
+        slope = (is_number & ~is_inside).astype(jnp.float32)
+        y_dot += _times(slope, offset_dot * factors[1], y.dtype)
+    return y, y_dot
+
+
+def _times(slope: jax.Array, dot: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Their product in `dtype`; cotangents are multiplied and summed in float32."""
+    return times_slope(slope, jnp.broadcast_to(dot, slope.shape)).astype(dtype)
+
+
+_learned.defjvp(_learned_jvp, symbolic_zeros=True)
+_learned_jitted = jax.jit(_learned, static_argnums=(3, 4))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _pact(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
+    levels = 2**bits - 1
+    alpha = _bound(alpha, bits)
+    step = quotient(alpha, jnp.full_like(alpha, levels))
+    fmt = IntFormat(name=f"uint{bits}", bits=bits, signed=False)
+    return in_dtype(_rounded(x, step, None, fmt)[2], x.dtype)
+
+
+def _bound(alpha: jax.Array, bits: int) -> jax.Array:
+    least = np.float32(2**bits - 1) * _LEAST
+    return jnp.where(alpha < least, least, alpha)
+
+
+def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, alpha), (x_dot, alpha_dot) = primals, tangents
+    y = _pact(x, alpha, bits)
+    place, end = (rank(widened(a)) for a in lax.stop_gradient((x, _bound(alpha, bits))))
+    y_dot = jnp.zeros_like(y)
+    if not isinstance(x_dot, SymbolicZero):
+        is_inside = (place >= 0) & (place < end)
+        y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
+    if not isinstance(alpha_dot, SymbolicZero):
+        is_above = (place >= end) & (x == x)
+        y_dot += _times(is_above.astype(jnp.float32), alpha_dot, y.dtype)
+    return y, y_dot
+
+
+_pact.defjvp(_pact_jvp, symbolic_zeros=True)
+_pact_jitted = jax.jit(_pact, static_argnums=2)
+
+
+class _Finite:
+    """The finite elements of an array, and their sums over `axis`."""
+
+    def __init__(self, x: jax.Array, axis: int | tuple[int, ...] | None):
+        x = lax.stop_gradient(x).astype(jnp.float32)
+        self.axis, self.keepdims = axis, axis is not None
+        self.is_finite = jnp.isfinite(x)
+        self.values = jnp.where(self.is_finite, x, jnp.zeros_like(x))
+        count = jnp.sum(self.is_finite, axis, dtype=jnp.float32, keepdims=self.keepdims)
+        self.count = jnp.maximum(count, np.float32(1))
+
+    def mean(self, of: jax.Array) -> jax.Array:
+        kept = jnp.where(self.is_finite, of, jnp.zeros_like(of))
+        return jnp.sum(kept, self.axis, keepdims=self.keepdims) / self.count
+
+    def least(self) -> jax.Array:
+        kept = jnp.where(self.is_finite, self.values, np.float32(np.inf))
+        return _or_zero(jnp.min(kept, self.axis, keepdims=self.keepdims))
+
+    def largest(self) -> jax.Array:
+        kept = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
+        return _or_zero(jnp.max(kept, self.axis, keepdims=self.keepdims))
+
+
+def _or_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _positive(scale: jax.Array, is_zero: jax.Array) -> jax.Array:
+    return jnp.where(is_zero, jnp.ones_like(scale), jnp.maximum(scale, _LEAST))
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
+def _lsq_scale(x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None) -> jax.Array:
+    finite = _Finite(x, axis)
+    mean = finite.mean(jnp.abs(finite.values))
+    return _positive(mean * (2 / math.sqrt(fmt.max_finite)), mean == 0)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
+def _of_weights(
+    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None
+) -> tuple[jax.Array, jax.Array]:
+    finite = _Finite(x, axis)
+    mean = finite.mean(finite.values)
+    deviation = jnp.sqrt(finite.mean(jnp.square(finite.values - mean)))
+    largest = jnp.abs(mean) + 3 * deviation  # max(|a - b|, |a + b|) for b >= 0
+    scale = _positive(largest / -float(fmt.lowest), largest == 0)
+    return scale, jnp.zeros_like(scale)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "steps"))
+def _of_activations(
+    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None, steps: int
+) -> tuple[jax.Array, jax.Array]:
+    finite = _Finite(x, axis)
+    n, p = float(fmt.lowest), float(fmt.max_finite)
+    least, largest = finite.least(), finite.largest()
+    is_one = largest == least
+    scale = _positive((largest - least) / (p - n), is_one)
+    offset = jnp.where(is_one, least, least - n * scale)
+
+    def fit(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        scale, offset = found
+        q = round_values((finite.values - offset) / scale, fmt, "nearest_even", "finite")
+        mean_q, mean_x = finite.mean(q), finite.mean(finite.values)
+        variance = finite.mean(jnp.square(q - mean_q))
+        covariance = finite.mean((q - mean_q) * (finite.values - mean_x))
+        fits = (variance > 0) & (covariance > 0)
+        new = jnp.maximum(covariance / jnp.where(fits, variance, jnp.ones_like(variance)), _LEAST)
+        return jnp.where(fits, new, scale), jnp.where(fits, mean_x - new * mean_q, offset)
+
+    return lax.fori_loop(0, steps, fit, (scale, offset))
