@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import qtoolkit as qt
 from qtoolkit import IntFormat, format
 from qtoolkit.gradients import (
     lsq,
