@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from qtoolkit.gradients import fake_cast, fake_convert, fake_quantize, round_cotangent
     from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
-    from qtoolkit.scaling import QArray, quantize
+    from qtoolkit.scaling import QArray, metrics, quantize
 
 _HOMES = {
     "casts": (
@@ -67,7 +67,7 @@ _HOMES = {
     ),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
-    "scaling": ("QArray", "quantize"),
+    "scaling": ("QArray", "metrics", "quantize"),
     "nnx": (),
     "checkpoints": (),
     "plots": (),
@@ -99,6 +99,7 @@ __all__ = [
     "format",
     "formats",
     "gradients",
+    "metrics",
     "nnx",
     "p3109",
     "pack",

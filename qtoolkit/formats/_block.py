@@ -210,6 +210,8 @@ class BlockFormat:
             )
         if self.rule == "even" and not isinstance(self.element, FloatFormat | IntFormat):
             raise self._error("rule='even' needs an element with mantissa bits, not a table")
+        if self.narrow_range and not (isinstance(self.element, IntFormat) and self.element.signed):
+            raise self._error("narrow_range needs signed integers")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
         if not 0 <= self.least_amax < float("inf"):
@@ -235,11 +237,12 @@ class BlockFormat:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
 
     def _check_zero_point(self) -> None:
-        simple = self.rule == "amax" and self.tensor_scale is None and not self.element_exponent
+        simple = self.rule == "amax" and self.tensor_scale is None
+        simple = simple and not self.element_exponent and not self.narrow_range
         if not isinstance(self.element, IntFormat) or self.scale is None or not simple:
             raise self._error(
                 "zero_point needs an integer element and a scale with rule='amax', without "
-                "tensor_scale or element_exponent"
+                "tensor_scale, element_exponent or narrow_range"
             )
 
 

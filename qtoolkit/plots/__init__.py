@@ -1,6 +1,14 @@
 """Pictures. The only package that loads matplotlib (the `plots` extra)."""
 
 from qtoolkit.plots._curves import loss_curves, weight_errors
+from qtoolkit.plots._errors import error_against_magnitude
+from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
 
-__all__ = ["loss_curves", "number_line", "weight_errors"]
+__all__ = [
+    "code_histogram",
+    "error_against_magnitude",
+    "loss_curves",
+    "number_line",
+    "weight_errors",
+]

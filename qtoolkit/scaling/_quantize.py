@@ -145,12 +145,17 @@ def _given_scale(
         )
     array = _in_shape(where, name, jnp.asarray(array).astype(jnp.float32), shape, spec)
     if not isinstance(array, jax.core.Tracer):
-        _check_values(where, name, np.asarray(array), fmt)
+        _check_values(where, name, np.asarray(array), fmt, spec)
     return stored(array, fmt)
 
 
-def _check_values(where: str, name: str, values: np.ndarray, fmt: FloatFormat) -> None:
-    lowest, largest = (2.0**-126, 2.0**126) if fmt.mantissa_bits else (2.0**-127, 2.0**127)
+def _check_values(
+    where: str, name: str, values: np.ndarray, fmt: FloatFormat, spec: BlockFormat
+) -> None:
+    """Scales that divide: normal, with normal reciprocals, but where `divided` sees to those."""
+    lowest, largest = 2.0**-126, 2.0**126 if spec.largest >= 4 else float(FLOAT32.max_finite)
+    if not fmt.mantissa_bits:
+        lowest, largest = 2.0**-127, 2.0**127
     bad = ~((values >= lowest) & (values <= largest))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])

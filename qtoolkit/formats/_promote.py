@@ -1,0 +1,158 @@
+"""The smallest format that holds every value of others: exact, from what they hold."""
+
+import functools
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._int import IntFormat
+from qtoolkit.formats._names import (
+    BFLOAT16,
+    BOOL,
+    E2M1FN,
+    E3M4,
+    E4M3,
+    E4M3B11FNUZ,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    E8M0FNU,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT2,
+    INT4,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    UINT2,
+    UINT4,
+    UINT8,
+    UINT16,
+    UINT32,
+    UINT64,
+    Format,
+    format,
+)
+from qtoolkit.formats._table import TableFormat
+
+# Every format with a JAX dtype, by bits; where several of the same bits would do, the first is
+# taken. bfloat16 comes before float16, which sums and products of FP8 values overflow.
+INTEGERS: tuple[IntFormat, ...] = (
+    *(BOOL, UINT2, INT2, UINT4, INT4, UINT8, INT8),
+    *(UINT16, INT16, UINT32, INT32, UINT64, INT64),
+)
+FLOATS: tuple[FloatFormat, ...] = (
+    E2M1FN,
+    *(E4M3FN, E5M2, E4M3, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
+    *(BFLOAT16, FLOAT16, FLOAT32, FLOAT64),
+)
+
+
+def promote(a: Any, b: Any, *more: Any) -> Format:
+    """The smallest format with a JAX dtype that holds every value of `a` and of `b`.
+
+    Values are the finite numbers, and NaN and the infinities where a format has them; the zeros
+    count as one. Integers promote to an integer, anything else to a float. Smallest is what has the
+    fewest bits; among those an argument itself; else what comes first in
+
+    * bool, uint2, int2, uint4, int4, uint8, int8, and so on: unsigned first
+    * e2m1fn
+    * e4m3fn, e5m2, e4m3, e3m4, e4m3fnuz, e5m2fnuz, e4m3b11fnuz, e8m0fnu
+    * bfloat16, float16
+    * float32
+    * float64
+
+    A format promotes to itself, with a JAX dtype or without. The order of the arguments does not
+    matter, but among floats it does matter what is promoted first: e4m3fn and e5m2 give bfloat16,
+    which with float16 gives float32, and yet float16 holds all three. So give `promote` all of
+    them at once.
+
+    Args:
+      a, b, more: Formats, or any spellings of them, see `qtoolkit.format`.
+
+    Returns:
+      A format of `qtoolkit.formats`; its dtype is `promote(a, b).dtype`.
+
+    Raises:
+      ValueError: No format with a JAX dtype holds them all: int64 and float32, say, or int64 and
+        uint64, which NumPy and JAX would round. Or a format is unknown.
+      TypeError: An argument is no format.
+    """
+    return _promoted(frozenset(format(spec) for spec in (a, b, *more)))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _promoted(formats: frozenset[Format]) -> Format:
+    if len(formats) == 1:
+        (same,) = formats
+        return same
+    integers = all(isinstance(fmt, IntFormat) for fmt in formats)
+    table: tuple[IntFormat | FloatFormat, ...] = INTEGERS if integers else FLOATS
+    own = [fmt for fmt in table if fmt in formats]
+    fits = [fmt for fmt in (*own, *table) if all(_holds(fmt, other) for other in formats)]
+    if not fits:
+        names = sorted(fmt.name for fmt in formats)
+        raise ValueError(
+            f"promote: no {'integer' if integers else 'float'} format with a JAX dtype holds every "
+            f"value of {', '.join(names[:-1])} and {names[-1]}; choose which of them may be "
+            "rounded, and cast it first"
+        )
+    return min(fits, key=lambda fmt: fmt.bits)  # the first of the fewest bits
+
+
+def _holds(wide: FloatFormat | IntFormat, fmt: Format) -> bool:
+    """Whether every value of `fmt` is one of `wide`."""
+    if wide == fmt:
+        return True
+    if (fmt.has_nan and not wide.has_nan) or (fmt.has_inf and not wide.has_inf):
+        return False
+    return all(_contains(wide, value) for value in _marks(fmt))
+
+
+def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
+    """Whether the finite `value` is one of `wide`."""
+    if not wide.lowest <= value <= wide.max_finite:
+        return False
+    if isinstance(wide, IntFormat):
+        return value.denominator == 1
+    if value == 0:
+        return wide.has_zero
+    exponent = max(_binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
+    return (value / Fraction(2) ** exponent).denominator == 1
+
+
+def _marks(fmt: Format) -> Iterator[Fraction]:
+    """Values of `fmt` that decide: a binary format that holds them holds every value.
+
+    Of a float or an integer they are the ends of the range and, in each binade, 2**e and the value
+    after it. Between powers of two the steps of both formats are constant, powers of two too: who
+    holds 2**e plus one step holds all multiples of that step up to 2**(e + 1).
+    """
+    if isinstance(fmt, TableFormat):
+        yield from map(Fraction, fmt.finite)
+        return
+    yield fmt.max_finite
+    yield fmt.lowest
+    if isinstance(fmt, IntFormat):
+        yield Fraction(0)
+        for power in range(fmt.bits - fmt.signed):
+            yield Fraction(2**power)
+            if power:
+                yield Fraction(2**power + 1)
+        return
+    fields = range(0, fmt.max_code + 1, 1 << fmt.mantissa_bits)
+    subnormals = (1 << place for place in range(fmt.mantissa_bits)) if fmt.has_zero else ()
+    for first in (*fields, *subnormals):
+        for code in (first, first + 1):
+            if code <= fmt.max_code:
+                yield fmt.magnitude(code)
+
+
+def _binade(value: Fraction) -> int:
+    """The exponent e of 2**e <= value < 2**(e + 1)."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if value >= Fraction(2) ** exponent else exponent - 1

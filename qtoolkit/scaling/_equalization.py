@@ -1,0 +1,185 @@
+"""Factors that move range from one operand of a product to the other, channel by channel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import check_differentiable
+from qtoolkit.scaling._amax import amax
+
+_LARGEST_EXPONENT = 126  # 2**126 and its reciprocal are both normal float32 numbers
+
+
+def smoothing_factors(
+    activation_amax: jax.Array,
+    weight_amax: jax.Array,
+    alpha: float = 0.5,
+    *,
+    power_of_two: bool = False,
+) -> jax.Array:
+    """SmoothQuant's factors: activation_amax**alpha / weight_amax**(1 - alpha).
+
+    `equalize` divides the activations by them and multiplies the weights.
+
+    Args:
+      activation_amax: [channels], the largest |x| of each channel, over calibration data; float32,
+        float16 or bfloat16, finite, not negative.
+      weight_amax: [channels], the largest |w| that meets each channel, likewise.
+      alpha: How much of the range moves to the weights, from 0 to 1. At 0.5 both operands end with
+        the same amax in every channel: sqrt(activation_amax * weight_amax).
+      power_of_two: Whether to round factors to the nearest power of two, by their logarithm. Then
+        `equalize` rounds nothing.
+
+    Returns:
+      [channels], float32, from 2**-126 to 2**126. 1 where one of the two is zero or not finite:
+      there is nothing to balance.
+
+    Raises:
+      TypeError: Another dtype.
+      ValueError: The shapes differ, or alpha is not from 0 to 1.
+
+    Gradient: zero.
+    Source: arXiv:2211.10438 (SmoothQuant), equation 4.
+    """
+    activation = check_differentiable("smoothing_factors", activation_amax, wide=False)
+    weight = check_differentiable("smoothing_factors", weight_amax, wide=False)
+    if activation.shape != weight.shape:
+        raise ValueError(
+            f"smoothing_factors: activation_amax has shape {activation.shape}, weight_amax "
+            f"{weight.shape}, expected the same, one number for each channel"
+        )
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"smoothing_factors: alpha={alpha}, expected 0 to 1")
+    return _factors(activation, weight, float(alpha), bool(power_of_two))
+
+
+def cross_layer_factors(
+    w1: jax.Array,
+    w2: jax.Array,
+    *,
+    axis1: int = -1,
+    axis2: int = 0,
+    power_of_two: bool = False,
+) -> jax.Array:
+    """Factors that give two layers in a row the same range in each channel between them.
+
+    For y = f(x @ w1 + b) @ w2 with f(s * t) = s * f(t) for s > 0, as ReLU has it:
+    `w1, w2 = equalize(w1, w2, factors)`, and b / factors, leave y as it is.
+
+    Args:
+      w1: [..., channels], the weights that write the channels; float32, float16 or bfloat16.
+      w2: [channels, ...], the weights that read them.
+      axis1, axis2: The axis of the channels in each.
+      power_of_two: As in `smoothing_factors`.
+
+    Returns:
+      [channels], float32: sqrt(amax of w1 / amax of w2), over what belongs to each channel; 1 where
+      one of them is zero.
+
+    Raises:
+      TypeError: Another dtype.
+      ValueError: An axis is out of range, or their lengths differ.
+
+    Gradient: zero.
+    Source: arXiv:1906.04721 (data-free quantization), section 4.1.
+    """
+    w1 = check_differentiable("cross_layer_factors", w1, wide=False)
+    w2 = check_differentiable("cross_layer_factors", w2, wide=False)
+    first = _checked_axis("cross_layer_factors", "w1", w1, axis1)
+    second = _checked_axis("cross_layer_factors", "w2", w2, axis2)
+    if w1.shape[first] != w2.shape[second]:
+        raise ValueError(
+            f"cross_layer_factors: w1 has {w1.shape[first]} channels along axis {axis1} of shape "
+            f"{w1.shape}, w2 {w2.shape[second]} along axis {axis2} of shape {w2.shape}, expected "
+            "the same number; choose the axes with axis1= and axis2="
+        )
+    return _factors(_channel_amax(w1, first), _channel_amax(w2, second), 0.5, bool(power_of_two))
+
+
+def equalize(
+    x: jax.Array, w: jax.Array, factors: jax.Array, *, x_axis: int = -1, w_axis: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """`x / factors` and `w * factors`, channel by channel: their product over it does not change.
+
+    Exactly so where factors are powers of two, and the results neither overflow nor underflow.
+
+    Args:
+      x: [..., channels], activations, or the weights of the layer before; float32, float16 or
+        bfloat16.
+      w: [channels, ...], weights, likewise.
+      factors: [channels], float32, positive; see `smoothing_factors` and `cross_layer_factors`.
+      x_axis, w_axis: The axis of the channels in each.
+
+    Returns:
+      Both arrays in their own shapes and dtypes, each rounded once from float32.
+
+    Raises:
+      TypeError: Another dtype.
+      ValueError: An axis is out of range, or as long as `factors` is not.
+
+    Gradient: that of the quotient and of the product, also with respect to `factors`.
+    """
+    x = check_differentiable("equalize", x, wide=False)
+    w = check_differentiable("equalize", w, wide=False)
+    factors = check_differentiable("equalize", factors, wide=False)
+    axes = (_checked_axis("equalize", "x", x, x_axis), _checked_axis("equalize", "w", w, w_axis))
+    for name, array, axis in (("x", x, axes[0]), ("w", w, axes[1])):
+        if factors.shape != (array.shape[axis],):
+            raise ValueError(
+                f"equalize: {name} has {array.shape[axis]} channels along axis {axis} of shape "
+                f"{array.shape}, and factors have shape {factors.shape}, expected "
+                f"({array.shape[axis]},); choose the axis with {name}_axis="
+            )
+    return _equalized(x, w, factors, *axes)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _equalized(
+    x: jax.Array, w: jax.Array, factors: jax.Array, x_axis: int, w_axis: int
+) -> tuple[jax.Array, jax.Array]:
+    def along(array: jax.Array, axis: int) -> jax.Array:
+        shape = [1] * array.ndim
+        shape[axis] = -1
+        return factors.astype(jnp.float32).reshape(shape)
+
+    divided = x.astype(jnp.float32) / along(x, x_axis)
+    multiplied = w.astype(jnp.float32) * along(w, w_axis)
+    return divided.astype(x.dtype), multiplied.astype(w.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bool) -> jax.Array:
+    first, second = (lax.stop_gradient(a).astype(jnp.float32) for a in (first, second))
+    balanced = (first > 0) & (second > 0) & jnp.isfinite(first) & jnp.isfinite(second)
+    one = jnp.ones_like(first)
+    first, second = jnp.where(balanced, first, one), jnp.where(balanced, second, one)
+    # A quotient of powers overflows only for alpha near 0 or 1, and is limited there.
+    quotient = first ** np.float32(alpha) / second ** np.float32(1 - alpha)
+    limit = np.float32(2.0**_LARGEST_EXPONENT)
+    factors = jnp.clip(quotient, 1 / limit, limit)
+    return _nearest_power(factors) if power_of_two else factors
+
+
+def _nearest_power(x: jax.Array) -> jax.Array:
+    """Positive normal numbers from 2**-126 to 2**126, rounded to a power of two by logarithm."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    to_sqrt2 = np.uint32((1 << 23) - 0x3504F4)  # mantissas above that of sqrt(2) carry
+    return lax.bitcast_convert_type((bits + to_sqrt2) & np.uint32(0x7F800000), jnp.float32)
+
+
+def _channel_amax(w: jax.Array, axis: int) -> jax.Array:
+    others = tuple(a for a in range(w.ndim) if a != axis)
+    return amax(w, axis=others).reshape(-1)
+
+
+def _checked_axis(where: str, name: str, array: jax.Array, axis: int) -> int:
+    """`axis` counted from the front; ValueError where `array` has none such."""
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{where}: axis {axis} of {name}, an array of shape {array.shape}, expected "
+            + (f"{-array.ndim} to {array.ndim - 1}" if array.ndim else "an array with an axis")
+        )
+    return axis % array.ndim

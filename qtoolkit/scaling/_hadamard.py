@@ -1,0 +1,90 @@
+"""The Walsh-Hadamard transform in blocks, which spreads an outlier over its block."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import check_differentiable
+
+
+def hadamard_transform(
+    x: jax.Array,
+    *,
+    block: int = 16,
+    axis: int = -1,
+    key: jax.Array | None = None,
+    inverse: bool = False,
+) -> jax.Array:
+    """Multiplies each block along `axis` by the Hadamard matrix H, divided by sqrt(block).
+
+    H is orthonormal and its own inverse, so a product over `axis` stays what it is, up to rounding:
+    (x H)(H w) = x w. With a key it is the random Hadamard transform: elements are multiplied by
+    random signs D first, x D H, and the same key undoes it or cancels in (x D H)(H D w).
+
+    Args:
+      x: float32, float16 or bfloat16, any shape.
+      block: The length of a block, a power of two; 1 leaves only the signs.
+      axis: The axis that blocks lie along; its length is a multiple of `block`. Where `x` is
+        sharded along it, let each shard hold whole blocks.
+      key: A key of `jax.random`, for random signs: one vector of `block` signs, which all blocks
+        share, as in NVFP4 training. Both operands of a product need the same key.
+      inverse: Whether to undo the transform with the same `key`: y H D. Without a key, the
+        transform is its own inverse.
+
+    Returns:
+      Shape and dtype of `x`. Sums are float32, in log2(block) additions of pairs, and rounded once
+      to the dtype of `x`.
+
+    Raises:
+      TypeError: `x` has another dtype.
+      ValueError: `block` is no power of two; `axis` is out of range, or its length no multiple of
+        `block`.
+
+    Gradient: that of a linear function: the transform backwards.
+    Source: arXiv:2307.13304 (QuIP), arXiv:2404.00456 (QuaRot); arXiv:2509.25149 for blocks of 16
+    and their signs.
+    """
+    x = check_differentiable("hadamard_transform", x, wide=False)
+    if isinstance(block, bool) or not isinstance(block, int | np.integer):
+        raise ValueError(f"hadamard_transform: block={block!r}, expected an integer")
+    if block < 1 or block & (block - 1):
+        raise ValueError(f"hadamard_transform: block={block}, expected a power of two")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"hadamard_transform: axis={axis} of an array of shape {x.shape}, expected "
+            + (f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with an axis")
+        )
+    if x.shape[axis] % block:
+        raise ValueError(
+            f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[axis]}, "
+            f"expected a multiple of block={block}; pad it with zeros or use a shorter block"
+        )
+    return _transformed(x, key, int(block), axis % x.ndim, bool(inverse))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _transformed(
+    x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool
+) -> jax.Array:
+    before, after = (*x.shape[:axis], x.shape[axis] // block), x.shape[axis + 1 :]
+    y = x.astype(jnp.float32).reshape(*before, block, *after)
+    signs = None
+    if key is not None:
+        signs = jax.random.rademacher(key, (block,), jnp.float32)
+        signs = signs.reshape(block, *(1,) * len(after))
+    if signs is not None and not inverse:
+        y = y * signs
+    halvings = block.bit_length() - 1
+    y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
+    for at in range(len(before), len(before) + halvings):
+        first, second = (lax.index_in_dim(y, i, at, keepdims=False) for i in (0, 1))
+        # What is stacked is written out: fused, each step would compute those before it twice.
+        y = jnp.stack([first + second, first - second], at)
+    y = y.reshape(*before, block, *after) * np.float32(1 / math.sqrt(block))
+    if signs is not None and inverse:
+        y = y * signs
+    return y.reshape(x.shape).astype(x.dtype)

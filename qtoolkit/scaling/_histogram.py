@@ -1,0 +1,372 @@
+"""Calibration from histograms: percentiles, least squared error, least divergence.
+
+The bins are fixed beforehand, from bits of the float32 pattern: histograms of any batches, devices
+and hosts add up, and nothing is ever distributed anew over other bins.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts import codes_of, exact_float32, power_of_two, product, quotient, round_values
+from qtoolkit.formats import BlockFormat, Format, TableFormat
+from qtoolkit.scaling._calibration import (
+    COUNT,
+    MAX,
+    STATIC,
+    Observer,
+    added,
+    amax_bits,
+    bits_of,
+    from_bits,
+    start,
+    stored_tensor_scale,
+)
+from qtoolkit.scaling._scales import effective, scale_from
+
+Array = jax.Array
+
+_POINTS = 3  # magnitudes that stand for the elements of a bin
+_STEPS = 16  # candidates to the octave, where scales are no powers of two
+_BLOCKS = 16  # that are searched at once
+_LARGEST = np.finfo(np.float32).max
+_TINY = np.finfo(np.float32).tiny
+
+
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """The bins of a histogram of magnitudes; each holds (low, high], its upper edge included.
+
+    2**mantissa_bits of equal width divide each binade, so that (high - low) / low <=
+    2**-mantissa_bits. One bin more is for exact zeros, one for (0, 2**lowest], one for all above
+    2**(lowest + binades). The default has the range of float16, 5123 bins, 20 KiB for each scale;
+    choose fewer where there are thousands of scales.
+
+    Attributes:
+      lowest: The exponent of the lowest edge above zero, -126 or more.
+      binades: How many there are; lowest + binades <= 127.
+      mantissa_bits: 0 to 10.
+    """
+
+    lowest: int = -24
+    binades: int = 40
+    mantissa_bits: int = 7
+
+    def __post_init__(self) -> None:
+        inside = -126 <= self.lowest < self.lowest + self.binades <= 127
+        if not inside or not 0 <= self.mantissa_bits <= 10:
+            raise ValueError(
+                f"{self}: expected -126 <= lowest, 1 <= binades, lowest + binades <= 127, "
+                "0 <= mantissa_bits <= 10"
+            )
+
+    @property
+    def count(self) -> int:
+        return (self.binades << self.mantissa_bits) + 3
+
+    @functools.cached_property
+    def edges(self) -> np.ndarray:
+        """float32, the upper edge of each bin, exact; of the last the largest float32."""
+        first = self._place(self.lowest)
+        places = np.arange(first, self._place(self.lowest + self.binades) + 1, dtype=np.uint32)
+        edges = (places << np.uint32(self._shift)).view(np.float32)
+        return np.concatenate([np.zeros(1, np.float32), edges, [np.finfo(np.float32).max]])
+
+    def index(self, x: Array) -> Array:
+        """The bins that the magnitudes of `x`, float32, lie in: int32."""
+        magnitude = bits_of(x) & np.uint32(0x7FFFFFFF)
+        place = ((magnitude - np.uint32(1)) >> np.uint32(self._shift)).astype(jnp.int32)
+        index = jnp.clip(
+            place - np.int32(self._place(self.lowest)) + np.int32(2), 1, self.count - 1
+        )
+        return jnp.where(magnitude == 0, np.int32(0), index)
+
+    @property
+    def _shift(self) -> int:
+        return 23 - self.mantissa_bits
+
+    def _place(self, exponent: int) -> int:
+        """The exponent and mantissa bits of 2**exponent."""
+        return (exponent + 127) << self.mantissa_bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Histogram(Observer):
+    """What the states of histograms share. Merging is exact.
+
+    Attributes:
+      spec, shape, count, bad: As in all states.
+      bins: Where the bins lie.
+      counts: uint32, the shape of the scales and then the bins: the elements of the block in each.
+        They stay at 2**32 - 1 once there.
+      magnitude: uint32 in the shape of the scales, the float32 patterns of the largest magnitudes.
+    """
+
+    bins: Bins = dataclasses.field(default=Bins(), metadata=STATIC)
+    counts: Array = dataclasses.field(metadata=COUNT)
+    magnitude: Array = dataclasses.field(metadata=MAX)
+
+    def _after(self, x: Array) -> Self:
+        return dataclasses.replace(
+            self,
+            counts=added(self.counts, _counted(x, self.spec, self.bins)),
+            magnitude=jnp.maximum(self.magnitude, amax_bits(x, self.spec)),
+        )
+
+    def _range(self) -> Array:
+        return from_bits(self.magnitude)
+
+
+def _start(where: str, spec: Any, shape: tuple[int, ...], bins: Bins) -> dict[str, Any]:
+    fields = start(where, spec, shape, zero_point=False)
+    scales = fields["shape"]
+    if np.prod(scales, dtype=object) * bins.count >= 2**31:
+        raise ValueError(
+            f"{where}: scales of shape {scales} with {bins.count} bins each are too many counts, "
+            "expected fewer than 2**31; use fewer bins"
+        )
+    counts = jnp.zeros((*scales, bins.count), jnp.uint32)
+    return fields | {"bins": bins, "counts": counts, "magnitude": jnp.zeros(scales, jnp.uint32)}
+
+
+def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
+    """The histogram of each block of `x`."""
+    scales = spec.scale_shape(x.shape)
+    block = jnp.zeros(x.shape, jnp.int32)
+    for axis, (blocks, length) in enumerate(zip(scales, spec.block_lengths(x.shape), strict=True)):
+        along = lax.broadcasted_iota(jnp.int32, x.shape, axis) // np.int32(length)
+        block = block * np.int32(blocks) + along
+    index = block * np.int32(bins.count) + bins.index(exact_float32(x))
+    counts = jnp.zeros(int(np.prod(scales)) * bins.count, jnp.uint32)
+    return counts.at[index].add(np.uint32(1)).reshape(*scales, bins.count)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Percentile(Histogram):
+    """The least edge of a bin at or below which a fraction of the magnitudes lies.
+
+    The true percentile is at most that edge and above the bin's lower one: amax is too large by a
+    factor below 1 + 2**-mantissa_bits, never too small, within the range of the bins. It is never
+    more than the largest magnitude that was observed. Zeros count; where the edge were zero, though
+    not all elements are, amax is the largest magnitude.
+
+    Attributes:
+      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
+      fraction: Of the magnitudes; what it leaves out is counted to a relative 2**-20.
+
+    Source: arXiv:2004.09602, section on calibration, "percentile".
+    """
+
+    fraction: float = dataclasses.field(default=0.9999, metadata=STATIC)
+
+    @classmethod
+    def of(
+        cls,
+        spec: Any,
+        shape: tuple[int, ...],
+        *,
+        fraction: float = 0.9999,
+        bins: Bins | None = None,
+    ) -> Self:
+        """The state before the first batch.
+
+        Args:
+          spec, shape: As in `AbsMax.of`.
+          fraction: 0 < fraction <= 1.
+          bins: Where the bins lie; `Bins()` by default.
+
+        Raises:
+          ValueError: As `AbsMax.of`; `fraction` is out of range; there are 2**31 counts or more.
+        """
+        if not 0 < fraction <= 1:
+            raise ValueError(f"Percentile.of: fraction={fraction}, expected 0 < fraction <= 1")
+        return cls(**_start("Percentile.of", spec, shape, bins or Bins()), fraction=float(fraction))
+
+    def _found(self) -> Array:
+        counts = self.counts.astype(jnp.float32)  # sums are exact below 2**24
+        from_here = lax.cumsum(counts, counts.ndim - 1, reverse=True)
+        beyond = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(counts[..., :1])], axis=-1)
+        # What may lie beyond the edge; a little more, for all three numbers are rounded.
+        allowed = from_here[..., :1] * np.float32((1 - self.fraction) * (1 + 2**-21))
+        edge = jnp.asarray(self.bins.edges)[jnp.argmax(beyond <= allowed, axis=-1)]
+        largest = self._range()
+        return jnp.where(edge > 0, jnp.minimum(edge, largest), largest)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MSE(Histogram):
+    """The scale with the least mean squared error of the quantized elements.
+
+    Candidates are scales that the rule of the format gives for amax * 2**(-i / 16), down to amax /
+    2**octaves; where scales are powers of two, for amax * 2**-i and 2 * amax. The elements of a bin
+    are taken as spread evenly over it: three points, rounded by the format's own rounding to
+    nearest even; those above all bins as amax, and -128 as 127. Within the range of the bins no
+    magnitude is moved by more than 2**-mantissa_bits of itself, and the error of rounding to
+    nearest changes by no more than the magnitude does. So the root mean squared error is at most
+    that of amax itself, or of any candidate, plus 2 * 2**-mantissa_bits of the root mean square of
+    the data; in practice it is much closer. Sums are float32.
+
+    Attributes:
+      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
+      octaves: How far below amax the search goes.
+
+    Source: arXiv:2106.08295, section 3.1, range setting by mean squared error.
+    """
+
+    octaves: int = dataclasses.field(default=8, metadata=STATIC)
+
+    @classmethod
+    def of(
+        cls, spec: Any, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
+    ) -> Self:
+        """The state before the first batch.
+
+        Args:
+          spec, shape: As in `AbsMax.of`; the format is symmetric.
+          octaves: 1 to 32.
+          bins: Where the bins lie; `Bins()` by default.
+
+        Raises:
+          ValueError: As `AbsMax.of`; the negative values of the element are not those of its
+            positive ones, as in NF4; `octaves` is out of range; there are 2**31 counts or more.
+        """
+        fields = _start("MSE.of", spec, shape, bins or Bins())
+        return cls(**fields, octaves=_checked("MSE.of", fields["spec"], octaves))
+
+    def _found(self) -> Array:
+        return _best(self, self.octaves, _squared_error)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Entropy(Histogram):
+    """The scale with the least Kullback-Leibler divergence of the quantized distribution.
+
+    Candidates as in `MSE`. The reference is the distribution of the magnitudes, those that the
+    scale clips put in the last bin that it does not. The other one is what quantizing leaves of it:
+    for each value of the format, the elements that are rounded to it, without those clipped, spread
+    evenly over those of its bins that are not empty. The divergence is infinite where this has
+    nothing in a bin that the reference has something in; amax is the choice where all are.
+
+    Against the published method: bins do not have one width, so "evenly" is by width. Exact zeros
+    are left out, for every scale keeps them. A bin is rounded by its centre, with the values of the
+    format, so floats work as integers do. The candidate that clips most is not favoured for having
+    no more bins than values. As there, bins that are wider than the steps of the format hide them.
+    Sums are float32.
+
+    Attributes:
+      spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
+      octaves: How far below amax the search goes.
+
+    Source: S. Migacz, 8-bit inference with TensorRT, GTC 2017 (S7310); arXiv:2004.09602, section
+    on calibration, "entropy".
+    """
+
+    octaves: int = dataclasses.field(default=8, metadata=STATIC)
+
+    @classmethod
+    def of(
+        cls, spec: Any, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
+    ) -> Self:
+        """The state before the first batch. Arguments and errors as in `MSE.of`."""
+        fields = _start("Entropy.of", spec, shape, bins or Bins())
+        return cls(**fields, octaves=_checked("Entropy.of", fields["spec"], octaves))
+
+    def _found(self) -> Array:
+        return _best(self, self.octaves, _divergence)
+
+
+# The cost of a scale: from the counts of a block without its zeros, its amax, the effective scale.
+Cost = Callable[[Array, Array, Array, Bins, Format], Array]
+
+
+def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
+    element = spec.element
+    if isinstance(element, TableFormat):
+        negative = [-v for v in element.finite if v < 0]
+        if element.signed and set(negative) != {v for v in element.finite if v > 0}:
+            raise ValueError(
+                f"{where}: the negative values of {element.name} are not those of its positive "
+                "ones, and a histogram holds magnitudes; use AbsMax or Percentile"
+            )
+    if not 1 <= octaves <= 32:
+        raise ValueError(f"{where}: octaves={octaves}, expected 1 to 32")
+    return int(octaves)
+
+
+def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
+    """The amax of the candidate with the least cost, of equal ones the first: block by block, so
+    that memory stays bounded.
+    """
+    spec, second = state.spec, stored_tensor_scale(state)
+
+    def search(block: tuple[Array, Array]) -> Array:
+        counts, amax = block
+        candidates = jnp.minimum(amax * _factors(spec, octaves), _LARGEST).at[0].set(amax)
+        scales = effective(scale_from(candidates, spec, second), second, spec)
+        costs = lax.map(lambda scale: cost(counts, amax, scale, state.bins, spec.element), scales)
+        costs = jnp.where(jnp.isnan(costs), np.float32(np.inf), costs)
+        return candidates[jnp.argmin(costs)]
+
+    counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
+    found = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
+    return found.reshape(state.shape)
+
+
+def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
+    """What amax is multiplied with; 1 comes first."""
+    if spec.rule == "amax":
+        exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
+    else:
+        exponents = np.array([*range(0, -octaves - 1, -1), 1.0])
+    return np.exp2(exponents).astype(np.float32)
+
+
+def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
+    """The sum of squared errors, in units of a power of two near amax, so that it is finite."""
+    edges = bins.edges[:-1]
+    low, width = edges[:-1, None], np.diff(edges)[:, None]
+    points = low + width * ((np.arange(_POINTS) + 0.5) / _POINTS)
+    beyond = np.full((1, _POINTS), _LARGEST)  # above all bins: taken as the largest one
+    unit = _unit(amax)
+    x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
+    step = scale * unit
+    u = product(x, jnp.broadcast_to(quotient(jnp.ones_like(step), step), x.shape))
+    q = round_values(u, element, "nearest_even", "finite", None)
+    return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
+
+
+def _unit(amax: Array) -> Array:
+    """2**-E for amax in [2**E, 2 * 2**E), as far as that is normal."""
+    field = (bits_of(amax) >> np.uint32(23)).astype(jnp.int32)
+    return power_of_two(np.int32(127) - jnp.clip(field, 1, 253))
+
+
+def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
+    """Of the clipped histogram from what quantizing leaves of it."""
+    low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
+    high = high.at[-1].set(jnp.maximum(amax, low[-1]))
+    is_kept = low < scale * np.float32(float(element.max_finite))
+    kept = jnp.where(is_kept, counts, np.float32(0))
+    last = jnp.sum(is_kept.astype(jnp.int32)) - 1
+    reference = kept.at[last].add(jnp.sum(jnp.where(is_kept, np.float32(0), counts)))
+
+    centre = jnp.minimum((low + high) * np.float32(0.5), amax)
+    u = product(centre, jnp.broadcast_to(quotient(jnp.ones_like(scale), scale), centre.shape))
+    code = codes_of(u, element, "nearest_even", "finite", None).astype(jnp.int32)
+    by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
+    filled = jnp.where(kept > 0, high - low, np.float32(0))
+    density = by_code(kept) / jnp.maximum(by_code(filled), _TINY)
+    left = filled * density[code]
+
+    p, q = reference / jnp.sum(reference), left / jnp.sum(left)
+    # The sum of q - p is zero; with it no term is negative, and errors of the norms do not matter.
+    return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))
