@@ -9,11 +9,11 @@ BIN := $(VENV)/bin
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## the whole suite but what is marked exhaustive
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.stamp-dev  ## the whole suite but what is marked exhaustive, on every core
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
-quick: $(VENV)/.stamp-dev  ## a few seconds of it
-	$(BIN)/python -m pytest -m quick $(ARGS)
+quick: $(VENV)/.stamp-dev  ## a quick part of it
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m quick $(ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -25,6 +25,7 @@ exhaustive: $(VENV)/.stamp-dev  ## every float32 input; minutes
 
 bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run
 	$(BIN)/python experiments/benchmarks/casts.py
+	$(BIN)/python experiments/benchmarks/scales.py
 	$(BIN)/python experiments/benchmarks/gpu.py
 	$(BIN)/python experiments/benchmarks/training.py
 

@@ -11,7 +11,7 @@ from qtoolkit.casts._casts import (
     round_to_format,
 )
 from qtoolkit.casts._modes import DETERMINISTIC, SATURATIONS, Rounding, Stochastic
-from qtoolkit.casts._pack import pack, unpack
+from qtoolkit.casts._pack import WIDTHS, pack, unpack
 from qtoolkit.casts._powers import (
     binary_parts,
     exact_float32,
@@ -35,6 +35,7 @@ __all__ = [
     "DETERMINISTIC",
     "FLOATS",
     "SATURATIONS",
+    "WIDTHS",
     "Draw",
     "Rounding",
     "Stochastic",

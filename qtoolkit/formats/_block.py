@@ -214,6 +214,11 @@ class BlockFormat:
             raise self._error("narrow_range needs signed integers")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
+        if self.tensor_scale is not None and self.scale is not None and _is_wide(self.scale):
+            raise self._error(
+                f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
+                "scales, e.g. e4m3fn"
+            )
         if not 0 <= self.least_amax < float("inf"):
             raise self._error(f"least_amax={self.least_amax}, expected a finite number from 0 up")
 
@@ -227,23 +232,33 @@ class BlockFormat:
 
     def _check_element(self) -> None:
         element = self.element
-        too_wide = element.max_finite > _LARGEST or element.min_subnormal < 1 / _LARGEST
-        if too_wide or element.mantissa_bits > 23 or getattr(element, "is_bool", False):
+        is_bool = getattr(element, "is_bool", False)
+        if _is_wide(element) or element.mantissa_bits > 23 or is_bool:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
                 "bits than its significand, or is bool; expected a narrower one, or scale=None"
             )
         if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
+        if self.element_exponent and not self.has_powers:
+            raise self._error(
+                "element_exponent needs scales that are powers of two by their format, e.g. e8m0fnu"
+            )
 
     def _check_zero_point(self) -> None:
         simple = self.rule == "amax" and self.tensor_scale is None
         simple = simple and not self.element_exponent and not self.narrow_range
-        if not isinstance(self.element, IntFormat) or self.scale is None or not simple:
+        is_integer = isinstance(self.element, IntFormat) and self.element.bits <= 16
+        if not is_integer or self.scale is None or not simple:
             raise self._error(
-                "zero_point needs an integer element and a scale with rule='amax', without "
+                "zero_point needs integers of up to 16 bits and a scale with rule='amax', without "
                 "tensor_scale, element_exponent or narrow_range"
             )
+
+
+def _is_wide(fmt: Format) -> bool:
+    """Whether products of two of its values may leave the range of float32."""
+    return fmt.max_finite > _LARGEST or fmt.min_subnormal < 1 / _LARGEST
 
 
 def _is_int(value: Any) -> bool:
@@ -312,7 +327,6 @@ def spec(of: Any) -> BlockFormat:
         ) from None
     if element == NF4:
         return NF4_BLOCK64
-    is_wide = element.max_finite > _LARGEST or element.min_subnormal < 1 / _LARGEST
-    if is_wide or not element.needs_scale:
+    if _is_wide(element) or not element.needs_scale:
         return BlockFormat.tensor(element, scale=None)
     return BlockFormat.tensor(element)

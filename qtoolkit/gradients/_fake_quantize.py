@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Draw, Stochastic, random_of
+from qtoolkit.formats import BlockFormat
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling import (
     Rounder,
@@ -16,6 +18,7 @@ from qtoolkit.scaling import (
     check_quantize,
     find_scales,
     in_dtype,
+    kept_range,
     scaled_values,
 )
 
@@ -42,7 +45,9 @@ def fake_quantize(
       x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
         index_offset: As in `quantize`.
       gradient: The slope that stands for the rounding's derivative, see `fake_cast`; here at x
-        divided by its scale, plus the zero point.
+        divided by its scale, plus the zero point. What lies up to half a step beyond the range of
+        the elements counts as its end: a rounded scale may leave the largest element of a block
+        there, and to clamp it is to round it.
 
     Returns:
       Shape and dtype of `x`.
@@ -77,8 +82,17 @@ def _fake_quantize_jvp(
     scales, _ = find_scales(x, how.spec, given)
     u = scaled_values(x, scales, how.spec)
     q = how.values(u, None, random_of(draw, x, how.rounding))
+    u = _unclamped(u, how.spec)
     y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), how.spec.element)
     return y, y_dot.astype(x.dtype)
+
+
+def _unclamped(u: jax.Array, spec: BlockFormat) -> jax.Array:
+    """Scaled values, those that rounding brings back to the ends of the range as these ends."""
+    lowest, largest = (np.float32(float(v)) for v in (spec.element.lowest, spec.element.max_finite))
+    first, last = map(np.float32, kept_range(spec))
+    u = jnp.where((u < lowest) & (u >= first), lowest, u)
+    return jnp.where((u > largest) & (u <= last), largest, u)
 
 
 _fake_quantize_jitted = jax.jit(_fake_quantize, static_argnums=(3, 4))

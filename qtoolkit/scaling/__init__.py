@@ -16,7 +16,7 @@ from qtoolkit.scaling._rounding import (
     in_dtype,
     scaled_values,
 )
-from qtoolkit.scaling._scales import scale_from_amax, scaled
+from qtoolkit.scaling._scales import kept_range, scale_from_amax, scaled
 
 __all__ = [
     "MSE",
@@ -39,6 +39,7 @@ __all__ = [
     "find_scales",
     "hadamard_transform",
     "in_dtype",
+    "kept_range",
     "metrics",
     "quantize",
     "quantized_values",

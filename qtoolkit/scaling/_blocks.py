@@ -128,9 +128,9 @@ class Blocks:
             shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
             if self.shape[axis] % (shards * self.lengths[axis]):
                 raise ValueError(
-                    f"axis {axis} has {self.shape[axis]} elements in {shards} shards over mesh "
-                    f"axes {names}, expected whole blocks of {self.lengths[axis]} in each; "
-                    "reshard x, or block another axis"
+                    f"block scaling: axis {axis} has {self.shape[axis]} elements in {shards} "
+                    f"shards over mesh axes {names}, expected whole blocks of "
+                    f"{self.lengths[axis]} in each; reshard x, or block another axis"
                 )
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from qtoolkit.casts import (
     product,
     times_power_of_two,
 )
-from qtoolkit.formats import BlockFormat, FloatFormat, TableFormat
 from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._rounding import (
@@ -34,6 +32,7 @@ from qtoolkit.scaling._rounding import (
     find_scales,
     scaled_values,
 )
+from qtoolkit.scaling._scales import kept_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
 _LARGEST = float(np.finfo(np.float32).max)
@@ -167,7 +166,7 @@ def _metrics(x: jax.Array, given: Scales, draw: Draw | None, how: Rounder) -> Me
     u = scaled_values(x, scales, spec)
     x = exact_float32(x)
     distance, largest, cosine = _distances(x, y)
-    lowest, highest = _kept_range(spec)
+    lowest, highest = kept_range(spec)
     saturated = (u < np.float32(lowest)) | (u > np.float32(highest)) | jnp.isinf(x)
     alive = jnp.isfinite(x) & ~is_zero(x)
     return Metrics(
@@ -179,25 +178,6 @@ def _metrics(x: jax.Array, given: Scales, draw: Draw | None, how: Rounder) -> Me
         nonfinite=_count(~jnp.isfinite(x)),
         histogram=_histogram(codes, spec.element.bits) if spec.element.bits <= 8 else None,
     )
-
-
-def _kept_range(spec: BlockFormat) -> tuple[float, float]:
-    """What rounding to nearest does not clamp: the finite range and half a step on either side."""
-    element = spec.element
-    lowest, highest = element.lowest + spec.narrow_range, element.max_finite
-    first = last = Fraction(1)
-    if isinstance(element, FloatFormat):
-        last = highest - element.magnitude(element.max_code - 1)
-        first = last if element.signed else element.min_subnormal
-        first = first if element.has_zero else 2 * lowest  # zero is no step below the lowest
-    elif isinstance(element, TableFormat):
-        values = [Fraction(value) for value in element.finite]
-        first, last = values[1] - values[0], values[-1] - values[-2]
-        if element.beyond is not None:
-            last = Fraction(element.beyond) - highest
-            first = last if element.signed else first
-    limit = Fraction(_LARGEST)
-    return float(max(lowest - first / 2, -limit)), float(min(highest + last / 2, limit))
 
 
 def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -361,7 +361,7 @@ def _dequantize_jvp(
     def product(moving: dict[str, jax.Array]) -> jax.Array:
         q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
         scale = smooth_scale(
-            moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale), spec
+            moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale)
         )
         return blocks.join(blocks.split(q) * blocks.spread(scale))
 
@@ -385,7 +385,8 @@ def _float_dtype(where: str, dtype: Any) -> np.dtype:
         found = None
     if dtype is None or found not in FLOATS:
         raise TypeError(
-            f"{where}: dtype {dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or {FLOATS[-1]}"
+            f"{where}: dtype {found or dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or "
+            f"{FLOATS[-1]}"
         )
     return found
 

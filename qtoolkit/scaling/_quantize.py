@@ -8,11 +8,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import (
+    FLOATS,
+    WIDTHS,
     Draw,
     Stochastic,
     check_arguments,
     check_differentiable,
     check_holds,
+    from_stored,
     pack,
     stored,
 )
@@ -20,6 +23,7 @@ from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
 from qtoolkit.formats import spec as resolve
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._rounding import Rounder, Scales, block_codes, find_scales
+from qtoolkit.scaling._scales import least_scale
 
 
 def quantize(
@@ -54,7 +58,8 @@ def quantize(
       scale: Scales to use instead of those that `x` gives, for instance calibrated ones: an array
         in the shape of the scales, `spec.scale_shape(x.shape)`, or a number where there is one
         scale. They are rounded to the scale format. Values are checked where they are known, that
-        is not under `jit`: positive, from 2**-126 to 2**126, or what the scale format holds.
+        is not under `jit`: positive, and within what float32 can divide by. Beside given scales a
+        NaN is what the cast to the element makes of it: 0 in integers.
       tensor_scale: A second scale to use, for formats that have one: shared by several tensors.
       zero_point: With `scale`, for formats with zero points: integers in its shape.
       packed: Whether codes of fewer than eight bits share bytes along the last axis, see `pack`.
@@ -72,6 +77,13 @@ def quantize(
         "quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
+    if packed and how.spec.element.bits not in WIDTHS:
+        raise ValueError(
+            f"quantize: packed=True for {how.spec.name}, whose elements have "
+            f"{how.spec.element.bits} bits; expected {', '.join(map(str, WIDTHS))}"
+        )
+    if packed and x.ndim == 0:
+        raise ValueError("quantize: packed=True for a scalar, expected at least one axis")
     codes, scales = _quantize_jitted(x, given, draw, how, packed)
     return QArray(
         codes,
@@ -135,27 +147,34 @@ def _given_scale(
         return None
     if fmt is None:
         raise ValueError(f"{where}: {name} is given, and {spec.name} has none; leave it out")
-    array = jnp.asarray(value, jnp.float32) if isinstance(value, int | float) else value
+    array: Any = value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with np.errstate(over="ignore", under="ignore"):
+            array = np.asarray(value, np.float64).astype(np.float32)
     dtype = getattr(array, "dtype", None)
-    if dtype is not None and dtype == fmt.dtype and fmt != FLOAT32:
-        return _in_shape(where, name, jnp.asarray(array), shape, spec)
-    if dtype not in (np.dtype("float32"), np.dtype("float16"), np.dtype("bfloat16")):
+    own = fmt.dtype is not None and dtype == fmt.dtype
+    if not own and dtype not in FLOATS:
+        known = dict.fromkeys(map(str, (*FLOATS, fmt.dtype or FLOATS[0])))
         raise TypeError(
-            f"{where}: {name} has {dtype or type(value).__name__}, expected float32 or {fmt.dtype}"
+            f"{where}: {name} has {dtype or type(value).__name__}, expected one of "
+            f"{', '.join(known)}"
         )
-    array = _in_shape(where, name, jnp.asarray(array).astype(jnp.float32), shape, spec)
+    array = _in_shape(where, name, jnp.asarray(array), shape, spec)
+    numbers = from_stored(array, fmt) if own else array.astype(jnp.float32)
     if not isinstance(array, jax.core.Tracer):
-        _check_values(where, name, np.asarray(array), fmt, spec)
-    return stored(array, fmt)
+        _check_values(where, name, np.asarray(numbers), spec)
+    return array if own else stored(numbers, fmt)
 
 
-def _check_values(
-    where: str, name: str, values: np.ndarray, fmt: FloatFormat, spec: BlockFormat
-) -> None:
-    """Scales that divide: normal, with normal reciprocals, but where `divided` sees to those."""
+def _check_values(where: str, name: str, values: np.ndarray, spec: BlockFormat) -> None:
+    """Scales that may divide: with their second scale, normal numbers with normal reciprocals."""
+    assert spec.scale is not None
     lowest, largest = 2.0**-126, 2.0**126 if spec.largest >= 4 else float(FLOAT32.max_finite)
-    if not fmt.mantissa_bits:
+    if spec.has_powers:
         lowest, largest = 2.0**-127, 2.0**127
+    if name == "tensor_scale":
+        lowest /= float(least_scale(spec.scale))
+        largest /= float(spec.scale.max_finite)
     bad = ~((values >= lowest) & (values <= largest))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -182,22 +201,21 @@ def _given_zero_point(
         )
     if value is None:
         return None
-    array = jnp.asarray(value, jnp.int32) if isinstance(value, int) else value
-    dtype = getattr(array, "dtype", None)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    dtype = np.dtype("int32") if is_number else getattr(value, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
             f"{where}: zero_point has {dtype or type(value).__name__}, expected an integer dtype"
         )
     first, last = int(spec.element.lowest), int(spec.element.max_finite)
-    array = _in_shape(where, "zero_point", jnp.asarray(array), shape, spec).astype(jnp.int32)
-    if not isinstance(array, jax.core.Tracer):
-        values = np.asarray(array)
-        if ((values < first) | (values > last)).any():
+    if not isinstance(value, jax.core.Tracer):
+        values = np.asarray(value)
+        if values.size and (values.min() < first or values.max() > last):
             raise ValueError(
                 f"{where}: zero_point reaches from {values.min()} to {values.max()}, expected "
                 f"{first} to {last}, the range of {spec.element.name}"
             )
-    return array
+    return _in_shape(where, "zero_point", jnp.asarray(value, jnp.int32), shape, spec)
 
 
 def _in_shape(
@@ -207,9 +225,9 @@ def _in_shape(
         return array
     if array.ndim == 0 and np.prod(shape, dtype=int) == 1:
         return array.reshape(shape)
+    of = "the tensor" if name == "tensor_scale" else "each block"
     raise ValueError(
-        f"{where}: {name} has shape {array.shape}, expected {shape}: one for each block of "
-        f"{spec.name}"
+        f"{where}: {name} has shape {array.shape}, expected {shape}, one for {of} of {spec.name}"
     )
 
 

@@ -31,6 +31,7 @@ from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import (
     are_safe,
     asymmetric,
+    at_least_sticky,
     divided,
     effective,
     exponents,
@@ -42,6 +43,7 @@ from qtoolkit.scaling._scales import (
 Array = jax.Array
 # What integers are rounded to before their zero point is added: room for both.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
+_DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
 
 
 class Scales(NamedTuple):
@@ -129,7 +131,7 @@ def block_codes(
         random = _random(x, draw, how.rounding, blocks)
         return blocks.join(how.codes(u, blocks.spread(scales.zero_point), random))
 
-    return _scaled(blocks.split(x), scales, blocks, how.spec, busy, use)
+    return _scaled(blocks.split(x), scales, blocks, how, busy, use)
 
 
 def block_values(
@@ -146,18 +148,18 @@ def block_values(
         random = _random(x, draw, how.rounding, blocks)
         return blocks.join(back(how.values(u, blocks.spread(scales.zero_point), random)))
 
-    return _scaled(blocks.split(x), scales, blocks, how.spec, busy, use)
+    return _scaled(blocks.split(x), scales, blocks, how, busy, use)
 
 
 def scaled_values(x: Array, scales: Scales, spec: BlockFormat) -> Array:
     """What is rounded: `x` divided by its scales, plus the zero point; float32, shape of `x`."""
-    blocks = blocks_of(x, spec)
+    blocks, how = blocks_of(x, spec), Rounder(spec)
 
     def use(u: Array, back: Callable[[Array], Array]) -> Array:
         zero_point = blocks.spread(scales.zero_point)
         return blocks.join(u if zero_point is None else u + zero_point.astype(jnp.float32))
 
-    return _scaled(blocks.split(x), scales, blocks, spec, None, use)
+    return _scaled(blocks.split(x), scales, blocks, how, None, use)
 
 
 def dequantized(
@@ -167,7 +169,7 @@ def dequantized(
     q = blocks.split(values_of(codes, spec.element, jnp.float32))
     zero_point = blocks.spread(scales.zero_point)
     q = q if zero_point is None else q - zero_point.astype(jnp.float32)
-    y = _scaled(q, scales, blocks, spec, None, lambda _, back: back(q))
+    y = _scaled(q, scales, blocks, Rounder(spec), None, lambda _, back: back(q))
     return in_dtype(blocks.join(y), dtype)
 
 
@@ -184,24 +186,25 @@ def _scaled(
     view: Array,
     scales: Scales,
     blocks: Blocks,
-    spec: BlockFormat,
+    how: Rounder,
     busy: Array | None,
     use: Callable[[Array, Callable[[Array], Array]], Array],
 ) -> Array:
     """`use(u, back)` for the scaled values u and the function that multiplies by the scales."""
-    view = exact_float32(view)
+    view, spec = exact_float32(view), how.spec
+    kept = at_least_sticky if how.rounding in _DIRECTED else lambda u, x: u
     if scales.scale is None:
         return use(view, lambda q: q)
     if not spec.has_powers:
         scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
-        return use(divided(view, scale, spec), lambda q: product(q, scale))
+        return use(kept(divided(view, scale, spec), view), lambda q: product(q, scale))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
 
     def way(view: Array, exponent: Array, is_nan: Array, *, safe: bool) -> Array:
-        u = shifted(view, -exponent, is_nan, safe=safe)
+        u = kept(shifted(view, -exponent, is_nan, safe=safe), view)
         return use(u, lambda q: shifted(q, exponent, is_nan, safe=safe))
 
-    safe = are_safe(exponent) | is_nan
+    safe = are_safe(exponent, spec) | is_nan
     safe = jnp.all(safe if busy is None else safe | ~busy)
     ways = (functools.partial(way, safe=True), functools.partial(way, safe=False))
     return lax.cond(safe, *ways, view, exponent, is_nan)

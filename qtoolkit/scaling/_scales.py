@@ -21,10 +21,10 @@ from qtoolkit.casts import (
     stored,
     times_power_of_two,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, TableFormat
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; its reciprocal is finite
-_SAFE = 100  # exponents up to which products with a narrow element are normal numbers
+_SAFE = 100  # the largest exponent e for which 2**e and 2**-e leave room on either side
 
 
 def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
@@ -117,12 +117,10 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
     return value
 
 
-def smooth_scale(
-    scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
-) -> jax.Array:
+def smooth_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
     """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
-    value = scale.astype(jnp.float32) * np.float32(2.0**spec.element_exponent)
+    value = scale.astype(jnp.float32)
     if tensor_scale is None:
         return value
     return value * _over(tensor_scale.astype(jnp.float32), value)
@@ -165,9 +163,25 @@ def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array, *, safe: bool)
     return lax.bitcast_convert_type(y | nan, jnp.float32)
 
 
-def are_safe(exponent: jax.Array) -> jax.Array:
-    """Whether `shifted` may multiply by 2**exponent."""
-    return jnp.abs(exponent) <= _SAFE
+def at_least_sticky(u: jax.Array, x: jax.Array) -> jax.Array:
+    """Scaled values of `x`, those that became zero or subnormal as the least normal number.
+
+    Directed roundings tell it from zero, and no element format has a step as small.
+    """
+    bits = lax.bitcast_convert_type(u, jnp.uint32)
+    sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x80000000)
+    least = np.float32(2.0**-126).view(np.uint32)
+    vanished = ((bits & np.uint32(0x7FFFFFFF)) < least) & ~is_zero(x)
+    return lax.bitcast_convert_type(jnp.where(vanished, sign | least, bits), jnp.float32)
+
+
+def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
+    """Whether `shifted` may multiply elements by 2**exponent, and divide by it what they round.
+
+    Their products are then normal numbers, and subnormal data lie below half the least element.
+    """
+    lowest = -min(_SAFE, 125 + _binary(spec.element.min_subnormal)[0])
+    return (exponent >= lowest) & (exponent <= _SAFE)
 
 
 def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
@@ -175,6 +189,25 @@ def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.
     scale = quotient(amax, jnp.full_like(amax, float(largest)))
     scale = jnp.maximum(scale, np.float32(float(least)))
     return jnp.where(is_zero(amax), jnp.ones_like(scale), scale)
+
+
+def kept_range(spec: BlockFormat) -> tuple[float, float]:
+    """What rounding to nearest does not clamp: the finite range and half a step on either side."""
+    element = spec.element
+    lowest, highest = element.lowest + spec.narrow_range, element.max_finite
+    first = last = Fraction(1)
+    if isinstance(element, FloatFormat):
+        last = highest - element.magnitude(element.max_code - 1)
+        first = last if element.signed else element.min_subnormal
+        first = first if element.has_zero else 2 * lowest  # zero is no step below the lowest
+    elif isinstance(element, TableFormat):
+        values = [Fraction(value) for value in element.finite]
+        first, last = values[1] - values[0], values[-1] - values[-2]
+        if element.beyond is not None:
+            last = Fraction(element.beyond) - highest
+            first = last if element.signed else first
+    limit = FLOAT32.max_finite
+    return float(max(lowest - first / 2, -limit)), float(min(highest + last / 2, limit))
 
 
 def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:

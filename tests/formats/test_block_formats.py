@@ -1,0 +1,359 @@
+"""Block formats as data: parameters against tables typed by hand, shapes, what is refused."""
+
+import copy
+import dataclasses
+import pickle
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qtoolkit import formats
+from qtoolkit.formats import (
+    BLOCK_FORMATS,
+    E2M1FN,
+    E4M3FN,
+    E8M0FNU,
+    FLOAT32,
+    INT4,
+    INT8,
+    MXFP4,
+    NF4,
+    NF4_BLOCK64,
+    NVFP4,
+    UE4M3,
+    BlockFormat,
+    spec,
+)
+
+pytestmark = pytest.mark.quick
+
+# OCP Microscaling Formats (MX) 1.0, table 1 and section 5.3; arXiv:2509.25149 (NVFP4);
+# arXiv:2412.19437, section 3.3.2, its kernels' least amax 1e-4; arXiv:2305.14314 (QLoRA).
+# The default rules of MX are this library's decision.
+FIELDS = ("element", "block", "scale", "rule", "tensor_scale", "largest")
+ROWS = {
+    "mxfp8_e4m3": ("e4m3fn", (32,), "e8m0fnu", "rceil", None, 448),
+    "mxfp8_e5m2": ("e5m2", (32,), "e8m0fnu", "rceil", None, 57344),
+    "mxfp6_e2m3": ("e2m3fn", (32,), "e8m0fnu", "even", None, Fraction(15, 2)),
+    "mxfp6_e3m2": ("e3m2fn", (32,), "e8m0fnu", "rceil", None, 28),
+    "mxfp4": ("e2m1fn", (32,), "e8m0fnu", "even", None, 6),
+    "mxint8": ("int8", (32,), "e8m0fnu", "floor", None, Fraction(127, 64)),
+    "nvfp4": ("e2m1fn", (16,), "e4m3fn", "amax", "float32", 6),
+    "deepseek_1x128": ("e4m3fn", (1, 128), "float32", "amax", None, 448),
+    "deepseek_128x128": ("e4m3fn", (128, 128), "float32", "amax", None, 448),
+    "deepseek_1x128_e8m0": ("e4m3fn", (1, 128), "e8m0fnu", "rceil", None, 448),
+    "deepseek_128x128_e8m0": ("e4m3fn", (128, 128), "e8m0fnu", "rceil", None, 448),
+    "int8_group128": ("int8", (128,), "float32", "amax", None, 127),
+    "int4_group32": ("int4", (32,), "float32", "amax", None, 7),
+    "int4_group128": ("int4", (128,), "float32", "amax", None, 7),
+    "nf4_block64": ("nf4", (64,), "float32", "amax", None, 1),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_published_formats(name):
+    fmt = spec(name)
+    row = [getattr(fmt, field) for field in FIELDS]
+    names = [getattr(value, "name", value) for value in row]
+    assert names == list(ROWS[name])
+    assert fmt.name == str(fmt) == name
+    assert fmt.axes is None
+    assert fmt.rest == 1
+    assert not fmt.zero_point
+    assert fmt.element_exponent == (-6 if name == "mxint8" else 0)
+    assert fmt.narrow_range == (name == "mxint8")
+    assert fmt.least_amax == (1e-4 if name.startswith("deepseek") else 0)
+    assert fmt.has_powers == (fmt.scale == E8M0FNU)
+    assert fmt is getattr(formats, name.upper())
+    assert spec(name.upper()) is fmt
+    assert spec(fmt) is fmt
+
+
+def test_all_published_formats_are_in_the_table():
+    assert [fmt.name for fmt in BLOCK_FORMATS] == list(ROWS)
+
+
+def test_defaults():
+    fmt = BlockFormat(element="int8")
+    fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
+    assert fields.pop("name") == str(fmt)
+    assert fields == {
+        "element": INT8,
+        "block": (),
+        "axes": None,
+        "rest": 1,
+        "scale": FLOAT32,
+        "rule": "amax",
+        "tensor_scale": None,
+        "zero_point": False,
+        "element_exponent": 0,
+        "narrow_range": False,
+        "least_amax": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("element", "scale", "rule"),
+    [
+        ("e4m3fn", "e8m0", "rceil"),
+        ("e5m2", "e8m0", "rceil"),
+        ("e3m2fn", "e8m0", "rceil"),
+        ("e2m3fn", "e8m0", "even"),
+        ("e2m1fn", "e8m0", "even"),
+        ("e1m2fn", "e8m0", "even"),
+        ("int8", "e8m0", "floor"),
+        ("int4", "e8m0", "floor"),
+        ("uint8", "e8m0", "floor"),
+        ("nf4", "e8m0", "rceil"),
+        ("hifloat8", "e8m0", "rceil"),
+        ("int8", "float32", "amax"),
+        ("e2m1fn", "e4m3fn", "amax"),
+        ("e4m3fn", "bfloat16", "amax"),
+    ],
+)
+def test_the_default_rule_follows_from_scale_and_element(element, scale, rule):
+    assert BlockFormat(element=element, scale=scale).rule == rule
+
+
+def test_any_spelling_is_resolved():
+    fmt = BlockFormat(
+        element="F8_E4M3", scale=jnp.float8_e4m3fn, tensor_scale=np.float32, block=[16]
+    )
+    assert (fmt.element, fmt.scale, fmt.tensor_scale) == (E4M3FN, E4M3FN, FLOAT32)
+    assert fmt.block == (16,)
+    assert BlockFormat(element="int4", scale=None).scale is None
+
+
+def test_tensor_channel_and_token():
+    assert BlockFormat.tensor("int8") == BlockFormat(element=INT8, rest=None)
+    channel = BlockFormat.channel("int8", axis=0)
+    assert channel == BlockFormat(element=INT8, block=(1,), axes=(0,), rest=None)
+    token = BlockFormat.token("e4m3fn", scale="e8m0")
+    assert token == BlockFormat(element=E4M3FN, block=(None,), axes=(-1,), scale=E8M0FNU)
+    shape = (4, 6, 10)
+    assert BlockFormat.tensor("int8").scale_shape(shape) == (1, 1, 1)
+    assert BlockFormat.channel("int8").scale_shape(shape) == (1, 1, 10)
+    assert channel.scale_shape(shape) == (4, 1, 1)
+    assert token.scale_shape(shape) == (4, 6, 1)
+    assert BlockFormat.token("int8", axis=1).scale_shape(shape) == (4, 1, 10)
+    assert BlockFormat.tensor("int8").scale_shape(()) == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "axes", "rest", "shape", "lengths", "scales"),
+    [
+        ((32,), None, 1, (64,), (32,), (2,)),
+        ((32,), None, 1, (2, 65), (1, 32), (2, 3)),
+        ((32,), None, None, (2, 65), (2, 32), (1, 3)),
+        ((32,), (0,), 1, (65, 2), (32, 1), (3, 2)),
+        ((32,), (-2,), 1, (3, 65, 2), (1, 32, 1), (3, 3, 2)),
+        ((4, 16), None, 1, (2, 8, 33), (1, 4, 16), (2, 2, 3)),
+        ((4, 16), (2, 0), 1, (33, 2, 8), (16, 1, 4), (3, 2, 2)),
+        ((None, 16), None, 1, (5, 33), (5, 16), (1, 3)),
+        ((), None, 1, (2, 3), (1, 1), (2, 3)),
+        ((), None, None, (2, 3), (2, 3), (1, 1)),
+        ((3,), None, 1, (3,), (3,), (1,)),
+        ((), None, 1, (), (), ()),
+    ],
+)
+def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scales):
+    fmt = BlockFormat(element="int8", block=block, axes=axes, rest=rest)
+    assert fmt.block_lengths(shape) == lengths
+    assert fmt.scale_shape(shape) == scales
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape", "message"),
+    [
+        ({"block": (32,)}, (4, 0), r"mine: shape \(4, 0\) is empty, expected at least one element"),
+        ({"block": (32,)}, (), r"axes \(-1,\) of an array of shape \(\)"),
+        ({"block": (2,), "axes": (2,)}, (4, 4), r"axes \(2,\).*expected .*from -2 to 1; .*along"),
+        ({"block": (2,), "axes": (-3,)}, (4, 4), r"axes \(-3,\) of an array of shape \(4, 4\)"),
+        ({"block": (2, 2), "axes": (1, -1)}, (4, 4), r"axes \(1, -1\).*different axes"),
+        ({"block": (2, 2)}, (4,), r"axes \(-2, -1\) of an array of shape \(4,\)"),
+        ({"block": (32,)}, (4, 31), r"a block has 32 elements along axis -1.*only 31; use a short"),
+        ({"block": (8,), "axes": (0,)}, (4, 31), r"a block has 8 elements along axis 0.* only 4"),
+    ],
+)
+def test_shapes_that_a_block_does_not_fit(fields, shape, message):
+    fmt = BlockFormat(element="int8", name="mine", **fields)
+    for function in (fmt.block_lengths, fmt.scale_shape):
+        with pytest.raises(ValueError, match=f"^mine: .*{message.removeprefix('mine: ')}"):
+            function(shape)
+
+
+def test_along():
+    moved = MXFP4.along(0)
+    assert moved == dataclasses.replace(MXFP4, axes=(0,))
+    assert moved.name == "mxfp4@0"
+    assert moved.along(-2).name == "mxfp4@-2"
+    assert moved != MXFP4
+    tiles = formats.DEEPSEEK_128X128.along(-1, 0)
+    assert tiles.axes == (-1, 0)
+    assert tiles.name == "deepseek_128x128@-1,0"
+    assert tiles.block_lengths((256, 3, 512)) == (128, 1, 128)
+    with pytest.raises(ValueError, match=r"2 axes, \(0, 1\), for a block with 1 lengths, \(32,\)"):
+        MXFP4.along(0, 1)
+    with pytest.raises(ValueError, match="0 axes"):
+        MXFP4.along()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": (0,)}, r"block=\(0,\), expected positive integers or None"),
+        ({"block": (-1, 2)}, "expected positive integers or None"),
+        ({"block": (1.5,)}, "expected positive integers or None"),
+        ({"block": (True,)}, "expected positive integers or None"),
+        ({"block": (2,), "axes": (1.0,)}, r"axes=\(1.0,\), expected different integers"),
+        ({"block": (2, 2), "axes": (1, 1)}, "expected different integers"),
+        ({"block": (2,), "axes": (0, 1)}, "2 axes, .* for a block with 1 lengths"),
+        ({"block": (2,), "axes": ()}, "0 axes"),
+        ({"rest": 2}, "rest=2, expected 1 or None"),
+        ({"rest": 0}, "rest=0, expected 1 or None"),
+        ({"rest": "all"}, "rest='all', expected 1 or None"),
+        ({"scale": "int8"}, "scale=int8 cannot be a scale; expected a float format with a NaN"),
+        ({"scale": "e2m1fn"}, "scale=e2m1fn cannot be a scale"),
+        ({"scale": "nf4"}, "scale=nf4 cannot be a scale"),
+        ({"scale": "hifloat8"}, "scale=hifloat8 cannot be a scale"),
+        ({"scale": "float64"}, "scale=float64 is wider than float32"),
+        ({"tensor_scale": "int32"}, "tensor_scale=int32 cannot be a scale"),
+        ({"tensor_scale": "float64"}, "tensor_scale=float64 is wider than float32"),
+        ({"rule": "round"}, "rule='round', expected one of floor, ceil, rceil, even, amax"),
+        ({"scale": "e8m0", "rule": "amax"}, "rule='amax' with e8m0fnu scales, .*powers of two"),
+        ({"element": "nf4", "rule": "even"}, "rule='even' needs an element with mantissa bits"),
+        ({"scale": None, "tensor_scale": "float32"}, "tensor_scale needs a scale with rule='amax'"),
+        ({"scale": "e8m0", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
+        ({"rule": "floor", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
+        ({"least_amax": -1.0}, r"least_amax=-1.0, expected a finite number from 0 up"),
+        ({"least_amax": float("inf")}, "least_amax=inf, expected a finite"),
+        ({"least_amax": float("nan")}, "least_amax=nan, expected a finite"),
+        ({"element": "float32"}, "element=float32 cannot be scaled: .*or scale=None"),
+        ({"element": "bfloat16"}, "element=bfloat16 cannot be scaled"),
+        ({"element": "e8m0"}, "element=e8m0fnu cannot be scaled"),
+        ({"element": "int32"}, "element=int32 cannot be scaled"),
+        ({"element": "bool"}, "element=bool cannot be scaled"),
+        ({"element_exponent": 25}, "element_exponent=25, expected -24 to 24"),
+        ({"element_exponent": 0.5}, "element_exponent=0.5, expected -24 to 24"),
+        ({"element": "e4m3fn", "zero_point": True}, "zero_point needs integers of up to 16 bits"),
+        ({"element": "nf4", "zero_point": True}, "zero_point needs integers of up to 16 bits"),
+        ({"scale": None, "zero_point": True}, "zero_point needs integers .* and a scale"),
+        ({"scale": "e8m0", "zero_point": True}, "zero_point needs .*rule='amax'"),
+        (
+            {"scale": "e4m3fn", "tensor_scale": "float32", "zero_point": True},
+            "zero_point needs .*without tensor_sca",
+        ),
+        ({"element": "uint24", "zero_point": True}, "zero_point needs integers of up to 16 bits"),
+        ({"narrow_range": True, "zero_point": True}, "zero_point needs .*narrow_range"),
+        ({"element_exponent": 1}, "element_exponent needs scales that are powers of two"),
+        ({"element": "e4m3fn", "narrow_range": True}, "narrow_range needs signed integers"),
+        ({"element": "uint8", "narrow_range": True}, "narrow_range needs signed integers"),
+        ({"tensor_scale": "float32"}, "tensor_scale with float32 scales, which need none"),
+    ],
+)
+def test_what_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"^BlockFormat mine: .*{message}"):
+        BlockFormat(**({"element": "int8", "name": "mine"} | fields))
+
+
+def test_unknown_elements():
+    with pytest.raises(ValueError, match="unknown format 'e4m3fm'; did you mean 'e4m3fn'"):
+        BlockFormat(element="e4m3fm")
+    with pytest.raises(TypeError, match="got None of type NoneType, expected a format"):
+        BlockFormat(element=None)
+    with pytest.raises(TypeError, match="positional"):
+        BlockFormat("int8")
+
+
+# What an element format or its name stands for.
+
+
+def test_spec_of_an_element():
+    for name in ("e4m3fn", "e5m2", "int8", "uint4", "e2m1fn", "hifloat8", "int16"):
+        assert spec(name) == BlockFormat.tensor(name)
+    assert spec(jnp.int8) == BlockFormat.tensor(INT8)
+    assert spec(E2M1FN) == BlockFormat.tensor(E2M1FN)
+    assert spec("nf4") is NF4_BLOCK64
+    assert spec(NF4) is NF4_BLOCK64
+    for name in ("float16", "bfloat16", "float32", "e8m0", "tf32"):
+        assert spec(name) == BlockFormat.tensor(name, scale=None), name
+    for name in ("int32", "uint64", "bool"):  # neither fit for scales nor meant without
+        with pytest.raises(ValueError, match=f"element={name} cannot be scaled: .*or scale=None"):
+            spec(name)
+
+
+def test_unknown_specs():
+    with pytest.raises(
+        ValueError, match=r"spec: unknown format 'mxfp5'; expected one of mxfp8_e4m3"
+    ):
+        spec("mxfp5")
+    with pytest.raises(ValueError, match=r"or an element format such as .*e4m3fn"):
+        spec("e4m3fm")
+    with pytest.raises(TypeError, match="got 7 of type int, expected a format"):
+        spec(7)
+    with pytest.raises(TypeError, match="got None of type NoneType"):
+        spec(None)
+
+
+# Frozen data.
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=str)
+def test_equality_hash_copies_and_pickles(fmt):
+    fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
+    same = BlockFormat(**fields)
+    for other in (same, copy.copy(fmt), copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt))):
+        assert other == fmt
+        assert hash(other) == hash(fmt)
+        assert other.name == fmt.name
+    assert [other for other in BLOCK_FORMATS if other == fmt] == [fmt]
+    renamed = BlockFormat(**fields | {"name": "other"})
+    assert renamed == fmt  # the name is no part of equality
+    assert hash(renamed) == hash(fmt)
+
+
+def test_each_field_counts():
+    base = BlockFormat(element="int8", block=(16,), scale="e4m3fn")
+    changes = [
+        {"element": INT4},
+        {"block": (32,)},
+        {"axes": (0,)},
+        {"rest": None},
+        {"scale": UE4M3},
+        {"rule": "floor"},
+        {"tensor_scale": FLOAT32},
+        {"zero_point": True},
+        {"narrow_range": True},
+        {"least_amax": 1.0},
+        {"scale": E8M0FNU, "rule": "floor"},
+        {"scale": E8M0FNU, "rule": "floor", "element_exponent": -6},
+    ]
+    others = [dataclasses.replace(base, **change) for change in changes]
+    assert len({base, *others}) == len(changes) + 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.rest = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"rest": None}, "int8 by tensor"),
+        ({"block": (1,), "rest": None}, "int8 by channel"),
+        ({"block": (None,)}, "int8 by token"),
+        ({"block": (16, None)}, "int8 by blocks of 16xall"),
+        ({"block": (16,), "scale": "e8m0"}, "int8 by blocks of 16, e8m0fnu scales"),
+        ({"scale": None}, "int8, unscaled"),
+    ],
+)
+def test_formats_without_a_name_describe_themselves(fields, name):
+    assert str(BlockFormat(element="int8", **fields)) == name
+
+
+def test_largest_and_powers():
+    assert NVFP4.largest == 6
+    assert BlockFormat(element="int8", scale="e8m0", element_exponent=3).largest == 127 * 8
+    assert BlockFormat(element="hifloat8").largest == 2**15
+    assert not BlockFormat(element="int8", rule="floor").has_powers  # float32 scales
+    assert not BlockFormat(element="int8", scale=None).has_powers
