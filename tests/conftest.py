@@ -3,13 +3,14 @@
 import jax
 import pytest
 
-STRICT_PROMOTION = ("formats", "casts", "scaling", "gradients", "products", "operators")
+LAYERS = ("formats", "casts", "scaling", "gradients", "products")
+OPERATORS = ("onnx", "openvino", "pypto")
 
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
     """No implicit dtype promotion in the layers that are ours alone; Flax and optax promote."""
     layer = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    mode = "strict" if layer in STRICT_PROMOTION else "standard"
+    mode = "strict" if layer in LAYERS + OPERATORS else "standard"
     with jax.numpy_dtype_promotion(mode):
         yield

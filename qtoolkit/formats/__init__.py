@@ -62,6 +62,7 @@ from qtoolkit.formats._names import (
     format,
 )
 from qtoolkit.formats._p3109 import p3109
+from qtoolkit.formats._promote import promote
 from qtoolkit.formats._rules import Rules
 from qtoolkit.formats._table import TableFormat
 
@@ -127,6 +128,7 @@ __all__ = [
     "TableFormat",
     "format",
     "p3109",
+    "promote",
     "spec",
     "unsigned_dtype",
 ]

@@ -39,8 +39,8 @@ from qtoolkit.formats._names import (
 )
 from qtoolkit.formats._table import TableFormat
 
-# Every format with a JAX dtype, by bits; where several of the same bits would do, the first is
-# taken. bfloat16 comes before float16, which sums and products of FP8 values overflow.
+# Every format with a JAX dtype, in the order in which they are tried: by bits, and among equal bits
+# by how ties are decided. Sums and products of FP8 values overflow float16, so it comes second.
 INTEGERS: tuple[IntFormat, ...] = (
     *(BOOL, UINT2, INT2, UINT4, INT4, UINT8, INT8),
     *(UINT16, INT16, UINT32, INT32, UINT64, INT64),
@@ -57,7 +57,7 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
 
     Values are the finite numbers, and NaN and the infinities where a format has them; the zeros
     count as one. Integers promote to an integer, anything else to a float. Smallest is what has the
-    fewest bits; among those an argument itself; else what comes first in
+    fewest bits; among those, what comes first in
 
     * bool, uint2, int2, uint4, int4, uint8, int8, and so on: unsigned first
     * e2m1fn
@@ -66,6 +66,7 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
     * float32
     * float64
 
+    So an argument of this list that holds the others is the result.
     A format promotes to itself, with a JAX dtype or without. The order of the arguments does not
     matter, but among floats it does matter what is promoted first: e4m3fn and e5m2 give bfloat16,
     which with float16 gives float32, and yet float16 holds all three. So give `promote` all of
@@ -92,18 +93,18 @@ def _promoted(formats: frozenset[Format]) -> Format:
         return same
     integers = all(isinstance(fmt, IntFormat) for fmt in formats)
     table: tuple[IntFormat | FloatFormat, ...] = INTEGERS if integers else FLOATS
-    own = [fmt for fmt in table if fmt in formats]
-    fits = [fmt for fmt in (*own, *table) if all(_holds(fmt, other) for other in formats)]
-    if not fits:
+    found = next((w for w in table if all(_holds(w, fmt) for fmt in formats)), None)
+    if found is None:
         names = sorted(fmt.name for fmt in formats)
         raise ValueError(
             f"promote: no {'integer' if integers else 'float'} format with a JAX dtype holds every "
             f"value of {', '.join(names[:-1])} and {names[-1]}; choose which of them may be "
             "rounded, and cast it first"
         )
-    return min(fits, key=lambda fmt: fmt.bits)  # the first of the fewest bits
+    return found
 
 
+@functools.lru_cache(maxsize=2**12)
 def _holds(wide: FloatFormat | IntFormat, fmt: Format) -> bool:
     """Whether every value of `fmt` is one of `wide`."""
     if wide == fmt:
@@ -117,10 +118,8 @@ def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
     """Whether the finite `value` is one of `wide`."""
     if not wide.lowest <= value <= wide.max_finite:
         return False
-    if isinstance(wide, IntFormat):
-        return value.denominator == 1
-    if value == 0:
-        return wide.has_zero
+    if value == 0 or isinstance(wide, IntFormat):  # it is asked for integers only
+        return True
     exponent = max(_binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
     return (value / Fraction(2) ** exponent).denominator == 1
 
@@ -128,27 +127,18 @@ def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
 def _marks(fmt: Format) -> Iterator[Fraction]:
     """Values of `fmt` that decide: a binary format that holds them holds every value.
 
-    Of a float or an integer they are the ends of the range and, in each binade, 2**e and the value
-    after it. Between powers of two the steps of both formats are constant, powers of two too: who
-    holds 2**e plus one step holds all multiples of that step up to 2**(e + 1).
+    Steps are powers of two and never fall as numbers grow, in both formats. So what holds the
+    largest integer, an odd one, has steps of one up to there; and what holds 2**e and the next
+    value of a float has its step up to 2**(e + 1), the first of them that of the subnormals.
     """
     if isinstance(fmt, TableFormat):
         yield from map(Fraction, fmt.finite)
         return
     yield fmt.max_finite
     yield fmt.lowest
-    if isinstance(fmt, IntFormat):
-        yield Fraction(0)
-        for power in range(fmt.bits - fmt.signed):
-            yield Fraction(2**power)
-            if power:
-                yield Fraction(2**power + 1)
-        return
-    fields = range(0, fmt.max_code + 1, 1 << fmt.mantissa_bits)
-    subnormals = (1 << place for place in range(fmt.mantissa_bits)) if fmt.has_zero else ()
-    for first in (*fields, *subnormals):
-        for code in (first, first + 1):
-            if code <= fmt.max_code:
+    if isinstance(fmt, FloatFormat):
+        for first in range(0, fmt.max_code + 1, 1 << fmt.mantissa_bits):
+            for code in range(first, min(first + 2, fmt.max_code + 1)):
                 yield fmt.magnitude(code)
 
 

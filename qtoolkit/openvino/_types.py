@@ -1,0 +1,86 @@
+"""OpenVINO's element types by name."""
+
+from typing import Any
+
+from qtoolkit.formats import (
+    BFLOAT16,
+    BOOL,
+    E2M1FN,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    NF4,
+    Format,
+    format,
+)
+
+_FLOATS: dict[str, Format] = {
+    "bf16": BFLOAT16,
+    "f16": FLOAT16,
+    "f32": FLOAT32,
+    "f64": FLOAT64,
+    "f4e2m1": E2M1FN,
+    "f8e4m3": E4M3FN,
+    "f8e5m2": E5M2,
+    "f8e8m0": E8M0FNU,
+    "nf4": NF4,
+}
+_INTEGERS = (
+    *("i4", "i8", "i16", "i32", "i64"),
+    *("u1", "u2", "u3", "u4", "u6", "u8", "u16", "u32", "u64"),
+)
+# All 26 of OpenVINO 2026.4. "string" holds no numbers and "dynamic" is a type not yet known.
+ELEMENT_TYPES: dict[str, Format | None] = {
+    "dynamic": None,
+    "boolean": BOOL,
+    **_FLOATS,
+    **{each: format(each) for each in _INTEGERS},
+    "string": None,
+}
+_NAME_OF = {fmt: name for name, fmt in ELEMENT_TYPES.items() if fmt is not None}
+
+
+def element_type(where: str, spec: Any) -> str:
+    """The name of the element type that `spec` is: a name in any case, a dtype or a format."""
+    if isinstance(spec, str):
+        if spec.lower() in ELEMENT_TYPES:
+            return spec.lower()
+        raise ValueError(
+            f"{where}: {spec!r} is not an element type of OpenVINO, expected one of "
+            f"{', '.join(ELEMENT_TYPES)}"
+        )
+    name = _name_of(spec)
+    if name is None:
+        raise TypeError(
+            f"{where}: got {spec!r}, expected a dtype that OpenVINO has, or one of "
+            f"{', '.join(ELEMENT_TYPES)}"
+        )
+    return name
+
+
+def element_type_of(where: str, argument: str, x: Any) -> str:
+    """The name of the element type of the array `x`."""
+    dtype = getattr(x, "dtype", None)
+    name = None if dtype is None else _name_of(dtype)
+    if name is None:
+        got = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"
+        raise TypeError(
+            f"{where}: {argument} has {got}, expected an array of a float, integer or bool dtype "
+            "that OpenVINO has"
+        )
+    return name
+
+
+def _name_of(spec: Any) -> str | None:
+    try:
+        return _NAME_OF.get(format(spec))
+    except (TypeError, ValueError):
+        return None
+
+
+def check_arithmetic(where: str, arithmetic: Any) -> None:
+    if arithmetic not in ("exact", "openvino"):
+        raise ValueError(f"{where}: arithmetic={arithmetic!r}, expected 'exact' or 'openvino'")
