@@ -3,7 +3,8 @@
 Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges
 `(x * c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it
 can prove uniform to a multiplication by the reciprocal. These two helpers stop all of it;
-optimization barriers and `lax.reduce_precision` do not.
+optimization barriers and `lax.reduce_precision` do not. They hide their operands from derivatives,
+too, which would be zero: use them where a rule of its own gives the derivative.
 """
 
 import jax

@@ -1,0 +1,104 @@
+"""BitCast."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from qtoolkit.onnx._types import (
+    CAST_TYPES,
+    DTYPES,
+    FLOAT6,
+    FORMATS,
+    DataType,
+    check_64_bits,
+    check_opset,
+    check_type,
+    data_type,
+    type_of,
+)
+
+_TYPES: dict[DataType, int] = {
+    **{t: 26 for t in CAST_TYPES if t not in (DataType.STRING, *FLOAT6)},
+    **dict.fromkeys((DataType.COMPLEX64, DataType.COMPLEX128), 26),
+}
+_BITS = {
+    **{t: fmt.bits for t, fmt in FORMATS.items()},
+    DataType.BOOL: 8,
+    DataType.COMPLEX64: 64,
+    DataType.COMPLEX128: 128,
+}
+
+
+def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
+    """Reads the bits of each element of `x` as another type of the same width.
+
+    Widths are those of the type: int4 goes to uint4 and float4e2m1, not to int8. A bool has 8 bits,
+    of which JAX keeps one: to bool, whatever is not zero becomes True. The real part of a complex64
+    is its lower half.
+
+    Args:
+      x: An array of any type of ONNX but string and float6, any shape; or a number of Python, which
+        has 64 bits.
+      to: As in `cast`.
+      opset: 26 to 28.
+
+    Returns:
+      Shape of `x`, dtype of `to`.
+
+    Raises:
+      TypeError: `x` or `to` is string, float6 or no type of ONNX; 64-bit types where JAX has them
+        off; or a derivative is asked for.
+      ValueError: The widths differ.
+
+    Gradient: none.
+
+    Source: ONNX BitCast 26.
+    """
+    where = "onnx.bit_cast"
+    check_opset(where, opset, 26)
+    source, target = type_of(where, "x", x), data_type(where, "to", to)
+    check_type(where, "x", source, _TYPES, opset)
+    check_type(where, "to", target, _TYPES, opset)
+    widths = tuple(_BITS[t] for t in (source, target))
+    if widths[0] != widths[1]:
+        same = ", ".join(t.name for t in _TYPES if _BITS[t] == widths[0])
+        raise ValueError(
+            f"{where}: x is {source.name} of {widths[0]} bits, to={target.name} has {widths[1]}; "
+            f"expected one of the same width: {same}"
+        )
+    check_64_bits(where, target)
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
+        x = x.astype(DTYPES[source])
+    return _bit_cast_jitted(jnp.asarray(x), source, target)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _bit_cast(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
+    if source is target:
+        return x
+    if source is DataType.BOOL:
+        x = x.astype(jnp.uint8)
+    if source is DataType.COMPLEX64:
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if target is DataType.BOOL:
+        return lax.bitcast_convert_type(x, jnp.uint8) != 0
+    if target is DataType.COMPLEX64:
+        parts = lax.bitcast_convert_type(x, jnp.float32)
+        return lax.complex(parts[..., 0], parts[..., 1])
+    return lax.bitcast_convert_type(x, DTYPES[target])
+
+
+@_bit_cast.defjvp
+def _no_derivative(*_: Any) -> Any:
+    raise TypeError(
+        "onnx.bit_cast: has no derivative; differentiate what the bits stand for, e.g. with "
+        "fake_cast, or pass jax.lax.stop_gradient(x)"
+    )
+
+
+_bit_cast_jitted = jax.jit(_bit_cast, static_argnums=(1, 2))

@@ -1,0 +1,411 @@
+"""QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from qtoolkit import casts
+from qtoolkit.formats import FLOAT32, UINT8, Format, IntFormat, format
+from qtoolkit.onnx._cast import convert
+from qtoolkit.onnx._types import (
+    FLOAT6,
+    FORMATS,
+    DataType,
+    check_choice,
+    check_opset,
+    check_since,
+    check_type,
+    data_type,
+    is_traced,
+    of_dtype,
+    type_of,
+)
+
+_T = DataType
+_FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
+# The opset that brought each type to quantized values.
+_QUANTIZED: Mapping[DataType, int] = {
+    **dict.fromkeys((_T.UINT8, _T.INT8), 10),
+    **dict.fromkeys((_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ), 19),
+    **dict.fromkeys((_T.INT4, _T.UINT4, _T.INT16, _T.UINT16), 21),
+    _T.FLOAT4E2M1: 23,
+    **dict.fromkeys((_T.INT2, _T.UINT2), 25),
+    **dict.fromkeys(FLOAT6, 28),
+}
+_DATA = {**dict.fromkeys((_T.FLOAT, _T.INT32), 10), **dict.fromkeys(_FLOATS[1:], 19)}
+_SCALES = {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10, _T.FLOAT8E8M0: 24}
+# Wide enough that a zero point of 16 bits decides nothing that was clamped, narrow enough for
+# float32 to hold the sum.
+_WIDE = format("int20")
+
+
+def quantize_linear(
+    x: ArrayLike,
+    y_scale: ArrayLike,
+    y_zero_point: ArrayLike | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: Any = None,
+    saturate: bool | int = True,
+    precision: Any = None,
+    opset: int = 28,
+) -> jax.Array | np.ndarray:
+    """`round(x / y_scale) + y_zero_point`, to nearest even and clamped.
+
+    The quotient is rounded to the type of `precision`, to which `x` and `y_scale` are converted
+    first; without, to the type of `y_scale`. Then it is rounded to an integer, to which the zero
+    point is added before it is clamped (NaN counts as 0); or the zero point is added, and the sum
+    cast to a float type as `cast` does.
+
+    Args:
+      x: float32, int32, and from opset 19 float16, bfloat16, any shape. int32 is rounded to float32
+        first.
+      y_scale: One number; or a number for each index of `axis`, one-dimensional; or, with
+        `block_size`, the shape of `x` but for ceil(n / block_size) in place of the n of `axis`.
+        float32; the type of `x` from opset 19; any of float32, float16, bfloat16, int32 from 23;
+        float8e8m0 from 24. Zeros, infinities and NaNs follow IEEE.
+      y_zero_point: None for zero, or an array of the shape of `y_scale` and of the output type.
+      axis: Of `x`; negative ones count from the last. Came with opset 13.
+      block_size: 0 for none. Came with opset 21.
+      output_dtype: As `to` of `cast`: uint8, int8; float8 e4m3fn, e4m3fnuz, e5m2, e5m2fnuz from
+        opset 19; int4, uint4, int16, uint16 from 21; float4e2m1 from 23; int2, uint2 from 25;
+        float6 from 28. None, or 0, for the type of `y_zero_point`, or else uint8. Came with opset
+        21.
+      saturate: As in `cast`, for float8 only. Came with opset 19.
+      precision: The type of the division, float32, float16 or bfloat16. None, or 0, for the type of
+        `y_scale`; float32 where that is int32 or float8e8m0. Came with opset 23.
+      opset: 10 to 28. QuantizeLinear changed in 13, 19, 21, 23, 24, 25 and 28.
+
+    Returns:
+      Shape of `x`, dtype of the output type; float6 as a NumPy array, as in `cast`.
+
+    Raises:
+      TypeError: An array is of no type that the version has, or the types do not agree; or a
+        derivative is asked for: use `fake_quantize`, or `fake_cast` of the quotient.
+      ValueError: Shapes, `axis` or `block_size` do not fit; or an attribute that the version lacks.
+
+    Gradient: none.
+
+    Source: ONNX QuantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
+    """
+    where = "onnx.quantize_linear"
+    check_opset(where, opset, 10)
+    check_choice(where, "saturate", saturate, (True, False))
+    check_since(where, "saturate", saturate, True, 19, opset)
+    target = _optional(where, "output_dtype", output_dtype, 21, opset)
+    divided = _optional(where, "precision", precision, 23, opset)
+    if divided is not None:
+        check_type(where, "precision", divided, dict.fromkeys(_FLOATS, 23), opset)
+    source, scale_type = type_of(where, "x", x), type_of(where, "y_scale", y_scale)
+    check_type(where, "x", source, _DATA, opset)
+    check_type(where, "y_scale", scale_type, {**_SCALES, _T.INT32: 19}, opset)
+    if 19 <= opset < 23 and scale_type is not source:
+        raise TypeError(
+            f"{where}: y_scale is {scale_type.name} with opset={opset}, expected {source.name}, "
+            "the type of x"
+        )
+    if y_zero_point is not None:
+        zero_type = type_of(where, "y_zero_point", y_zero_point)
+        if target not in (None, zero_type):
+            raise TypeError(
+                f"{where}: y_zero_point is {zero_type.name}, but output_dtype={target.name}; "
+                "expected the same type"
+            )
+        target = zero_type
+    target = target or _T.UINT8
+    check_type(where, "the output", target, _QUANTIZED, opset)
+    granularity = _granularity(where, "y_scale", y_scale, x, axis, block_size, opset)
+    _check_zero_point(where, "y_zero_point", y_zero_point, "y_scale", y_scale)
+    y = _quantize(
+        where,
+        _array(x),
+        _array(y_scale),
+        _array(y_zero_point),
+        granularity,
+        FORMATS[divided or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
+        divided is not None,
+        FORMATS[target],
+    )
+    if isinstance(FORMATS[target], IntFormat):
+        return y
+    return convert(where, y, target, saturate, "up", opset)
+
+
+def dequantize_linear(
+    x: ArrayLike,
+    x_scale: ArrayLike,
+    x_zero_point: ArrayLike | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: Any = None,
+    opset: int = 28,
+) -> jax.Array:
+    """`(x - x_zero_point) * x_scale`.
+
+    The difference is one of float32, exact for integers of 16 bits and less; the product is rounded
+    to float32, then to the output type. That is one rounding where the output is float32, or where
+    `x` has at most 8 bits and `x_scale` the output's type.
+
+    Args:
+      x: Any output type of `quantize_linear` from the same opset on, or int32, any shape. int32 is
+        rounded to float32 first, as published implementations do.
+      x_scale: As `y_scale` of `quantize_linear`: float32; from opset 19 also float16 and bfloat16,
+        whatever `x` is; from 24 float8e8m0.
+      x_zero_point: None for zero, or an array of the shape of `x_scale` and of the type of `x`.
+        With int32, zeros only.
+      axis, block_size: As in `quantize_linear`.
+      output_dtype: float32, float16 or bfloat16, as `to` of `cast`. None, or 0, for the type of
+        `x_scale`, which must not be float8e8m0 then. Came with opset 23.
+      opset: 10 to 28. DequantizeLinear changed in 13, 19, 21, 23, 24, 25 and 28.
+
+    Returns:
+      Shape of `x`, dtype of the output type.
+
+    Raises:
+      TypeError: An array is of no type that the version has, or the types do not agree.
+      ValueError: Shapes, `axis` or `block_size` do not fit; int32 with a zero point that is not
+        known to be zero; or an attribute that the version lacks.
+
+    Gradient: that of the formula, for float results within the range of the output type.
+
+    Source: ONNX DequantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
+    """
+    where = "onnx.dequantize_linear"
+    check_opset(where, opset, 10)
+    target = _optional(where, "output_dtype", output_dtype, 23, opset)
+    source, scale_type = type_of(where, "x", x), type_of(where, "x_scale", x_scale)
+    check_type(where, "x", source, {**_QUANTIZED, _T.INT32: 10}, opset)
+    check_type(where, "x_scale", scale_type, _SCALES, opset)
+    target = target or scale_type
+    check_type(where, "the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10}, opset)
+    granularity = _granularity(where, "x_scale", x_scale, x, axis, block_size, opset)
+    _check_zero_point(where, "x_zero_point", x_zero_point, "x_scale", x_scale)
+    if x_zero_point is not None:
+        zero_type = type_of(where, "x_zero_point", x_zero_point)
+        if zero_type is not source:
+            raise TypeError(
+                f"{where}: x_zero_point is {zero_type.name}, expected {source.name}, as x"
+            )
+        if source is _T.INT32:
+            if is_traced(x_zero_point) or np.any(x_zero_point):
+                raise ValueError(
+                    f"{where}: x is INT32, for which x_zero_point must be None or concrete zeros"
+                )
+            x_zero_point = None
+    operands = _array(x), _array(x_scale), _array(x_zero_point)
+    return _dequantize(*operands, granularity, FORMATS[target])
+
+
+def dynamic_quantize_linear(
+    x: ArrayLike, *, opset: int = 28
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantizes float32 to uint8 with the scale and zero point that its range asks for.
+
+    y_scale = (max(0, max(x)) - min(0, min(x))) / 255; y_zero_point = -min(0, min(x)) / y_scale,
+    rounded and clamped; y = round(x / y_scale) + y_zero_point, clamped; all to nearest even. Where
+    `x` is all zero the page's formula divides by zero: the scale is 1/255 then, as in ONNX's
+    reference evaluator. Where it holds NaN or infinities, so does the scale.
+
+    Args:
+      x: float32, any shape but empty ones.
+      opset: 11 to 28.
+
+    Returns:
+      (y, y_scale, y_zero_point): uint8 of the shape of `x`, float32 scalar, uint8 scalar.
+
+    Raises:
+      TypeError: `x` is not float32; or a derivative is asked for: use `fake_quantize`.
+      ValueError: `x` is empty.
+
+    Gradient: none.
+
+    Source: ONNX DynamicQuantizeLinear 11.
+    """
+    where = "onnx.dynamic_quantize_linear"
+    check_opset(where, opset, 11)
+    check_type(where, "x", type_of(where, "x", x), {_T.FLOAT: 11}, opset)
+    if np.size(x) == 0:
+        raise ValueError(f"{where}: x has shape {np.shape(x)}, expected at least one element")
+    return _quantize_dynamically(where, _array(x))
+
+
+def _optional(where: str, name: str, value: Any, since: int, opset: int) -> DataType | None:
+    """The type that an attribute says, None where it is left out: None or 0."""
+    if value is None or (isinstance(value, int) and value == 0):
+        return None
+    check_since(where, name, value, None, since, opset)
+    return data_type(where, name, value)
+
+
+def _granularity(
+    where: str, name: str, values: Any, x: Any, axis: int, block_size: int, opset: int
+) -> tuple[int, int] | None:
+    """Axis of `x` and size of its blocks, 0 without them; None where `values` is one number."""
+    check_since(where, "axis", axis, 1, 13, opset)
+    check_since(where, "block_size", block_size, 0, 21, opset)
+    for attribute, value in (("axis", axis), ("block_size", block_size)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise TypeError(f"{where}: {attribute}={value!r}, expected an integer")
+    if block_size < 0:
+        raise ValueError(f"{where}: block_size={block_size}, expected 0 or a positive integer")
+    shape, got = np.shape(x), np.shape(values)
+    if got in ((), (1,)):
+        return None
+    if opset < 13:
+        raise ValueError(f"{where}: {name} has shape {got} with opset={opset}, expected a scalar")
+    rank = len(shape)
+    if not -rank <= axis < rank:
+        raise ValueError(
+            f"{where}: axis={axis}, expected {-rank} to {rank - 1} for x of shape {shape}"
+        )
+    axis = int(axis) % rank
+    expected, how = (shape[axis],), f"axis={axis}"
+    if block_size:
+        blocks = -(-shape[axis] // block_size)
+        expected = (*shape[:axis], blocks, *shape[axis + 1 :])
+        how = f"block_size={block_size} on axis {axis}"
+    if got != expected:
+        raise ValueError(
+            f"{where}: {name} has shape {got}, expected {expected} for x of shape {shape} and "
+            f"{how}, or a scalar"
+        )
+    return axis, int(block_size)
+
+
+def _check_zero_point(where: str, name: str, zero: Any, scale_name: str, scale: Any) -> None:
+    if zero is None or np.shape(zero) == np.shape(scale):
+        return
+    if np.shape(zero) not in ((), (1,)) or np.shape(scale) not in ((), (1,)):
+        raise ValueError(
+            f"{where}: {name} has shape {np.shape(zero)}, expected {np.shape(scale)}, that of "
+            f"{scale_name}"
+        )
+
+
+def _array(x: Any) -> Any:
+    """`x`, or its float32 values where `jit` does not take its dtype."""
+    if not isinstance(x, np.ndarray | np.generic):
+        return x
+    return x if x.dtype.isnative and of_dtype(x.dtype) not in FLOAT6 else _float32(x)
+
+
+def _float32(x: Any) -> jax.Array:
+    return casts.cast(x, FLOAT32, saturation="none")
+
+
+def _spread(
+    values: jax.Array, shape: tuple[int, ...], granularity: tuple[int, int] | None
+) -> jax.Array:
+    """Scales or zero points as float32, one for each element of that shape."""
+    wide = _float32(values)
+    if granularity is None:
+        return jnp.broadcast_to(wide.reshape(()), shape)
+    axis, block_size = granularity
+    if not block_size:
+        wide = wide.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+        return jnp.broadcast_to(wide, shape)
+    return lax.slice_in_dim(jnp.repeat(wide, block_size, axis), 0, shape[axis], axis=axis)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
+def _quantize(
+    where: str,
+    x: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    granularity: tuple[int, int] | None,
+    precision: Format,
+    converts: bool,
+    target: Format,
+) -> jax.Array:
+    """Integers of `target`; for float types, float32 numbers that are still to be cast."""
+    powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
+    x, scale = _undifferentiated(where, _float32(x), _spread(scale, x.shape, granularity))
+    if converts:
+        x, scale = _rounded(x, precision), _rounded(scale, precision)
+    quotient = _times_power_of_two(x, scale, -1) if powers else casts.quotient(x, scale)
+    quotient = _rounded(quotient, precision)
+    wide_zero = None if zero is None else _spread(zero, x.shape, granularity)
+    if isinstance(target, IntFormat):
+        return _integers(quotient, wide_zero, target)
+    if wide_zero is None:
+        return quotient
+    # Where the zero point is zero, -0 keeps its sign.
+    return jnp.where(wide_zero == 0, quotient, _rounded(quotient + wide_zero, precision))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _dequantize(
+    x: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    granularity: tuple[int, int] | None,
+    target: Format,
+) -> jax.Array:
+    powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
+    wide = _float32(x)
+    if zero is not None:
+        wide = wide - _spread(zero, x.shape, granularity)
+    y = _scaled(wide, _spread(scale, x.shape, granularity), powers)
+    return casts.cast(y, target, saturation="none")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _quantize_dynamically(where: str, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    (x,) = _undifferentiated(where, x)
+    largest, lowest = jnp.maximum(x.max(), 0), jnp.minimum(x.min(), 0)
+    span = largest - lowest
+    scale = casts.quotient(jnp.where(span == 0, np.float32(1), span), jnp.float32(255))
+    zero = casts.cast(casts.quotient(-lowest, scale), UINT8)
+    quotient = casts.quotient(x, jnp.broadcast_to(scale, x.shape))
+    return _integers(quotient, zero.astype(jnp.float32), UINT8), scale, zero
+
+
+def _integers(x: jax.Array, zero: jax.Array | None, fmt: Format) -> jax.Array:
+    if zero is None:
+        return casts.cast(x, fmt)
+    return casts.cast(casts.round_to_format(x, _WIDE) + zero, fmt)
+
+
+def _rounded(x: jax.Array, fmt: Format) -> jax.Array:
+    """float32 numbers rounded to what a narrower type holds."""
+    return x if fmt == FLOAT32 else casts.round_to_format(x, fmt, saturation="none")
+
+
+def _times_power_of_two(x: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
+    """`x` times or, with `sign` -1, divided by powers of two, of which some are subnormal."""
+    exponent, _ = casts.binary_parts(scale)
+    y = casts.times_power_of_two(x, exponent * np.int32(sign))
+    return jnp.where(jnp.isnan(scale), np.float32(np.nan), y)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _scaled(x: jax.Array, scale: jax.Array, powers: bool) -> jax.Array:
+    return _times_power_of_two(x, scale, 1) if powers else casts.product(x, scale)
+
+
+@_scaled.defjvp
+def _scaled_jvp(powers: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, scale), (x_dot, scale_dot) = primals, tangents
+    return _scaled(x, scale, powers), x_dot * scale + x * scale_dot
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _undifferentiated(where: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+@_undifferentiated.defjvp
+def _no_derivative(where: str, *_: Any) -> Any:
+    raise TypeError(
+        f"{where}: has no derivative; differentiate fake_quantize, or fake_cast of the quotient, "
+        "or pass jax.lax.stop_gradient of its arguments"
+    )

@@ -1,0 +1,124 @@
+"""Range."""
+
+import builtins
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from qtoolkit import casts
+from qtoolkit.formats import FLOAT32, IntFormat
+from qtoolkit.onnx._strings import to_odd
+from qtoolkit.onnx._types import (
+    DTYPES,
+    FORMATS,
+    DataType,
+    check_64_bits,
+    check_choice,
+    check_opset,
+    check_since,
+    check_type,
+    data_type,
+    is_traced,
+    type_of,
+)
+
+_T = DataType
+_TYPES = {
+    **dict.fromkeys((_T.FLOAT, _T.DOUBLE, _T.INT16, _T.INT32, _T.INT64), 11),
+    **dict.fromkeys((_T.FLOAT16, _T.BFLOAT16), 27),
+}
+
+
+def range(
+    start: ArrayLike,
+    limit: ArrayLike,
+    delta: ArrayLike,
+    *,
+    stash_type: Any = DataType.FLOAT,
+    opset: int = 28,
+) -> jax.Array:
+    """The numbers `start + i * delta` for i from 0, as long as they lie before `limit`.
+
+    There are max(ceil((limit - start) / delta), 0) of them; that quotient is exact here. Each
+    number is rounded once from its exact value: no error adds up, as it does in implementations
+    that add `delta` again and again (ONNX Runtime) or that take it from rounded differences
+    (`numpy.arange`, on which ONNX's reference evaluator rests).
+
+    Args:
+      start, limit, delta: Scalars of one type: arrays of NumPy or JAX without dimensions, or
+        numbers of Python, which have 64 bits. float32, float64, int16, int32, int64; float16 and
+        bfloat16 from opset 27 on. They decide the shape, so under `jit` they must be static.
+      stash_type: The type in which float16 and bfloat16 are computed, float32 (1) or float64 (11):
+        each number is rounded to it, then to the result's type. Came with opset 27.
+      opset: 11 to 28. Range changed in 27.
+
+    Returns:
+      One-dimensional, of the type of `start`. No derivative: all arguments are static.
+
+    Raises:
+      TypeError: The types differ, or the version lacks them; 64-bit types where JAX has them off;
+        an argument is traced.
+      ValueError: An argument is no scalar, infinite or NaN; `delta` is zero.
+
+    Source: ONNX Range 11, 27.
+    """
+    where = "onnx.range"
+    check_opset(where, opset, 11)
+    stash = data_type(where, "stash_type", stash_type)
+    check_choice(where, "stash_type", stash, (_T.FLOAT, _T.DOUBLE))
+    check_since(where, "stash_type", stash, _T.FLOAT, 27, opset)
+    arguments = {"start": start, "limit": limit, "delta": delta}
+    types = {name: type_of(where, name, value) for name, value in arguments.items()}
+    found = types["start"]
+    if len(set(types.values())) > 1:
+        got = ", ".join(f"{name} {t.name}" for name, t in types.items())
+        raise TypeError(
+            f"{where}: got {got}, expected one type; convert them first, e.g. jnp.float32(0)"
+        )
+    check_type(where, "start", found, _TYPES, opset)
+    check_64_bits(where, found)
+    first, end, step = (_number(where, name, value) for name, value in arguments.items())
+    if step == 0:
+        raise ValueError(f"{where}: delta is zero, expected another number")
+    count = max(math.ceil((end - first) / step), 0)
+    fmt = FORMATS[found]
+    if isinstance(fmt, IntFormat):  # no number lies beyond the limit, so none overflows
+        numbers = int(first) + int(step) * np.arange(count, dtype=np.int64)
+        return jnp.asarray(numbers.astype(DTYPES[found]))
+    if found is _T.DOUBLE or (stash is _T.DOUBLE and found is not _T.FLOAT):
+        return casts.cast(_numbers(first, step, count, odd=False), fmt, saturation="none")
+    numbers = _numbers(first, step, count, odd=True)
+    stashed = casts.cast(numbers, FLOAT32, saturation="none")
+    return stashed if found is _T.FLOAT else casts.cast(stashed, fmt, saturation="none")
+
+
+def _number(where: str, name: str, value: Any) -> Fraction:
+    if is_traced(value):
+        raise TypeError(
+            f"{where}: {name} is traced, but the arguments decide the shape; pass concrete "
+            "scalars, e.g. with static_argnums"
+        )
+    array = np.asarray(value)
+    if array.ndim:
+        raise ValueError(f"{where}: {name} has shape {array.shape}, expected a scalar")
+    number = array.item()
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: {name} is {number}, expected a finite number")
+    return Fraction(number)
+
+
+def _numbers(first: Fraction, step: Fraction, count: int, *, odd: bool) -> np.ndarray:
+    """`first + i * step` in float64, rounded to nearest even or to odd."""
+    scale = max(first.denominator, step.denominator)  # a power of two
+    a, b = int(first * scale), int(step * scale) if count > 1 else 0
+    if max(abs(a), abs(a + b * (count - 1))) <= 2**53:  # float64 holds all of them
+        integers = a + b * np.arange(count, dtype=np.int64)
+        return np.ldexp(integers.astype(np.float64), 1 - scale.bit_length())
+    exact = (Fraction(a + b * i, scale) for i in builtins.range(count))
+    rounded = (to_odd(float(x), x) if odd else float(x) for x in exact)
+    return np.fromiter(rounded, np.float64, count)

@@ -1,0 +1,173 @@
+"""Text to numbers and numbers to text, exactly, on the host.
+
+Text of any length is an exact decimal number. On its way to a float type it is rounded to odd to
+float64: of the two neighbours the one with the odd pattern, unless it is one of them. No later
+rounding to at most 51 significant bits can tell it from the exact number.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.formats import FLOAT16, FLOAT32, FLOAT64, FloatFormat, Format, IntFormat
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?", re.IGNORECASE)
+_WORDS = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def texts(where: str, x: Any) -> np.ndarray:
+    """Strings, bytes (UTF-8) or arrays of these as an array of objects, all of them str.
+
+    Raises:
+      TypeError: An element is neither; the first is named with its index.
+      ValueError: Bytes that are no UTF-8.
+    """
+    array = np.asarray(x, object) if isinstance(x, str | bytes) else np.asarray(x).astype(object)
+    result = np.empty(array.shape, object)
+    for index in np.ndindex(array.shape):
+        element: Any = array[index]
+        if not isinstance(element, str | bytes):
+            raise TypeError(
+                f"{where}: {_named(index)} is {element!r} of type {type(element).__name__}, "
+                "expected str or bytes"
+            )
+        try:
+            result[index] = element.decode() if isinstance(element, bytes) else str(element)
+        except UnicodeDecodeError:
+            raise ValueError(
+                f"{where}: {_named(index)} is {element!r}, which is no UTF-8"
+            ) from None
+    return result
+
+
+def to_float64(where: str, x: np.ndarray, *, exact: bool) -> np.ndarray:
+    """What strings spell as float64: rounded to nearest even if `exact`, else to odd."""
+    return _each(where, x, np.dtype(np.float64), _nearest if exact else _odd)
+
+
+def to_integers(where: str, x: np.ndarray, fmt: IntFormat, *, nearest: bool) -> np.ndarray:
+    """What strings spell as integers of `fmt`, in int64 or uint64.
+
+    `nearest`: rounded to nearest even, then the low bits; else toward zero, then clamped. In both,
+    infinities become the limits and NaN zero.
+    """
+    lowest, highest = int(fmt.lowest), int(fmt.max_finite)
+
+    def convert(text: str) -> int:
+        word = _WORDS.get(text.lower())
+        if word is not None:
+            return 0 if math.isnan(word) else (highest if word > 0 else lowest)
+        value = int(_decimal(text).to_integral_value(ROUND_HALF_EVEN if nearest else ROUND_DOWN))
+        if nearest:
+            return (value - lowest) % 2**fmt.bits + lowest
+        return min(max(value, lowest), highest)
+
+    return _each(where, x, np.dtype(np.int64 if fmt.signed else np.uint64), convert)
+
+
+def from_numbers(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """Numbers of `fmt` in plain notation, as an array of str: see `onnx.cast`."""
+    result = np.empty(x.shape, object)
+    if isinstance(fmt, IntFormat):
+        result.ravel()[:] = [str(int(value)) for value in x.ravel()]
+    elif fmt in (FLOAT16, FLOAT32, FLOAT64):
+        result.ravel()[:] = [_plain(value) for value in x.ravel()]
+    else:
+        assert isinstance(fmt, FloatFormat)
+        codes = np.ascontiguousarray(x).ravel().view(fmt.code_dtype) & (2**fmt.bits - 1)
+        result.ravel()[:] = [_of_code(int(code), fmt) for code in codes]
+    return result.astype(np.str_)
+
+
+def _each(where: str, x: np.ndarray, dtype: np.dtype, convert: Callable[[str], Any]) -> np.ndarray:
+    result = np.empty(x.shape, dtype)
+    for index in np.ndindex(x.shape):
+        text = str(x[index]).strip()
+        if not _NUMBER.fullmatch(text) and text.lower() not in _WORDS:
+            shown = repr(text if len(text) <= 60 else text[:57] + "...")
+            raise ValueError(
+                f"{where}: {_named(index)} is {shown}, expected a number such as '3.14' or '1e-5', "
+                "'INF', '+INF', '-INF' or 'NaN'"
+            )
+        result[index] = convert(text)
+    return result
+
+
+def _named(index: tuple[int, ...]) -> str:
+    return f"x[{', '.join(map(str, index))}]" if index else "x"
+
+
+def _nearest(text: str) -> float:
+    return float(_WORDS.get(text.lower(), text))  # Python reads decimals correctly rounded
+
+
+def _odd(text: str) -> float:
+    near = _nearest(text)
+    return near if text.lower() in _WORDS else to_odd(near, _decimal(text))
+
+
+def to_odd(near: float, exact: Decimal | Fraction) -> float:
+    """A number rounded to odd, from what it is rounded to nearest."""
+    known = type(exact)(near) if math.isfinite(near) else near
+    if exact == known or int(np.float64(near).view(np.uint64)) & 1:
+        return near
+    return math.nextafter(near, math.inf if exact > known else -math.inf)
+
+
+def _decimal(text: str) -> Decimal:
+    """The exact number; above 10**400 some other one as far beyond, with the same low bits."""
+    mantissa, _, exponent = text.lower().partition("e")
+    sign = -1 if exponent.startswith("-") else 1
+    digits = exponent.lstrip("+-").lstrip("0") or "0"
+    size = int(digits) if len(digits) < 9 else 10**9
+    most = 400 + len(mantissa)  # all that any type tells apart, and a multiple of 2**400
+    return Decimal(f"{mantissa}e{sign * min(size, most if sign > 0 else size)}")
+
+
+def _plain(value: Any) -> str:
+    if not np.isfinite(value):
+        return _not_finite(float(value))
+    return np.format_float_positional(value, unique=True, trim="-")
+
+
+def _not_finite(value: float) -> str:
+    return "NaN" if math.isnan(value) else "INF" if value > 0 else "-INF"
+
+
+@functools.cache
+def _of_code(code: int, fmt: FloatFormat) -> str:
+    """The fewest digits that are rounded back to the number of this code, nearest to it."""
+    value = fmt.value(code)
+    if isinstance(value, float):  # infinite, NaN or -0
+        return "-0" if value == 0 else _not_finite(value)
+    size = code & (fmt.magnitude_count - 1)
+    sign, value = "-" if value < 0 else "", abs(value)
+    if value == 0:
+        return "0"
+    # E8M0 is rounded by three modes: its numbers are written whole.
+    below = value if not fmt.has_zero else (value + fmt.magnitude(size - 1)) / 2
+    above = value if not fmt.has_zero else (value + fmt.magnitude(size + 1)) / 2
+    even = size % 2 == 0 or not fmt.has_zero
+    step = Fraction(10) ** (math.ceil(math.log10(value)) + 1)
+    while True:
+        step /= 10
+        floor = value // step
+        for count in sorted((floor, floor + 1), key=lambda n: abs(n * step - value)):
+            number = count * step
+            if below < number < above or (even and number in (below, above)):
+                return sign + _digits(count, step)
+
+
+def _digits(count: int, step: Fraction) -> str:
+    """`count` * `step`, a power of ten, in plain notation."""
+    places = len(str(step.denominator)) - 1
+    if places == 0:
+        return str(int(count * step))
+    text = str(count).rjust(places + 1, "0")
+    return f"{text[:-places]}.{text[-places:]}".rstrip("0").rstrip(".")

@@ -1,0 +1,421 @@
+"""QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear.
+
+Oracle: the page's formulas in numpy, whose float32 and float16 operations are IEEE's, and in
+integers; casts of quotients by onnx_oracle.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from onnx_oracle import DTYPES, FLOAT8, INTEGERS, codes, expected, wide
+
+from qtoolkit.onnx import dequantize_linear, dynamic_quantize_linear, quantize_linear
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+INTEGER_OUTPUTS = [name for name, (_, bits) in INTEGERS.items() if bits <= 16]
+FLOAT_OUTPUTS = (*FLOAT8, "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")
+
+
+def divided(x, scale, dtype):
+    """IEEE division in `dtype`; bfloat16's through float32's, which rounds as the exact one."""
+    with np.errstate(all="ignore"):
+        if np.dtype(dtype) == BF16:
+            return (np.float32(x) / np.float32(scale)).astype(BF16).astype(np.float64)
+        return (x.astype(dtype) / scale.astype(dtype)).astype(np.float64)
+
+
+def quantized(quotient, zero, name):
+    lowest, bits = INTEGERS[name]
+    whole = np.rint(np.where(np.isnan(quotient), 0, np.clip(quotient, -1e9, 1e9)))
+    return np.clip(whole + np.asarray(zero, np.float64), lowest, lowest + 2**bits - 1)
+
+
+def numbers(dtype, size=4096):
+    rng = np.random.default_rng(11)
+    x = np.concatenate([rng.normal(0, 30, size), rng.integers(-400, 400, size) / 2, [1e10, -1e10]])
+    x = np.concatenate([x, [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e5, -7e4]])
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("name", INTEGER_OUTPUTS)
+def test_integers_by_tensor(name, dtype):
+    x = numbers(dtype)
+    lowest, bits = INTEGERS[name]
+    for scale in (0.5, 0.3, 7.0):
+        scale = np.array(scale, dtype)
+        quotient = divided(x, scale, dtype)
+        for zero in (None, 1, lowest, lowest + 2**bits - 1):
+            point = None if zero is None else np.array(zero, DTYPES[name])
+            words = {"output_dtype": name} if zero is None else {}
+            got = np.asarray(quantize_linear(x, scale, point, **words))
+            assert got.dtype == DTYPES[name]
+            np.testing.assert_array_equal(
+                got.astype(np.float64), quantized(quotient, zero or 0, name)
+            )
+
+
+@pytest.mark.parametrize("name", FLOAT_OUTPUTS)
+@pytest.mark.parametrize("saturate", [True, False])
+def test_floats_are_casts_of_the_quotient(name, saturate):
+    x = numbers(np.float32)
+    scale = np.float32(0.3)
+    quotient = divided(x, scale, np.float32)
+    for opset in (28, 23, 19):
+        if opset < 28 and name not in FLOAT8:
+            continue
+        wanted = expected(quotient, name, saturate=saturate, opset=opset)
+        zero = np.zeros((), DTYPES[name])
+        got = quantize_linear(x, scale, zero, saturate=saturate, opset=opset)
+        np.testing.assert_array_equal(codes(got, name), wanted)
+
+
+def test_a_zero_point_of_a_float_type_is_added():
+    x, scale = np.float32([-3, 1, 1.25, 500]), np.float32(1)
+    got = quantize_linear(x, scale, np.array(2, ml_dtypes.float8_e4m3fn))
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float32), [-1, 3, 3.25, 448])
+    back = dequantize_linear(got, scale, np.array(2, ml_dtypes.float8_e4m3fn))
+    np.testing.assert_array_equal(back, [-3, 1, 1.25, 446])
+
+
+@pytest.mark.parametrize("name", ["INT8", "UINT4", "FLOAT8E4M3FN"])
+def test_granularities_eager_and_jitted(name):
+    rng = np.random.default_rng(4)
+    x = rng.normal(0, 20, (3, 5, 4)).astype(np.float32)
+    shapes = {
+        # axis, block_size: shape of the scales
+        (0, 0): (3,),
+        (1, 0): (5,),
+        (-1, 0): (4,),
+        (1, 2): (3, 3, 4),
+        (2, 4): (3, 5, 1),
+        (-3, 2): (2, 5, 4),
+        (1, 1): (3, 5, 4),
+        (1, 99): (3, 1, 4),
+        (7, 0): (1,),
+        (-9, 3): (),
+    }
+    for (axis, block), shape in shapes.items():
+        scale = rng.uniform(0.2, 3, shape).astype(np.float32)
+        zero = rng.integers(0, 4, shape).astype(np.float32)
+        zero = (zero if name in INTEGERS else zero * 0).astype(DTYPES[name])
+        wide_scale, wide_zero = scale, zero.astype(np.float32)
+        if len(shape) == 1 and shape != (1,):
+            form = [1, 1, 1]
+            form[axis] = -1
+            wide_scale, wide_zero = scale.reshape(form), wide_zero.reshape(form)
+        elif block and shape:
+            axis_ = axis % 3
+            wide_scale, wide_zero = (
+                np.take(v.repeat(block, axis_), range(x.shape[axis_]), axis_)
+                for v in (scale, wide_zero)
+            )
+        words = {"axis": axis, "block_size": block}
+        got = quantize_linear(x, scale, zero, **words)
+        quotient = divided(x, np.broadcast_to(wide_scale, x.shape), np.float32)
+        if name in INTEGERS:
+            wanted = quantized(quotient, np.broadcast_to(wide_zero, x.shape), name)
+        else:
+            wanted = expected(quotient, name)
+        np.testing.assert_array_equal(codes(got, name), wanted)
+        if (axis, block) in ((0, 0), (1, 2)):
+            jitted = jax.jit(functools.partial(quantize_linear, **words))
+            np.testing.assert_array_equal(codes(jitted(x, scale, zero), name), wanted)
+        back = dequantize_linear(got, scale, zero, **words)
+        difference = np.asarray(got).astype(np.float32) - wide_zero
+        np.testing.assert_array_equal(back, difference * wide_scale)
+
+
+def test_precision_of_the_division():
+    """Of the scale's type; of `precision`, to which both are converted first; of float32."""
+    x = numbers(np.float32, 512)
+    scale16 = np.array(0.3, np.float16)
+    exact = x / np.float32(scale16)
+    with np.errstate(over="ignore"):
+        narrow = exact.astype(np.float16).astype(np.float64)
+    got = quantize_linear(x, scale16)
+    np.testing.assert_array_equal(got, quantized(narrow, 0, "UINT8"))
+    got = quantize_linear(x, scale16, precision="FLOAT")
+    np.testing.assert_array_equal(got, quantized(exact.astype(np.float64), 0, "UINT8"))
+    scale = np.float32(0.3)
+    for precision, dtype in (("FLOAT16", np.float16), ("BFLOAT16", BF16), (10, np.float16)):
+        with np.errstate(over="ignore"):
+            operands = x.astype(dtype), scale.astype(dtype)
+        wanted = quantized(divided(*operands, dtype), 0, "INT16")
+        got = quantize_linear(x, scale, precision=precision, output_dtype="INT16")
+        np.testing.assert_array_equal(got, wanted)
+    # A million by ten thousand: float16 would hold neither the one nor, as a tie, the answer.
+    assert quantize_linear(np.float32([1e6]), np.float16([1e4])) == 100
+
+
+@pytest.mark.parametrize("exponent", [-127, -126, -3, 0, 5, 127])
+def test_scales_of_e8m0_are_exact(exponent):
+    scale = np.array(2.0**exponent).astype(ml_dtypes.float8_e8m0fnu)
+    rng = np.random.default_rng(5)
+    x = np.ldexp(rng.normal(0, 3, 999), np.clip(exponent + 3, -120, 120)).astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        quotient = np.ldexp(x.astype(np.float64), -exponent).astype(np.float32)
+    got = quantize_linear(x, scale, output_dtype="INT8")
+    np.testing.assert_array_equal(got, quantized(quotient.astype(np.float64), 0, "INT8"))
+    q = np.arange(-128, 128, dtype=np.int8)
+    with np.errstate(over="ignore"):
+        product = np.ldexp(q.astype(np.float64), exponent).astype(np.float32)
+    got = np.asarray(dequantize_linear(q, scale, output_dtype="FLOAT"))
+    np.testing.assert_array_equal(got.view(np.uint32), product.view(np.uint32))
+    got = np.asarray(dequantize_linear(q, scale, output_dtype="BFLOAT16"))
+    with np.errstate(over="ignore"):
+        wanted = product.astype(BF16)
+    np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
+
+
+def test_nan_scales_of_e8m0():
+    nan = np.array(0xFF, np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    assert np.isnan(dequantize_linear(np.int8([1]), nan, output_dtype="FLOAT")).all()
+    assert quantize_linear(np.float32([1]), nan, np.uint8(7)) == 7
+
+
+def test_integers_are_quantized_from_float32():
+    x = np.int32([0, 1, -5, 1000, 2**24 + 1, -(2**31)])
+    for scale in (np.float32(3), np.int32(3)):
+        wanted = quantized(divided(x.astype(np.float32), np.float32(3), np.float32), 0, "INT8")
+        np.testing.assert_array_equal(quantize_linear(x, scale, np.int8(0)), wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("name", [*INTEGER_OUTPUTS, *FLOAT_OUTPUTS])
+def test_dequantize_every_code(name, dtype):
+    if name in INTEGERS:
+        lowest, bits = INTEGERS[name]
+        q = np.arange(lowest, lowest + 2**bits).astype(DTYPES[name])
+    else:
+        bits = {"FLOAT4E2M1": 4, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}.get(name, 8)
+        q = np.arange(2**bits, dtype=np.uint8).view(DTYPES[name])
+    scale = np.array(0.3, dtype)
+    zero = np.array(1 if name in INTEGERS else 0, DTYPES[name])
+    difference = wide(q) - wide(zero)
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = difference.astype(np.float32) * scale.astype(np.float32)
+        wanted = {"": product.astype(dtype), "FLOAT16": product.astype(np.float16)}
+    for output, value in wanted.items():
+        got = np.asarray(dequantize_linear(q, scale, zero, output_dtype=output or None))
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got.astype(np.float32), value.astype(np.float32))
+        signs = np.signbit(got), np.signbit(value)
+        number = ~np.isnan(value.astype(np.float32))
+        np.testing.assert_array_equal(signs[0][number], signs[1][number])
+
+
+def test_dequantize_int32_through_float32():
+    x = np.int32([2**24 + 1, -(2**31), 7])
+    for zero in (None, np.int32(0), np.zeros(1, np.int32)):
+        got = dequantize_linear(x, np.float32(0.1), zero)
+        np.testing.assert_array_equal(got, x.astype(np.float32) * np.float32(0.1))
+    for zero in (np.int32(1), np.int32([2])):
+        with pytest.raises(
+            ValueError, match=r"onnx.dequantize_linear: x is INT32, for which x_zero"
+        ):
+            dequantize_linear(x, np.float32(0.1), zero)
+    with pytest.raises(ValueError, match="must be None or concrete zeros"):
+        jax.jit(dequantize_linear)(x, np.float32(0.1), np.int32(0))
+
+
+def test_products_are_rounded_before_a_sum():
+    """Inside one compiled function, where XLA would fuse them to one rounding."""
+    rng = np.random.default_rng(6)
+    x = rng.integers(-128, 128, 4096).astype(np.int8)
+    scale, bias = np.float32(0.1), rng.normal(0, 5, 4096).astype(np.float32)
+    got = jax.jit(lambda q, s, b: dequantize_linear(q, s) + b)(x, scale, bias)
+    np.testing.assert_array_equal(got, x.astype(np.float32) * scale + bias)
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "negative", "zero", "one", "wide"])
+def test_dynamic_quantize_linear(kind):
+    x = np.random.default_rng(8).normal(0, 3, (7, 33)).astype(np.float32)
+    x = {
+        "normal": x,
+        "positive": np.abs(x) + 1,
+        "negative": -np.abs(x) - 1,
+        "zero": x * 0,
+        "one": x[:1, :1],
+        "wide": x * np.float32(1e30),
+    }[kind]
+    high, low = np.maximum(x.max(), np.float32(0)), np.minimum(x.min(), np.float32(0))
+    scale = (np.float32(1) if high == low else high - low) / np.float32(255)
+    zero = np.clip(np.rint(-low / scale), 0, 255)
+    wanted = np.clip(np.rint(x / scale) + zero, 0, 255)
+    for call in (dynamic_quantize_linear, jax.jit(dynamic_quantize_linear)):
+        y, y_scale, y_zero = call(x)
+        assert (y.dtype, y_scale.dtype, y_zero.dtype) == (np.uint8, np.float32, np.uint8)
+        assert (y.shape, y_scale.shape, y_zero.shape) == (x.shape, (), ())
+        assert y_scale == scale
+        assert np.asarray(y_zero) == zero
+        np.testing.assert_array_equal(y, wanted)
+
+
+def test_vmap():
+    x = np.random.default_rng(9).normal(0, 3, (4, 6)).astype(np.float32)
+    scale, zero = np.float32([0.1, 0.2, 0.3, 0.4]), np.int8([0, 1, 2, 3])
+    got = jax.vmap(quantize_linear)(x, scale, zero)
+    np.testing.assert_array_equal(got, quantize_linear(x, scale, zero, axis=0))
+    back = jax.vmap(dequantize_linear)(got, scale, zero)
+    np.testing.assert_array_equal(back, dequantize_linear(got, scale, zero, axis=0))
+
+
+def test_gradients_of_dequantize_linear_are_the_formula_s():
+    q = np.int8([[1, -2, 3], [4, 5, -6]])
+    zero = np.int8([1, 2])
+    scale = jnp.float32([0.5, 0.25])
+
+    def total(s):
+        return (dequantize_linear(q, s, zero, axis=0) ** 2).sum()
+
+    difference = q.astype(np.float32) - zero.astype(np.float32)[:, None]
+    wanted = (2 * difference**2 * np.asarray(scale)[:, None]).sum(1)
+    np.testing.assert_allclose(jax.grad(total)(scale), wanted, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(scale), wanted, rtol=1e-6)
+    # float16 overflows: nothing moves there.
+    scale16 = jnp.float16([1000.0, 100.0])
+    y, pullback = jax.vjp(lambda s: dequantize_linear(np.int8([[100, 3]]), s, axis=1), scale16)
+    np.testing.assert_array_equal(y, [[np.inf, 300]])
+    np.testing.assert_array_equal(pullback(jnp.ones_like(y))[0], [0, 3])
+    # Power-of-two scales are no place to differentiate, but float8 data are.
+    e8m0 = np.array(4).astype(ml_dtypes.float8_e8m0fnu)
+    x8 = jnp.asarray([1.0, 2.0], jnp.float8_e4m3fn)
+    dot = jnp.asarray([1.0, 0.5], jnp.float8_e4m3fn)
+    tangent = jax.jvp(lambda v: dequantize_linear(v, e8m0, output_dtype=1), (x8,), (dot,))[1]
+    np.testing.assert_array_equal(tangent, [4, 2])
+
+
+@pytest.mark.parametrize("name", ["INT8", "UINT16", "FLOAT8E5M2"])
+def test_derivatives_of_quantize_linear_raise(name):
+    zero = np.zeros((), DTYPES[name])
+    for point in (None, zero):
+        words = {"output_dtype": name} if point is None else {}
+        with pytest.raises(TypeError, match="fake_cast"):
+            jax.jvp(
+                lambda x, p=point, w=words: quantize_linear(x, np.float32(1), p, **w),
+                (jnp.ones(2),),
+                (jnp.ones(2),),
+            )
+    with pytest.raises(TypeError, match="fake_cast"):
+        jax.jvp(dynamic_quantize_linear, (jnp.ones(2),), (jnp.ones(2),))
+
+
+X = np.zeros((2, 3), np.float32)
+ONE = np.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: quantize_linear(X, np.ones(2, np.float32)),
+            ValueError,
+            "has shape .2,., expected",
+        ),
+        (
+            lambda: quantize_linear(X, np.ones(3, np.float32), axis=2),
+            ValueError,
+            "axis=2, expected -2 to 1 for x of shape",
+        ),
+        (
+            lambda: quantize_linear(X[0], np.ones(3, np.float32)),
+            ValueError,
+            "axis=1, expected -1 to 0",
+        ),
+        (
+            lambda: quantize_linear(X, np.ones((2, 2), np.float32), block_size=3),
+            ValueError,
+            r"y_scale has shape \(2, 2\), expected \(2, 1\) .* block_size=3 on axis 1",
+        ),
+        (
+            lambda: quantize_linear(X, np.ones((2, 3), np.float32)),
+            ValueError,
+            r"y_scale has shape \(2, 3\), expected \(3,\) .* axis=1, or a scalar",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, block_size=-1),
+            ValueError,
+            "block_size=-1, expected 0 or",
+        ),
+        (lambda: quantize_linear(X, ONE, axis=1.0), TypeError, "axis=1.0, expected an integer"),
+        (
+            lambda: quantize_linear(X, ONE, np.zeros(3, np.uint8)),
+            ValueError,
+            r"y_zero_point has shape \(3,\), expected \(\), that of y_scale",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, np.uint8(0), output_dtype="INT8"),
+            TypeError,
+            "y_zero_point is UINT8, but output_dtype=INT8",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, np.uint8(0), precision="INT8"),
+            TypeError,
+            "precision is INT8, with opset=28; expected BFLOAT16, FLOAT, FLOAT16",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, precision="FLOAT", opset=22),
+            ValueError,
+            "precision='FLOAT' with opset=22, but the attribute came with opset 23",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, output_dtype=3, opset=20),
+            ValueError,
+            "came with opset 21",
+        ),
+        (lambda: quantize_linear(X, ONE, saturate=0, opset=13), ValueError, "came with opset 19"),
+        (lambda: quantize_linear(X, ONE, axis=0, opset=10), ValueError, "axis=0 with opset=10"),
+        (lambda: quantize_linear(X, ONE, block_size=2, opset=19), ValueError, "block_size=2 with"),
+        (
+            lambda: quantize_linear(X, np.ones(3, np.float32), opset=10),
+            ValueError,
+            "with opset=10, expected a scalar",
+        ),
+        (
+            lambda: quantize_linear(X, ONE, opset=22, y_zero_point=np.zeros((), DTYPES["INT2"])),
+            TypeError,
+            "the output is INT2, which came with opset 25, with opset=22",
+        ),
+        (
+            lambda: quantize_linear(X, np.float16(1), opset=21),
+            TypeError,
+            "y_scale is FLOAT16 with opset=21, expected FLOAT, the type of x",
+        ),
+        (lambda: quantize_linear(X, ONE, saturate=7), ValueError, "saturate=7, expected True or"),
+        (
+            lambda: dequantize_linear(np.uint8(1), ONE, np.int8(1)),
+            TypeError,
+            "onnx.dequantize_linear: x_zero_point is INT8, expected UINT8",
+        ),
+        (
+            lambda: dequantize_linear(np.uint8(1), ONE.astype(DTYPES["FLOAT8E8M0"])),
+            TypeError,
+            "onnx.dequantize_linear: the output is FLOAT8E8M0, with opset=28; expected BFLOAT16",
+        ),
+        (
+            lambda: dequantize_linear(np.uint8(1), ONE, output_dtype="FLOAT", opset=21),
+            ValueError,
+            "output_dtype='FLOAT' with opset=21",
+        ),
+        (
+            lambda: dynamic_quantize_linear(np.zeros((0, 2), np.float32)),
+            ValueError,
+            r"onnx.dynamic_quantize_linear: x has shape \(0, 2\), expected at least one element",
+        ),
+        (lambda: dynamic_quantize_linear(np.ones(2, np.float16)), TypeError, "x is FLOAT16"),
+        (
+            lambda: jax.jit(lambda v: quantize_linear(v, ONE, output_dtype="FLOAT6E2M3"))(X),
+            TypeError,
+            "onnx.quantize_linear: x is traced, and FLOAT6E2M3 has no JAX array",
+        ),
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
