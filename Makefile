@@ -26,6 +26,7 @@ exhaustive: $(VENV)/.stamp-dev  ## every float32 input; minutes
 bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run
 	$(BIN)/python experiments/benchmarks/casts.py
 	$(BIN)/python experiments/benchmarks/scales.py
+	$(BIN)/python experiments/benchmarks/operators.py
 	$(BIN)/python experiments/benchmarks/gpu.py
 	$(BIN)/python experiments/benchmarks/training.py
 
