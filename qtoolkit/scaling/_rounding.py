@@ -4,7 +4,6 @@ x is float32, float16 or bfloat16; the arithmetic is on float32 views of it (`Bl
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ from qtoolkit.scaling._scales import (
     divided,
     effective,
     exponents,
+    factors,
     scale_from,
     shifted,
     tensor_scale_from,
@@ -200,14 +200,17 @@ def _scaled(
         return use(kept(divided(view, scale, spec), view), lambda q: product(q, scale))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
 
-    def way(view: Array, exponent: Array, is_nan: Array, *, safe: bool) -> Array:
-        u = kept(shifted(view, -exponent, is_nan, safe=safe), view)
-        return use(u, lambda q: shifted(q, exponent, is_nan, safe=safe))
+    def exactly(view: Array, exponent: Array, is_nan: Array, *_: Array) -> Array:
+        u = shifted(view, -exponent, is_nan)
+        return use(kept(u, view), lambda q: shifted(q, exponent, is_nan))
+
+    def by_factors(view: Array, _: Array, __: Array, down: Array, up: Array) -> Array:
+        return use(kept(view * down, view), lambda q: q * up)
 
     safe = are_safe(exponent, spec) | is_nan
     safe = jnp.all(safe if busy is None else safe | ~busy)
-    ways = (functools.partial(way, safe=True), functools.partial(way, safe=False))
-    return lax.cond(safe, *ways, view, exponent, is_nan)
+    operands = (view, exponent, is_nan, *factors(exponent, is_nan))
+    return lax.cond(safe, by_factors, exactly, *operands)
 
 
 def _random(x: Array, draw: Draw | None, rounding: Rounding, blocks: Blocks) -> Array | None:

@@ -148,19 +148,21 @@ def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array
     return binary_parts(value)[0] + np.int32(spec.element_exponent), jnp.isnan(value)
 
 
-def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array, *, safe: bool) -> jax.Array:
-    """X * 2**exponent in float32, NaN where `is_nan`; both broadcast.
-
-    Args:
-      safe: By a multiplication. Right where x and the result are normal numbers or zero; results
-        below them become zero.
-    """
-    if safe:
-        factor = power_of_two(jnp.clip(exponent, -126, 127))
-        return x * jnp.where(is_nan, np.float32(np.nan), factor)
+def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """X * 2**exponent in float32 as IEEE has it, NaN where `is_nan`; both broadcast."""
     y = lax.bitcast_convert_type(times_power_of_two(x, exponent), jnp.uint32)
     nan = jnp.where(is_nan, np.float32(np.nan).view(np.uint32), np.uint32(0))
     return lax.bitcast_convert_type(y | nan, jnp.float32)
+
+
+def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`.
+
+    By divisions, which are exact here, because XLA's CPU makes all else anew for each element.
+    """
+    one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
+    exponent = jnp.clip(exponent, -126, 126)
+    return one / power_of_two(exponent), one / power_of_two(-exponent)
 
 
 def at_least_sticky(u: jax.Array, x: jax.Array) -> jax.Array:
@@ -176,9 +178,8 @@ def at_least_sticky(u: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
-    """Whether `shifted` may multiply elements by 2**exponent, and divide by it what they round.
-
-    Their products are then normal numbers, and subnormal data lie below half the least element.
+    """Whether `factors` serve: elements times 2**exponent are normal numbers, and subnormal data,
+    which products read as zero, lie below half the least element.
     """
     lowest = -min(_SAFE, 125 + _binary(spec.element.min_subnormal)[0])
     return (exponent >= lowest) & (exponent <= _SAFE)
