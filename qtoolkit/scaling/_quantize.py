@@ -16,7 +16,6 @@ from qtoolkit.casts import (
     check_differentiable,
     check_holds,
     from_stored,
-    pack,
     stored,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
@@ -235,8 +234,7 @@ def _quantize(
     x: jax.Array, given: Scales, draw: Draw | None, how: Rounder, packed: bool
 ) -> tuple[jax.Array, Scales]:
     scales, busy = find_scales(x, how.spec, given)
-    codes = block_codes(x, scales, busy, draw, how)
-    return pack(codes, how.spec.element) if packed else codes, scales
+    return block_codes(x, scales, busy, draw, how, packed), scales
 
 
 def _no_derivative(*_: Any) -> Any:

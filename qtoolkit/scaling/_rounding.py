@@ -19,6 +19,7 @@ from qtoolkit.casts import (
     codes_of,
     exact_float32,
     is_zero,
+    pack,
     product,
     random_of,
     round_values,
@@ -122,14 +123,20 @@ def find_scales(x: Array, spec: BlockFormat, given: Scales) -> tuple[Scales, Arr
 
 
 def block_codes(
-    x: Array, scales: Scales, busy: Array | None, draw: Draw | None, how: Rounder
+    x: Array,
+    scales: Scales,
+    busy: Array | None,
+    draw: Draw | None,
+    how: Rounder,
+    packed: bool = False,
 ) -> Array:
-    """The codes of `x`, in its shape."""
+    """The codes of `x`, in its shape or packed along the last axis."""
     blocks = blocks_of(x, how.spec)
 
     def use(u: Array, back: Callable[[Array], Array]) -> Array:
         random = _random(x, draw, how.rounding, blocks)
-        return blocks.join(how.codes(u, blocks.spread(scales.zero_point), random))
+        codes = blocks.join(how.codes(u, blocks.spread(scales.zero_point), random))
+        return pack(codes, how.spec.element) if packed else codes
 
     return _scaled(blocks.split(x), scales, blocks, how, busy, use)
 
@@ -191,26 +198,27 @@ def _scaled(
     use: Callable[[Array, Callable[[Array], Array]], Array],
 ) -> Array:
     """`use(u, back)` for the scaled values u and the function that multiplies by the scales."""
-    view, spec = exact_float32(view), how.spec
+    spec = how.spec
     kept = at_least_sticky if how.rounding in _DIRECTED else lambda u, x: u
     if scales.scale is None:
-        return use(view, lambda q: q)
+        return use(exact_float32(view), lambda q: q)
     if not spec.has_powers:
-        scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
-        return use(kept(divided(view, scale, spec), view), lambda q: product(q, scale))
+        scale, x = effective(scales.scale, scales.tensor_scale, spec), exact_float32(view)
+        scale = blocks.spread(scale)
+        return use(kept(divided(x, scale, spec), x), lambda q: product(q, scale))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
+    down, up = factors(exponent, is_nan)
 
-    def exactly(view: Array, exponent: Array, is_nan: Array, *_: Array) -> Array:
-        u = shifted(view, -exponent, is_nan)
-        return use(kept(u, view), lambda q: shifted(q, exponent, is_nan))
+    def exactly() -> Array:
+        x = exact_float32(view)
+        return use(kept(shifted(x, -exponent, is_nan), x), lambda q: shifted(q, exponent, is_nan))
 
-    def by_factors(view: Array, _: Array, __: Array, down: Array, up: Array) -> Array:
-        return use(kept(view * down, view), lambda q: q * up)
+    def by_factors() -> Array:
+        x = exact_float32(view)
+        return use(kept(x * down, x), lambda q: q * up)
 
     safe = are_safe(exponent, spec) | is_nan
-    safe = jnp.all(safe if busy is None else safe | ~busy)
-    operands = (view, exponent, is_nan, *factors(exponent, is_nan))
-    return lax.cond(safe, by_factors, exactly, *operands)
+    return lax.cond(jnp.all(safe if busy is None else safe | ~busy), by_factors, exactly)
 
 
 def _random(x: Array, draw: Draw | None, rounding: Rounding, blocks: Blocks) -> Array | None:
