@@ -173,8 +173,8 @@ class Scheme:
 
 
 def with_rule(name: str, rule: str, *published: float) -> Scheme:
-    block_format = dataclasses.replace(spec(name), rule=rule, name=f"{name} {rule}")
-    return Scheme(block_format.name, block_format, published)
+    block_format = dataclasses.replace(spec(name), rule=rule)
+    return Scheme(f"{name} {rule}", block_format, published)
 
 
 def by_blocks(element: str, length: int, *published: float) -> Scheme:

@@ -58,7 +58,6 @@ class BlockFormat:
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
       narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
       least_amax: What a smaller amax counts as.
-      name: As users write it; no part of equality.
     """
 
     element: Format
@@ -72,7 +71,6 @@ class BlockFormat:
     element_exponent: int = 0
     narrow_range: bool = False
     least_amax: float = 0.0
-    name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for field in ("element", "scale", "tensor_scale"):
@@ -86,8 +84,6 @@ class BlockFormat:
             self._check_element()
         if self.zero_point:
             self._check_zero_point()
-        if not self.name:
-            object.__setattr__(self, "name", self._description())
 
     @classmethod
     def tensor(cls, element: Any, **fields: Any) -> "BlockFormat":
@@ -106,9 +102,14 @@ class BlockFormat:
 
     def along(self, *axes: int) -> "BlockFormat":
         """The same blocks along other axes: `spec("mxfp4").along(0)`."""
-        moved = dataclasses.replace(self, axes=axes, name="")
-        at = ",".join(map(str, axes))
-        return dataclasses.replace(moved, name=f"{self.name.split('@')[0]}@{at}")
+        return dataclasses.replace(self, axes=axes)
+
+    @property
+    def name(self) -> str:
+        """That of the published format that it is, else what it says; the axes after an @."""
+        published = _NAMES.get(dataclasses.replace(self, axes=None))
+        at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
+        return self._description(at) if published is None else published + at
 
     @property
     def largest(self) -> Fraction:
@@ -156,23 +157,37 @@ class BlockFormat:
     def __str__(self) -> str:
         return self.name
 
-    def _description(self) -> str:
+    def _description(self, at: str) -> str:
         if self.scale is None:
             return f"{self.element.name}, unscaled"
         shapes = {((), None): "tensor", ((1,), None): "channel", ((None,), 1): "token"}
         sizes = "x".join("all" if n is None else str(n) for n in self.block)
+        sizes += " across all others" if self.rest is None else ""
         by = shapes.get((self.block, self.rest), f"blocks of {sizes}")
-        of = "" if self.scale == FLOAT32 else f", {self.scale.name} scales"
-        return f"{self.element.name} by {by}{of}"
+        changes = [
+            f"{field.name}={getattr(value, 'name', value)}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("element", "block", "axes", "rest", "rule")
+            and (value := getattr(self, field.name)) != field.default
+        ]
+        if self.rule != self._default_rule():
+            changes.append(f"rule={self.rule}")
+        return ", ".join([f"{self.element.name} by {by}{at}", *changes])
 
     def _error(self, message: str) -> ValueError:
-        return ValueError(f"BlockFormat {self.name or self.element.name}: {message}")
+        return ValueError(f"BlockFormat of {self.element.name}: {message}")
 
     def _check_blocks(self) -> None:
         for field in ("block", "axes"):
             value = getattr(self, field)
-            if value is not None:
-                object.__setattr__(self, field, tuple(value))
+            if value is None and field == "axes":
+                continue
+            if not isinstance(value, tuple | list):
+                raise TypeError(
+                    f"BlockFormat of {self.element.name}: {field}={value!r}, expected a tuple, "
+                    f"e.g. ({value},)"
+                )
+            object.__setattr__(self, field, tuple(value))
         for length in self.block:
             if length is not None and not (_is_int(length) and length >= 1):
                 raise self._error(f"block={self.block}, expected positive integers or None")
@@ -186,6 +201,11 @@ class BlockFormat:
                 )
         if self.rest not in (1, None):
             raise self._error(f"rest={self.rest!r}, expected 1 or None")
+        if not self.block and self.rest == 1 and self.scale is not None:
+            raise self._error(
+                "block=() and rest=1 make a scale for each element; expected a block, or "
+                "BlockFormat.tensor(...), .channel(...) or .token(...)"
+            )
 
     def _check_scale(self, field: str) -> None:
         scale = getattr(self, field)
@@ -219,8 +239,9 @@ class BlockFormat:
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
                 "scales, e.g. e4m3fn"
             )
-        if not 0 <= self.least_amax < float("inf"):
-            raise self._error(f"least_amax={self.least_amax}, expected a finite number from 0 up")
+        is_number = isinstance(self.least_amax, int | float)
+        if not is_number or not 0 <= self.least_amax <= FLOAT32.max_finite:
+            raise self._error(f"least_amax={self.least_amax!r}, expected a float32 from 0 up")
 
     def _default_rule(self) -> str:
         if not self.has_powers:
@@ -247,12 +268,12 @@ class BlockFormat:
 
     def _check_zero_point(self) -> None:
         simple = self.rule == "amax" and self.tensor_scale is None
-        simple = simple and not self.element_exponent and not self.narrow_range
+        simple = simple and not (self.element_exponent or self.narrow_range or self.least_amax)
         is_integer = isinstance(self.element, IntFormat) and self.element.bits <= 16
         if not is_integer or self.scale is None or not simple:
             raise self._error(
                 "zero_point needs integers of up to 16 bits and a scale with rule='amax', without "
-                "tensor_scale, element_exponent or narrow_range"
+                "tensor_scale, element_exponent, narrow_range or least_amax"
             )
 
 
@@ -265,16 +286,24 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+_NAMES: dict[BlockFormat, str] = {}
+
+
+def _published(name: str, **fields: Any) -> BlockFormat:
+    fmt = BlockFormat(**fields)
+    _NAMES[fmt] = name
+    return fmt
+
+
 def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
     """Source: OCP Microscaling Formats (MX) Specification v1.0; rules: see `BlockFormat`."""
-    return BlockFormat(name=name, element=element, block=(32,), scale=E8M0FNU, **fields)
+    return _published(name, element=element, block=(32,), scale=E8M0FNU, **fields)
 
 
 def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
     """Source: arXiv:2412.19437, section 3.3; the least amax is that of its published kernels."""
-    suffix = "_e8m0" if fields else ""
-    name = f"deepseek_{block[0]}x{block[1]}{suffix}"
-    return BlockFormat(name=name, element=E4M3FN, block=block, least_amax=1e-4, **fields)
+    name = f"deepseek_{block[0]}x{block[1]}{'_e8m0' if fields else ''}"
+    return _published(name, element=E4M3FN, block=block, least_amax=1e-4, **fields)
 
 
 MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3FN)
@@ -284,21 +313,17 @@ MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2FN)
 MXFP4 = _mx("mxfp4", E2M1FN)
 MXINT8 = _mx("mxint8", INT8, element_exponent=-6, narrow_range=True)
 # Source: arXiv:2509.25149; the scale is E4M3 without its sign, the second one float32.
-NVFP4 = BlockFormat(name="nvfp4", element=E2M1FN, block=(16,), scale=E4M3FN, tensor_scale=FLOAT32)
+NVFP4 = _published("nvfp4", element=E2M1FN, block=(16,), scale=E4M3FN, tensor_scale=FLOAT32)
 DEEPSEEK_1X128, DEEPSEEK_128X128 = _deepseek((1, 128)), _deepseek((128, 128))
 DEEPSEEK_1X128_E8M0 = _deepseek((1, 128), scale=E8M0FNU)
 DEEPSEEK_128X128_E8M0 = _deepseek((128, 128), scale=E8M0FNU)
-INT8_GROUP128 = BlockFormat(name="int8_group128", element=INT8, block=(128,))
-INT4_GROUP32 = BlockFormat(name="int4_group32", element=INT4, block=(32,))
-INT4_GROUP128 = BlockFormat(name="int4_group128", element=INT4, block=(128,))
-NF4_BLOCK64 = BlockFormat(name="nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
+INT8_GROUP128 = _published("int8_group128", element=INT8, block=(128,))
+INT4_GROUP32 = _published("int4_group32", element=INT4, block=(32,))
+INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
+NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
 
-BLOCK_FORMATS = (
-    *(MXFP8_E4M3, MXFP8_E5M2, MXFP6_E2M3, MXFP6_E3M2, MXFP4, MXINT8, NVFP4),
-    *(DEEPSEEK_1X128, DEEPSEEK_128X128, DEEPSEEK_1X128_E8M0, DEEPSEEK_128X128_E8M0),
-    *(INT8_GROUP128, INT4_GROUP32, INT4_GROUP128, NF4_BLOCK64),
-)
-_BY_NAME = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+BLOCK_FORMATS = tuple(_NAMES)
+_BY_NAME = {name: fmt for fmt, name in _NAMES.items()}
 
 
 def spec(of: Any) -> BlockFormat:

@@ -258,7 +258,8 @@ def _parameter(
         value = _number(value)
     dtype = getattr(value, "dtype", type(value).__name__)
     known = dict.fromkeys(("float32", str(x.dtype)))
-    if str(dtype) not in known:
+    is_weak = str(dtype) == "float64" and getattr(value, "weak_type", False)  # a traced number
+    if str(dtype) not in known and not is_weak:
         raise TypeError(
             f"{where}: {name} has dtype {dtype}, expected {' or '.join(known)}; convert it first, "
             f"e.g. jnp.asarray({name}, jnp.float32)"

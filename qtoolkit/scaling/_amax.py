@@ -28,9 +28,15 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
 
     Raises:
       TypeError: `x` has another dtype.
+      ValueError: An axis is out of range, or comes twice.
     """
     x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
-    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    if any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) < len(axes):
+        raise ValueError(
+            f"amax: axis={axis} of an array with {x.ndim} axes, expected different axes from "
+            f"{-x.ndim} to {x.ndim - 1}"
+        )
     found = magnitude_max(x, tuple(sorted(a % x.ndim for a in axes)), nan_wins=False)
     return exact_float32(found.reshape(()) if axis is None else found)
 

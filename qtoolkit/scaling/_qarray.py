@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -35,15 +36,17 @@ class QArray:
       scale: One for each block, in the dtype of `spec.scale`, or its codes where it has none; the
         rank of the array. None where `spec` has no scale.
       spec: The formats. `lengths` says where the blocks lie.
-      tensor_scale: A scalar in the dtype of `spec.tensor_scale`, with leading axes under `vmap`.
+      tensor_scale: In the dtype of `spec.tensor_scale`; a scalar, or one for each index of the
+        first axes where arrays were stacked, as `vmap` does.
       zero_point: int32, the shape of `scale`.
       dtype: Of the array: float32, float16 or bfloat16.
-      lengths: The length of a block along each of the last axes; further axes have length 1. None
-        for what `spec` says.
+      lengths: The length of a block along each of the last axes; axes added in front of them, as
+        `vmap` adds them, have length 1. None for what `spec` says.
       packed_size: The length of the last axis where codes are packed, else None.
 
-    Invariants, checked here, not where JAX rebuilds the tree: along an axis with n elements and
-    blocks of b, `scale` has ceil(n / b) elements; dtypes are as above; what `spec` has not is None.
+    Invariants, checked here and where numbers are made of it, not where JAX rebuilds the tree:
+    along an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as
+    above; what `spec` has not is None. `import qtoolkit.nnx` lets Flax serialize it.
     """
 
     codes: jax.Array
@@ -62,6 +65,7 @@ class QArray:
         self._check_codes()
         if self.lengths is None:
             object.__setattr__(self, "lengths", self.spec.block_lengths(self.shape))
+        self._check_lengths()
         counts = self.blocks.counts
         spec = self.spec
         self._check("scale", _stored_dtype(spec.scale), counts)
@@ -86,7 +90,12 @@ class QArray:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def sharding(self) -> Any:
+        """That of the codes."""
+        return self.codes.sharding
 
     @property
     def blocks(self) -> Blocks:
@@ -115,13 +124,19 @@ class QArray:
         Scales that are powers of two multiply exactly, subnormal ones and results included.
 
         Args:
-          dtype: float32, float16 or bfloat16; None for that of the array.
+          dtype: float32, float16 or bfloat16; None for that of the array. Infinite where that
+            overflows, as a scale that was rounded up may make the largest numbers of float32.
+
+        Raises:
+          TypeError: Another dtype.
+          ValueError: The shapes of the leaves do not fit each other: something that maps trees has
+            moved axes. `transpose` does that; `vmap` maps leading axes.
 
         Gradient: of float32, float16 and bfloat16 scales that of the product; other scales and
         codes have none.
         """
         wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
-        plain = self.unpack()
+        plain = self._replaced().unpack()  # checked anew
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
         return _dequantize_jitted(plain.codes, scales, self.blocks, self.spec, wanted)
 
@@ -144,12 +159,23 @@ class QArray:
             raise TypeError("QArray: len() of an array without axes")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator["QArray"]:
+        return (self[i] for i in range(len(self)))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("QArray: got where an array is expected; call .dequantize() first")
+
+    __jax_array__ = __array__
+
     def __getitem__(self, index: Any) -> "QArray":
-        """Integers and slices along axes that no block crosses; or integers in an array, axis 0.
+        """Integers and slices along axes that no block crosses; or an array of integers, axis 0.
 
         An axis that is one block may be sliced, too. Of packed codes the last axis stays whole.
+
+        Raises:
+          IndexError: An index is out of range, crosses blocks, or leaves nothing.
         """
-        if isinstance(index, np.ndarray | jax.Array) and np.ndim(index):
+        if isinstance(index, jax.core.Tracer) or (hasattr(index, "dtype") and np.ndim(index)):
             return self._rows(jnp.asarray(index))
         items = self._index_of_each_axis(index)
         codes, scale, lengths = [], [], []
@@ -170,25 +196,36 @@ class QArray:
             scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
             if isinstance(item, slice):
                 kept = len(range(*item.indices(n)))
+                if not kept:
+                    raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
                 lengths.append(length if 1 <= length < n else kept)
         return self._replaced(
             codes=self.codes[tuple(codes)],
             scale=None if self.scale is None else self.scale[tuple(scale)],
+            tensor_scale=self._tensor_scale(lambda t: t[tuple(codes[: t.ndim])]),
             zero_point=None if self.zero_point is None else self.zero_point[tuple(scale)],
             lengths=tuple(lengths),
         )
 
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
         """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes."""
-        order = _flat(axes) if axes else tuple(range(self.ndim))[::-1]
-        if sorted(axis % self.ndim for axis in order) != list(range(self.ndim)):
+        order = tuple(range(self.ndim))[::-1] if axes in ((), (None,)) else _flat(axes)
+        in_range = all(-self.ndim <= axis < self.ndim for axis in order)
+        if not in_range or sorted(axis % self.ndim for axis in order) != list(range(self.ndim)):
             raise ValueError(f"QArray: transpose{order} of an array with {self.ndim} axes")
         order = tuple(axis % self.ndim for axis in order)
+        batch = getattr(self.tensor_scale, "ndim", 0)
+        if sorted(order[:batch]) != list(range(batch)):
+            raise ValueError(
+                f"QArray: transpose{order} mixes the first {batch} axes, each index of which has a "
+                "tensor scale of its own, with others; dequantize() first"
+            )
         if self.packed_size is not None and order[-1] != self.ndim - 1:
             raise ValueError(f"QArray: transpose{order} moves the packed last axis; unpack() first")
         return self._replaced(
             codes=self.codes.transpose(order),
             scale=None if self.scale is None else self.scale.transpose(order),
+            tensor_scale=self._tensor_scale(lambda t: t.transpose(order[:batch])),
             zero_point=None if self.zero_point is None else self.zero_point.transpose(order),
             lengths=tuple(self.blocks.lengths[axis] for axis in order),
         )
@@ -209,6 +246,12 @@ class QArray:
         """
         wanted = self._resolved(_flat(shape))
         blocks = self.blocks.reshaped(wanted)
+        batch = getattr(self.tensor_scale, "ndim", 0)
+        if wanted[:batch] != self.shape[:batch]:
+            raise ValueError(
+                f"QArray: reshape{wanted} of shape {self.shape} changes the first {batch} axes, "
+                "each index of which has a tensor scale of its own; dequantize() first"
+            )
         codes_shape = wanted
         if self.packed_size is not None:
             if not wanted or wanted[-1] != self.shape[-1]:
@@ -246,6 +289,24 @@ class QArray:
 
     def _replaced(self, **changes: Any) -> "QArray":
         return dataclasses.replace(self, **changes)
+
+    def _tensor_scale(self, change: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+        return None if self.tensor_scale is None else change(self.tensor_scale)
+
+    def _check_lengths(self) -> None:
+        lengths, rank = self.lengths, len(self.shape)
+        good = isinstance(lengths, tuple) and all(isinstance(n, int) and n >= 1 for n in lengths)
+        if not good or 0 in self.shape:
+            raise ValueError(
+                f"QArray: lengths={lengths!r} for an array of shape {self.shape}, expected a tuple "
+                "of positive integers, and no empty axis"
+            )
+        kept = self.blocks.lengths
+        if len(kept) != rank or any(b > n for b, n in zip(kept, self.shape, strict=True)):
+            raise ValueError(
+                f"QArray: blocks of {lengths} in an array of shape {self.shape}, expected none "
+                "longer than its axis"
+            )
 
     def _check_codes(self) -> None:
         element, got = self.spec.element, getattr(self.codes, "dtype", None)
@@ -288,22 +349,33 @@ class QArray:
 
     def _rows(self, rows: jax.Array) -> "QArray":
         length = self.blocks.lengths[0] if self.shape else 0
-        fits = length == 1 and not (self.ndim == 1 and self.packed_size is not None)
+        is_one_block = length > 1 and length == self.shape[0] and rows.ndim <= 1
+        fits = (length == 1 or is_one_block) and rows.size
+        fits = fits and not (self.ndim == 1 and self.packed_size is not None)
         if not fits or not jnp.issubdtype(rows.dtype, jnp.integer):
             raise IndexError(
-                f"QArray: an array of {rows.dtype} as index, expected integers and a first axis "
-                f"that is in no block; this one is {self!r}"
+                f"QArray: {rows.dtype}{list(rows.shape)} as index, expected integers and a first "
+                f"axis that no block crosses; this one is {self!r}"
             )
+
+        def chosen(scale: jax.Array | None) -> jax.Array | None:
+            if scale is None or (is_one_block and rows.ndim):
+                return scale  # the one of all
+            return scale[0] if is_one_block else scale[rows]
+
         return self._replaced(
             codes=self.codes[rows],
-            scale=None if self.scale is None else self.scale[rows],
-            zero_point=None if self.zero_point is None else self.zero_point[rows],
-            lengths=(1,) * rows.ndim + self.blocks.lengths[1:],
+            scale=chosen(self.scale),
+            tensor_scale=self._tensor_scale(lambda t: t[rows] if t.ndim else t),
+            zero_point=chosen(self.zero_point),
+            lengths=(rows.shape if is_one_block else (1,) * rows.ndim) + self.blocks.lengths[1:],
         )
 
     def _index_of_each_axis(self, index: Any) -> list[int | slice]:
         items = list(index) if isinstance(index, tuple) else [index]
-        for item in items:
+        for place, item in enumerate(items):
+            if hasattr(item, "dtype") and not isinstance(item, jax.core.Tracer):
+                items[place] = item = np.asarray(item)[()]
             is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
             if not is_integer and not isinstance(item, slice | EllipsisType):
                 raise IndexError(
@@ -375,7 +447,8 @@ _dequantize_jitted = jax.jit(_differentiable, static_argnums=(2, 3, 4))
 
 def _flat(given: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
     """Integers that were given one by one, or in one sequence."""
-    return tuple(n for item in given for n in ((item,) if isinstance(item, int) else item))
+    nested = (item if isinstance(item, Sequence) else (item,) for item in given)
+    return tuple(operator.index(n) for items in nested for n in items)
 
 
 def _float_dtype(where: str, dtype: Any) -> np.dtype:

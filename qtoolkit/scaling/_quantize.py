@@ -1,5 +1,6 @@
 """`quantize`: numbers to codes and the scales of their blocks."""
 
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -15,10 +16,9 @@ from qtoolkit.casts import (
     check_arguments,
     check_differentiable,
     check_holds,
-    from_stored,
     stored,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
+from qtoolkit.formats import BlockFormat, FloatFormat
 from qtoolkit.formats import spec as resolve
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._rounding import Rounder, Scales, block_codes, find_scales
@@ -149,37 +149,43 @@ def _given_scale(
     array: Any = value
     if isinstance(value, int | float) and not isinstance(value, bool):
         with np.errstate(over="ignore", under="ignore"):
-            array = np.asarray(value, np.float64).astype(np.float32)
+            array = np.float32(min(max(value, -1e300), 1e300))
     dtype = getattr(array, "dtype", None)
-    own = fmt.dtype is not None and dtype == fmt.dtype
-    if not own and dtype not in FLOATS:
-        known = dict.fromkeys(map(str, (*FLOATS, fmt.dtype or FLOATS[0])))
+    own = dtype is not None and dtype == (fmt.dtype or fmt.code_dtype)
+    is_weak = dtype == np.float64 and getattr(value, "weak_type", False)  # a traced number
+    if not own and not is_weak and dtype not in FLOATS:
+        known = dict.fromkeys(map(str, (*FLOATS, fmt.dtype or fmt.code_dtype)))
         raise TypeError(
             f"{where}: {name} has {dtype or type(value).__name__}, expected one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}; convert it first, e.g. jnp.asarray({name}, jnp.float32)"
         )
     array = _in_shape(where, name, jnp.asarray(array), shape, spec)
-    numbers = from_stored(array, fmt) if own else array.astype(jnp.float32)
     if not isinstance(array, jax.core.Tracer):
-        _check_values(where, name, np.asarray(numbers), spec)
-    return array if own else stored(numbers, fmt)
+        _check_values(where, name, np.asarray(array), fmt, spec, is_code=own and fmt.dtype is None)
+    if own:
+        return array
+    numbers = jnp.maximum(array.astype(jnp.float32), np.float32(float(least_scale(fmt))))
+    return stored(numbers, fmt)
 
 
-def _check_values(where: str, name: str, values: np.ndarray, spec: BlockFormat) -> None:
+def _check_values(
+    where: str, name: str, array: np.ndarray, fmt: FloatFormat, spec: BlockFormat, *, is_code: bool
+) -> None:
     """Scales that may divide: with their second scale, normal numbers with normal reciprocals."""
     assert spec.scale is not None
-    lowest, largest = 2.0**-126, 2.0**126 if spec.largest >= 4 else float(FLOAT32.max_finite)
-    if spec.has_powers:
-        lowest, largest = 2.0**-127, 2.0**127
+    values = fmt.values()[array] if is_code else array.astype(np.float32)
+    lowest, largest = least_scale(fmt), fmt.max_finite
     if name == "tensor_scale":
-        lowest /= float(least_scale(spec.scale))
-        largest /= float(spec.scale.max_finite)
-    bad = ~((values >= lowest) & (values <= largest))
+        lowest = max(lowest, Fraction(1, 2**126) / least_scale(spec.scale))
+        largest = min(largest, 2**126 / spec.scale.max_finite)
+    elif spec.largest >= 4 and not spec.has_powers:
+        largest = min(largest, Fraction(2**126))
+    bad = ~((values >= float(lowest)) & (values <= float(largest)))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
-            f"{where}: {name} is {values[at]} at {at}, expected positive numbers from {lowest:.3g} "
-            f"to {largest:.3g}; {bad.sum()} of {values.size} are not"
+            f"{where}: {name} is {values[at]} at {at}, expected positive numbers from "
+            f"{float(lowest):.3g} to {float(largest):.3g}; {bad.sum()} of {values.size} are not"
         )
 
 

@@ -67,7 +67,9 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     if tensor_scale is None:
         return stored(_quotient_scale(amax, spec.largest, least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
-    scale = quotient(scale, jnp.ones_like(scale) * tensor_scale)
+    assert spec.tensor_scale is not None
+    second = from_stored(tensor_scale, spec.tensor_scale)
+    scale = quotient(scale, jnp.ones_like(scale) * second)
     return stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 

@@ -349,7 +349,9 @@ def rounded_by_numpy():
 ROWS = {
     "onnx.cast": {
         "official": lambda: official("test_cast_"),
-        "numbers of 16 bits and less, all, to every type": lambda: [every_number_cast()],
+        "every float16, bfloat16 and code of 8 bits and less, to every type": lambda: [
+            every_number_cast()
+        ],
         "integers of 16 to 64 bits": wide_integers,
         "text to floats": lambda: texts_read("test_text_is_rounded_once_to_every_float_type"),
         "text to integers": lambda: texts_read("test_text_to_integers"),

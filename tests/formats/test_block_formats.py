@@ -76,14 +76,13 @@ def test_all_published_formats_are_in_the_table():
 
 
 def test_defaults():
-    fmt = BlockFormat(element="int8")
+    fmt = BlockFormat(element="int8", rest=None)
     fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
-    assert fields.pop("name") == str(fmt)
     assert fields == {
         "element": INT8,
         "block": (),
         "axes": None,
-        "rest": 1,
+        "rest": None,
         "scale": FLOAT32,
         "rule": "amax",
         "tensor_scale": None,
@@ -114,7 +113,7 @@ def test_defaults():
     ],
 )
 def test_the_default_rule_follows_from_scale_and_element(element, scale, rule):
-    assert BlockFormat(element=element, scale=scale).rule == rule
+    assert BlockFormat.tensor(element, scale=scale).rule == rule
 
 
 def test_any_spelling_is_resolved():
@@ -152,10 +151,9 @@ def test_tensor_channel_and_token():
         ((4, 16), None, 1, (2, 8, 33), (1, 4, 16), (2, 2, 3)),
         ((4, 16), (2, 0), 1, (33, 2, 8), (16, 1, 4), (3, 2, 2)),
         ((None, 16), None, 1, (5, 33), (5, 16), (1, 3)),
-        ((), None, 1, (2, 3), (1, 1), (2, 3)),
         ((), None, None, (2, 3), (2, 3), (1, 1)),
         ((3,), None, 1, (3,), (3,), (1,)),
-        ((), None, 1, (), (), ()),
+        ((), None, None, (), (), ()),
     ],
 )
 def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scales):
@@ -167,7 +165,7 @@ def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scale
 @pytest.mark.parametrize(
     ("fields", "shape", "message"),
     [
-        ({"block": (32,)}, (4, 0), r"mine: shape \(4, 0\) is empty, expected at least one element"),
+        ({"block": (32,)}, (4, 0), r"shape \(4, 0\) is empty, expected at least one element"),
         ({"block": (32,)}, (), r"axes \(-1,\) of an array of shape \(\)"),
         ({"block": (2,), "axes": (2,)}, (4, 4), r"axes \(2,\).*expected .*from -2 to 1; .*along"),
         ({"block": (2,), "axes": (-3,)}, (4, 4), r"axes \(-3,\) of an array of shape \(4, 4\)"),
@@ -178,9 +176,9 @@ def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scale
     ],
 )
 def test_shapes_that_a_block_does_not_fit(fields, shape, message):
-    fmt = BlockFormat(element="int8", name="mine", **fields)
+    fmt = BlockFormat(element="int8", **fields)
     for function in (fmt.block_lengths, fmt.scale_shape):
-        with pytest.raises(ValueError, match=f"^mine: .*{message.removeprefix('mine: ')}"):
+        with pytest.raises(ValueError, match=f"^int8 by blocks of .*: .*{message}"):
             function(shape)
 
 
@@ -227,9 +225,12 @@ def test_along():
         ({"scale": None, "tensor_scale": "float32"}, "tensor_scale needs a scale with rule='amax'"),
         ({"scale": "e8m0", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
         ({"rule": "floor", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
-        ({"least_amax": -1.0}, r"least_amax=-1.0, expected a finite number from 0 up"),
-        ({"least_amax": float("inf")}, "least_amax=inf, expected a finite"),
-        ({"least_amax": float("nan")}, "least_amax=nan, expected a finite"),
+        ({"least_amax": -1.0}, r"least_amax=-1.0, expected a float32 from 0 up"),
+        ({"least_amax": float("inf")}, "least_amax=inf, expected a float32"),
+        ({"least_amax": float("nan")}, "least_amax=nan, expected a float32"),
+        ({"least_amax": "1"}, "least_amax='1', expected a float32"),
+        ({"least_amax": 1.0, "zero_point": True}, "zero_point needs .*least_amax"),
+        ({"rest": 1}, "make a scale for each element; expected a block, or BlockFormat.tensor"),
         ({"element": "float32"}, "element=float32 cannot be scaled: .*or scale=None"),
         ({"element": "bfloat16"}, "element=bfloat16 cannot be scaled"),
         ({"element": "e8m0"}, "element=e8m0fnu cannot be scaled"),
@@ -254,8 +255,16 @@ def test_along():
     ],
 )
 def test_what_is_refused(fields, message):
-    with pytest.raises(ValueError, match=f"^BlockFormat mine: .*{message}"):
-        BlockFormat(**({"element": "int8", "name": "mine"} | fields))
+    with pytest.raises(ValueError, match=f"^BlockFormat of .*: .*{message}"):
+        BlockFormat(**({"element": "int8", "rest": None} | fields))
+
+
+@pytest.mark.parametrize("fields", [{"block": 32}, {"block": (32,), "axes": 0}, {"block": None}])
+def test_lengths_and_axes_are_tuples(fields):
+    with pytest.raises(
+        TypeError, match=r"^BlockFormat of int8: \w+=\w+, expected a tuple, e.g. \("
+    ):
+        BlockFormat(element="int8", **fields)
 
 
 def test_unknown_elements():
@@ -309,9 +318,6 @@ def test_equality_hash_copies_and_pickles(fmt):
         assert hash(other) == hash(fmt)
         assert other.name == fmt.name
     assert [other for other in BLOCK_FORMATS if other == fmt] == [fmt]
-    renamed = BlockFormat(**fields | {"name": "other"})
-    assert renamed == fmt  # the name is no part of equality
-    assert hash(renamed) == hash(fmt)
 
 
 def test_each_field_counts():
@@ -343,8 +349,14 @@ def test_each_field_counts():
         ({"block": (1,), "rest": None}, "int8 by channel"),
         ({"block": (None,)}, "int8 by token"),
         ({"block": (16, None)}, "int8 by blocks of 16xall"),
-        ({"block": (16,), "scale": "e8m0"}, "int8 by blocks of 16, e8m0fnu scales"),
+        ({"block": (16,), "scale": "e8m0"}, "int8 by blocks of 16, scale=e8m0fnu"),
         ({"scale": None}, "int8, unscaled"),
+        ({"block": (2,), "rest": None}, "int8 by blocks of 2 across all others"),
+        (
+            {"block": (2,), "axes": (0,), "zero_point": True},
+            "int8 by blocks of 2@0, zero_point=True",
+        ),
+        ({"block": (32,), "scale": "e8m0", "element_exponent": -6, "narrow_range": True}, "mxint8"),
     ],
 )
 def test_formats_without_a_name_describe_themselves(fields, name):
@@ -353,7 +365,7 @@ def test_formats_without_a_name_describe_themselves(fields, name):
 
 def test_largest_and_powers():
     assert NVFP4.largest == 6
-    assert BlockFormat(element="int8", scale="e8m0", element_exponent=3).largest == 127 * 8
-    assert BlockFormat(element="hifloat8").largest == 2**15
-    assert not BlockFormat(element="int8", rule="floor").has_powers  # float32 scales
+    assert BlockFormat.tensor("int8", scale="e8m0", element_exponent=3).largest == 127 * 8
+    assert BlockFormat.tensor("hifloat8").largest == 2**15
+    assert not BlockFormat.tensor("int8", rule="floor").has_powers  # float32 scales
     assert not BlockFormat(element="int8", scale=None).has_powers

@@ -126,7 +126,7 @@ def test_amax_150_of_e4m3():
     x = np.zeros((1, 32), F32)
     x[0, 3] = -150
     rules = {"rceil": 126, "ceil": 127, "floor": 126, "even": 126}
-    specs = [dataclasses.replace(qt.formats.MXFP8_E4M3, rule=rule, name="") for rule in rules]
+    specs = [dataclasses.replace(qt.formats.MXFP8_E4M3, rule=rule) for rule in rules]
     scales = jax.jit(lambda x: [qt.quantize(x, spec).scale for spec in specs])(x)
     assert [np.asarray(scale).view(np.uint8).item() for scale in scales] == list(rules.values())
     assert scales[0].dtype == jnp.float8_e8m0fnu
