@@ -37,6 +37,7 @@ from qtoolkit.scaling._scales import (
     exponents,
     factors,
     scale_from,
+    scaled,
     shifted,
     tensor_scale_from,
 )
@@ -117,7 +118,7 @@ def find_scales(x: Array, spec: BlockFormat, given: Scales) -> tuple[Scales, Arr
     amax = exact_float32(magnitude_max(view, blocks.places, nan_wins=nan_wins))
     tensor_scale = given.tensor_scale
     if spec.tensor_scale is not None and tensor_scale is None:
-        tensor_scale = tensor_scale_from(_tensor_amax(view, amax), spec)
+        tensor_scale = tensor_scale_from(_tensor_amax(x, amax), spec)
     scale = blocks.gather(scale_from(amax, spec, tensor_scale))
     return Scales(scale, tensor_scale), ~is_zero(amax)
 
@@ -135,10 +136,10 @@ def block_codes(
 
     def use(u: Array, back: Callable[[Array], Array]) -> Array:
         random = _random(x, draw, how.rounding, blocks)
-        codes = blocks.join(how.codes(u, blocks.spread(scales.zero_point), random))
-        return pack(codes, how.spec.element) if packed else codes
+        return blocks.join(how.codes(u, blocks.spread(scales.zero_point), random))
 
-    return _scaled(blocks.split(x), scales, blocks, how, busy, use)
+    codes = _scaled(blocks.split(x), scales, blocks, how, busy, use, apart=packed)
+    return pack(codes, how.spec.element) if packed else codes
 
 
 def block_values(
@@ -196,16 +197,30 @@ def _scaled(
     how: Rounder,
     busy: Array | None,
     use: Callable[[Array, Callable[[Array], Array]], Array],
+    *,
+    apart: bool = False,
 ) -> Array:
-    """`use(u, back)` for the scaled values u and the function that multiplies by the scales."""
+    """`use(u, back)` for the scaled values u and the function that multiplies by the scales.
+
+    Args:
+      apart: Whether to keep it apart from what the result is used for: in the strides of packing
+        XLA's CPU would not vectorize it. A branch does that.
+    """
     spec = how.spec
     kept = at_least_sticky if how.rounding in _DIRECTED else lambda u, x: u
     if scales.scale is None:
         return use(exact_float32(view), lambda q: q)
     if not spec.has_powers:
-        scale, x = effective(scales.scale, scales.tensor_scale, spec), exact_float32(view)
-        scale = blocks.spread(scale)
-        return use(kept(divided(x, scale, spec), x), lambda q: product(q, scale))
+        scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
+
+        def by(divide: Callable[[Array, Array], Array]) -> Array:
+            x = exact_float32(view)
+            return use(kept(divide(x, scale), x), lambda q: product(q, scale))
+
+        if not apart:
+            return by(scaled if spec.largest >= 4 else divided)
+        simple = jnp.all(scale <= np.float32(2.0**126))
+        return lax.cond(simple, lambda: by(scaled), lambda: by(divided))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     down, up = factors(exponent, is_nan)
 
@@ -235,13 +250,13 @@ def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     return lowest, largest
 
 
-def _tensor_amax(view: Array, amax: Array) -> Array:
+def _tensor_amax(x: Array, amax: Array) -> Array:
     """The largest finite |x| of all, from those of the blocks, some of which may be NaN."""
-    axes = tuple(range(view.ndim))
-    return lax.cond(
-        jnp.any(jnp.isnan(amax)),
-        lambda view, amax: exact_float32(magnitude_max(view, axes, nan_wins=False)).reshape(()),
-        lambda view, amax: jnp.max(amax),
-        view,
-        amax,
-    )
+    poisoned = jnp.isnan(amax)
+
+    def anew() -> Array:
+        found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
+        return exact_float32(found).reshape(())
+
+    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.float32(0))
+    return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)

@@ -133,11 +133,10 @@ def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
     return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
 
 
-def divided(x: jax.Array, scale: jax.Array, spec: BlockFormat) -> jax.Array:
-    """X / scale, as float32, for an effective scale that broadcasts: what is to be rounded."""
-    if spec.largest >= 4:
-        return scaled(x, scale)
-    # The reciprocal of a scale beyond 2**126 is subnormal: there, both are made smaller first.
+def divided(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """`scaled` for scales of any size: beyond 2**126, where reciprocals are subnormal, x and scale
+    are made smaller first.
+    """
     is_large = scale > np.float32(2.0**64)
     factor = jnp.where(is_large, np.float32(2.0**-8), np.float32(1))
     return scaled(x * factor, scale * factor)
