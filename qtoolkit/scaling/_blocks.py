@@ -197,14 +197,15 @@ def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
     """The maximum over `axes`, in two steps: XLA's CPU writes out what makes the elements of a
-    long reduction, but computes them in the loop of a short one. The barrier keeps the two apart.
+    long reduction, but computes them in the loop of a short one. The barrier keeps the two apart;
+    two short ones over rows would be one loop over columns even so, hence the rest is long there.
     """
     if not axes:
         return x
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))
     axis = axes[-1] if axes[-1] == x.ndim - 1 else max(axes, key=lambda axis: x.shape[axis])
     is_last = axis == x.ndim - 1
-    step = _divisor(x.shape[axis], _VECTOR if is_last else 1)
+    step = _divisor(x.shape[axis], _VECTOR if is_last else _STAGE + 1)
     if step > 1 and sharded[axis] is None:
         rest = x.shape[axis] // step
         parts = (step, rest) if is_last else (rest, step)
