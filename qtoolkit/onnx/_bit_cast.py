@@ -71,7 +71,8 @@ def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
             f"{where}: x is {source.name} of {widths[0]} bits, to={target.name} has {widths[1]}; "
             f"expected one of the same width: {same}"
         )
-    check_64_bits(where, target)
+    for each in (target, source):
+        check_64_bits(where, each)
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         x = x.astype(DTYPES[source])
     return _bit_cast_jitted(jnp.asarray(x), source, target)

@@ -42,10 +42,12 @@ def range(
     stash_type: Any = DataType.FLOAT,
     opset: int = 28,
 ) -> jax.Array:
-    """The numbers `start + i * delta` for i from 0, as long as they lie before `limit`.
+    """The numbers `start + i * delta` for i from 0, as long as they lie before `limit` exactly.
 
-    There are max(ceil((limit - start) / delta), 0) of them; that quotient is exact here. Each
-    number is rounded once from its exact value: no error adds up, as it does in implementations
+    There are max(ceil((limit - start) / delta), 0) of them; that quotient is exact here, of the
+    arguments as their type has them. So float32's 0.1, 1.1 and 0.1 give 11 numbers, the last of
+    which is rounded to 1.1, where implementations that round the quotient give 10. Each number is
+    rounded once from its exact value: no error adds up, as it does in implementations
     that add `delta` again and again (ONNX Runtime) or that take it from rounded differences
     (`numpy.arange`, on which ONNX's reference evaluator rests).
 

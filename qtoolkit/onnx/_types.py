@@ -210,10 +210,10 @@ def check_type(
 
 
 def check_64_bits(where: str, found: DataType) -> None:
-    """TypeError where JAX's 64-bit types are off and a result needs them."""
+    """TypeError where JAX's 64-bit types are off and an array of that type needs them."""
     if found in WIDE and not jax.config.read("jax_enable_x64"):
         raise TypeError(
-            f"{where}: the result is {found.name}, and 64-bit types are off in JAX; enable them "
+            f"{where}: {found.name} is needed, and 64-bit types are off in JAX; enable them "
             "with jax.config.update('jax_enable_x64', True), or ask for a narrower type"
         )
 

@@ -76,7 +76,7 @@ def test_examples_of_the_page():
 
 def test_numbers_of_python_have_64_bits():
     with pytest.raises(
-        TypeError, match=r"onnx.range: the result is INT64, and 64-bit types are off"
+        TypeError, match=r"onnx.range: INT64 is needed, and 64-bit types are off"
     ):
         onnx_range(0, 3, 1)
     with jax.enable_x64(True):
@@ -190,7 +190,7 @@ def test_bit_cast_of_bool_and_complex():
     np.testing.assert_array_equal(bit_cast(np.uint8([0, 1, 2]), "BOOL"), [False, True, True])
     z = np.array([1 + 2j, -0.5 - 3j], np.complex64)
     np.testing.assert_array_equal(bit_cast(z, "COMPLEX64"), z)
-    with pytest.raises(TypeError, match=r"onnx.bit_cast: the result is UINT64, and 64-bit types"):
+    with pytest.raises(TypeError, match=r"onnx.bit_cast: UINT64 is needed, and 64-bit types"):
         bit_cast(z, "UINT64")
     with jax.enable_x64(True):
         words = bit_cast(z, "UINT64")
@@ -229,7 +229,7 @@ def test_bit_cast_under_jit_and_vmap():
         (
             lambda: bit_cast(np.float64(1), "INT64"),
             TypeError,
-            "the result is INT64.*jax_enable_x64",
+            "INT64 is needed.*jax_enable_x64",
         ),
         (
             lambda: jax.grad(lambda v: bit_cast(v, "FLOAT"))(np.float32(1)),
@@ -246,3 +246,9 @@ def test_bad_bit_casts(call, error, message):
 def test_codes_of_a_bit_cast_are_those_of_the_type():
     x = jnp.asarray([1.0, -448.0], jnp.float8_e4m3fn)
     assert codes(bit_cast(x, "UINT8"), "UINT8").tolist() == [0x38, 0xFE]
+
+
+@pytest.mark.parametrize("x", [np.array([1.5, 2.25]), np.array([1, 2]), 1.0])
+def test_bit_cast_of_64_bits_needs_them(x):
+    with pytest.raises(TypeError, match=r"^onnx.bit_cast: .* is needed, and 64-bit types are off"):
+        bit_cast(x, "COMPLEX64")
