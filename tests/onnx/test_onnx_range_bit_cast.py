@@ -75,9 +75,7 @@ def test_examples_of_the_page():
 
 
 def test_numbers_of_python_have_64_bits():
-    with pytest.raises(
-        TypeError, match=r"onnx.range: INT64 is needed, and 64-bit types are off"
-    ):
+    with pytest.raises(TypeError, match=r"onnx.range: INT64 is needed, and 64-bit types are off"):
         onnx_range(0, 3, 1)
     with jax.enable_x64(True):
         assert onnx_range(0, 3, 1).tolist() == [0, 1, 2]
