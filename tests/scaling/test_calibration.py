@@ -97,7 +97,7 @@ def numpy_amax(fmt, xs):
 def numpy_scale(fmt, amax):
     """float32 divisions, which are IEEE's in numpy; powers of two by rational numbers."""
     largest = {"int8": 127, "int4": 7, "e4m3fn": 448, "e5m2": 57344, "e2m1fn": 6}[fmt.element.name]
-    if fmt.name.startswith("mxint8"):
+    if fmt.element_exponent:
         largest = 127 / 64
     if fmt.tensor_scale is not None:
         second = amax.max() / F32(largest * 448)
