@@ -406,13 +406,7 @@ class QArray:
         return shape
 
 
-def _dequantize(
-    codes: jax.Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: Any
-) -> jax.Array:
-    return dequantized(codes, scales, blocks, spec, dtype)
-
-
-_differentiable = jax.custom_jvp(_dequantize, nondiff_argnums=(2, 3, 4))
+_differentiable = jax.custom_jvp(dequantized, nondiff_argnums=(2, 3, 4))
 
 
 def _dequantize_jvp(
