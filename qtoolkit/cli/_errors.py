@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -17,8 +17,8 @@ from qtoolkit.checkpoints import CheckpointError
 def one_line_errors(interrupted: str) -> Iterator[None]:
     """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1.
 
-    Ctrl-C exits with 130 and a termination signal with 143, both after the clean-up that they would
-    otherwise skip, and both saying `interrupted`. Bugs keep their traceback.
+    Ctrl-C exits with 130 and a termination signal with 143, both after the clean-up of what they
+    interrupted, and both saying `interrupted`. Bugs keep their traceback.
     """
     with _termination_raises():
         try:
@@ -32,10 +32,10 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             raise _failure(str(error), 1) from error
         except OSError as error:
             raise _failure(_os_message(error), 1) from error
-        except KeyboardInterrupt as error:
-            raise _failure(f"interrupted; {interrupted}", 130) from error
-        except _TerminatedError as error:
-            raise _failure(f"terminated; {interrupted}", 143) from error
+        except KeyboardInterrupt:
+            _leave(f"interrupted; {interrupted}", 130)
+        except _TerminatedError:
+            _leave(f"terminated; {interrupted}", 143)
 
 
 class _TerminatedError(BaseException):
@@ -55,8 +55,21 @@ def _termination_raises() -> Iterator[None]:
 
 
 def _failure(message: str, code: int) -> typer.Exit:
-    typer.echo(f"qtoolkit: {' '.join(message.splitlines())}", err=True)
+    _say(message)
     return typer.Exit(code)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"qtoolkit: {' '.join(message.splitlines())}", err=True)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    # Not by an exception: a compilation that a signal made JAX abandon goes on in a thread of XLA,
+    # and when Python ends, XLA's client is destroyed under it: a segmentation fault (jax 0.10).
+    with contextlib.suppress(OSError):  # whoever read our output may have been interrupted first
+        _say(message)
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _os_message(error: OSError) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -226,6 +227,26 @@ def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
     assert (process.returncode, stdout) == (code, "")
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     assert (tmp_path / "dst").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_skips_the_end_of_the_interpreter(sent):
+    # There XLA's client is destroyed, also under a compilation that the signal made JAX abandon.
+    script = f"""
+import atexit, os
+from qtoolkit.cli._errors import one_line_errors
+atexit.register(print, "teardown")
+with one_line_errors("nothing was changed"):
+    try:
+        print("said before", end="")
+        os.kill(os.getpid(), {int(sent)})
+    finally:
+        print(", cleaned up", end="")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 128 + sent
+    assert done.stdout == "said before, cleaned up"
+    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
 
 
 def test_a_reader_that_hangs_up_is_no_error(tmp_path):
