@@ -4,9 +4,11 @@ from qtoolkit.casts._affine import product, quotient
 from qtoolkit.casts._bits import check_holds, from_stored_codes
 from qtoolkit.casts._casts import (
     cast,
+    cast_for,
     check_arguments,
     decode,
     encode,
+    encode_for,
     random_of,
     round_to_format,
 )
@@ -25,6 +27,7 @@ from qtoolkit.casts._random import Draw
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,
+    check_value_source,
     codes_of,
     round_values,
     values_of,
@@ -41,13 +44,16 @@ __all__ = [
     "Stochastic",
     "binary_parts",
     "cast",
+    "cast_for",
     "cast_tree",
     "check_arguments",
     "check_differentiable",
     "check_holds",
+    "check_value_source",
     "codes_of",
     "decode",
     "encode",
+    "encode_for",
     "exact_float32",
     "from_stored",
     "from_stored_codes",

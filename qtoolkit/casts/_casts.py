@@ -79,7 +79,7 @@ def round_to_format(
         "round_to_format", source, fmt, rounding, saturation, key, random_bits, index_offset
     )
     check_holds("round_to_format", fmt, source.dtype)
-    return _round_to_format(source, draw, fmt, rounding, saturation)
+    return _round_to_format(source, draw, fmt, rounding, saturation, "round_to_format")
 
 
 def encode(
@@ -106,12 +106,7 @@ def encode(
     Raises:
       TypeError, ValueError: As `round_to_format`. Codes have no derivative.
     """
-    source = check_source("encode", x)
-    fmt, rounding, draw = check_arguments(
-        "encode", source, fmt, rounding, saturation, key, random_bits, index_offset
-    )
-    with _types_of(source):
-        return _encode(source, draw, fmt, rounding, saturation)
+    return encode_for("encode", x, fmt, rounding, saturation, key, random_bits, index_offset)
 
 
 def cast(
@@ -143,17 +138,7 @@ def cast(
     Gradient: for float results of 16 bits and more, 1 where `fmt.lowest <= x <= fmt.max_finite`,
     else 0.
     """
-    source = check_source("cast", x)
-    fmt, rounding, draw = check_arguments(
-        "cast", source, fmt, rounding, saturation, key, random_bits, index_offset
-    )
-    if fmt.dtype is None:
-        raise TypeError(
-            f"cast: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
-            "use encode for its codes"
-        )
-    with _types_of(source):
-        return _cast(source, draw, fmt, rounding, saturation)
+    return cast_for("cast", x, fmt, rounding, saturation, key, random_bits, index_offset)
 
 
 def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -190,6 +175,49 @@ def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Ar
             + (f", or {fmt.dtype}" if fmt.dtype is not None else "")
         )
     return _decode(jnp.asarray(codes), fmt, target)
+
+
+def encode_for(
+    where: str,
+    x: ArrayLike,
+    fmt: Any,
+    rounding: str | Stochastic = "nearest_even",
+    saturation: str = "finite",
+    key: jax.Array | None = None,
+    random_bits: ArrayLike | None = None,
+    index_offset: ArrayLike = 0,
+) -> jax.Array:
+    """`encode`, with errors that name the operator `where`."""
+    source = check_source(where, x)
+    fmt, rounding, draw = check_arguments(
+        where, source, fmt, rounding, saturation, key, random_bits, index_offset
+    )
+    with _types_of(source):
+        return _encode(source, draw, fmt, rounding, saturation, where)
+
+
+def cast_for(
+    where: str,
+    x: ArrayLike,
+    fmt: Any,
+    rounding: str | Stochastic = "nearest_even",
+    saturation: str = "finite",
+    key: jax.Array | None = None,
+    random_bits: ArrayLike | None = None,
+    index_offset: ArrayLike = 0,
+) -> jax.Array:
+    """`cast`, with errors that name the operator `where`."""
+    source = check_source(where, x)
+    fmt, rounding, draw = check_arguments(
+        where, source, fmt, rounding, saturation, key, random_bits, index_offset
+    )
+    if fmt.dtype is None:
+        raise TypeError(
+            f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
+            "use encode for its codes"
+        )
+    with _types_of(source):
+        return _cast(source, draw, fmt, rounding, saturation, where)
 
 
 def check_arguments(
@@ -231,47 +259,44 @@ def _types_of(x: jax.Array | np.ndarray) -> Iterator[None]:
 
 
 def _round(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str
+    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
 ) -> jax.Array:
     return round_values(x, fmt, rounding, saturation, random_of(draw, x, rounding))
 
 
 def _codes(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str
+    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
 ) -> jax.Array:
     return codes_of(x, fmt, rounding, saturation, random_of(draw, x, rounding))
 
 
 def _stored(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str
+    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
 ) -> jax.Array:
-    return from_stored_codes(_codes(x, draw, fmt, rounding, saturation), fmt)
+    return from_stored_codes(_codes(x, draw, fmt, rounding, saturation, where), fmt)
 
 
 def _with_derivative(function: Callable[..., jax.Array], rule: Callable[..., Any]) -> Any:
-    """`function(x, draw, fmt, rounding, saturation)` jitted, with `rule` as its JVP."""
-    differentiable = jax.custom_jvp(function, nondiff_argnums=(2, 3, 4))
+    """`function(x, draw, fmt, rounding, saturation, where)` jitted, with `rule` as its JVP."""
+    differentiable = jax.custom_jvp(function, nondiff_argnums=(2, 3, 4, 5))
     differentiable.defjvp(rule)
-    return jax.jit(differentiable, static_argnums=(2, 3, 4))
+    return jax.jit(differentiable, static_argnums=(2, 3, 4, 5))
 
 
-def _no_derivative(name: str) -> Callable[..., Any]:
-    def rule(*_: Any) -> Any:
-        raise TypeError(
-            f"{name}: has no derivative; differentiate fake_cast, which returns the same values in "
-            f"the dtype of x, or pass jax.lax.stop_gradient(x) to {name}"
-        )
-
-    return rule
+def _no_derivative(fmt: Format, rounding: Rounding, saturation: str, where: str, *_: Any) -> Any:
+    raise TypeError(
+        f"{where}: has no derivative to {fmt.name}; differentiate fake_cast, which returns the "
+        f"same values in the dtype of x, or pass jax.lax.stop_gradient(x) to {where}"
+    )
 
 
 def _cast_jvp(
-    fmt: Format, rounding: Rounding, saturation: str, primals: Any, tangents: Any
+    fmt: Format, rounding: Rounding, saturation: str, where: str, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x, draw), (x_dot, _) = primals, tangents
     if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
-        _no_derivative("cast")()
-    y = _cast(x, draw, fmt, rounding, saturation)
+        _no_derivative(fmt, rounding, saturation, where)
+    y = _cast(x, draw, fmt, rounding, saturation, where)
     if isinstance(format(x.dtype), IntFormat):
         return y, jnp.zeros_like(y)
     wide = jnp.float64 if jnp.float64 in (x.dtype, fmt.dtype) else jnp.float32
@@ -279,7 +304,7 @@ def _cast_jvp(
     return y, jnp.where(inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)
 
 
-_round_to_format = _with_derivative(_round, _no_derivative("round_to_format"))
-_encode = _with_derivative(_codes, _no_derivative("encode"))
+_round_to_format = _with_derivative(_round, _no_derivative)
+_encode = _with_derivative(_codes, _no_derivative)
 _cast = _with_derivative(_stored, _cast_jvp)
 _decode = jax.jit(values_of, static_argnums=(1, 2))

@@ -58,7 +58,7 @@ def x64_enabled() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
 
 
-def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
+def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.ndarray:
     """`x` as an array of JAX, or of NumPy where it has 64 bits that JAX would cut.
 
     Python's numbers are 64-bit ones, as in NumPy.
@@ -70,11 +70,12 @@ def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
     if dtype is None and isinstance(x, bool | int | float):
         x = np.asarray(x)
         if x.dtype == object:
-            raise TypeError(f"{where}: x is an integer of more than 64 bits, expected fewer")
+            raise TypeError(f"{where}: {name} is an integer of more than 64 bits, expected fewer")
         dtype = x.dtype
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{where}: x is a masked array, expected one without a mask; fill it first: x.filled(0)"
+            f"{where}: {name} is a masked array, expected one without a mask; fill it first: "
+            f"{name}.filled(0)"
         )
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         x = np.asarray(x).astype(x.dtype.newbyteorder("="))
@@ -84,37 +85,40 @@ def check_source(where: str, x: ArrayLike) -> jax.Array | np.ndarray:
     if dtype is None or dtype not in SOURCES:  # numpy takes None for float64
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
-            f"{where}: x has {got}, expected an array of a float, integer or bool dtype; convert "
-            "it first, e.g. jnp.asarray(x, jnp.float32)"
+            f"{where}: {name} has {got}, expected an array of a float, integer or bool dtype; "
+            f"convert it first, e.g. jnp.asarray({name}, jnp.float32)"
         )
     if dtype.itemsize == 8 and not x64_enabled() and not isinstance(x, jax.Array):
-        return np.asarray(x)
+        # To NumPy longlong and int64 are equal, but JAX takes scalars of the latter alone.
+        return np.asarray(x).view(SOURCES[SOURCES.index(dtype)])
     return jnp.asarray(x)
 
 
-def check_value_source(where: str, x: ArrayLike) -> jax.Array:
+def check_value_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array:
     """As `check_source`, for what keeps the dtype of `x`: 64 bits need x64."""
-    source = check_source(where, x)
+    source = check_source(where, x, name)
     if not isinstance(source, jax.Array):
         raise TypeError(
-            f"{where}: x has dtype {source.dtype} (as Python's numbers have), and 64-bit types "
-            f"are off in JAX; enable them with {_ENABLE_X64}, or convert x first, e.g. "
-            "np.asarray(x, np.float32)"
+            f"{where}: {name} has dtype {source.dtype} (as Python's numbers have), and 64-bit "
+            f"types are off in JAX; enable them with {_ENABLE_X64}, or convert {name} first, e.g. "
+            f"np.asarray({name}, np.float32)"
         )
     return source
 
 
-def check_differentiable(where: str, x: ArrayLike, *, wide: bool = True) -> jax.Array:
+def check_differentiable(
+    where: str, x: ArrayLike, name: str = "x", *, wide: bool = True
+) -> jax.Array:
     """As `check_value_source`, for float32, float16, bfloat16 and, where `wide`, float64 only."""
     dtype = getattr(x, "dtype", None)
     known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
     if (dtype is None or dtype not in known) and not (wide and isinstance(x, float)):
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(
-            f"{where}: x has {got}, expected {', '.join(map(str, known[:-1]))} or {known[-1]}; "
-            "convert it first, e.g. jnp.asarray(x, jnp.float32)"
+            f"{where}: {name} has {got}, expected {', '.join(map(str, known[:-1]))} or "
+            f"{known[-1]}; convert it first, e.g. jnp.asarray({name}, jnp.float32)"
         )
-    return check_value_source(where, x)
+    return check_value_source(where, x, name)
 
 
 def check_target(where: str, fmt: Format) -> None:

@@ -75,7 +75,7 @@ def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
         check_64_bits(where, each)
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         x = x.astype(DTYPES[source])
-    return _bit_cast_jitted(jnp.asarray(x), source, target)
+    return _bit_cast_jitted(jnp.asarray(x, DTYPES[source]), source, target)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

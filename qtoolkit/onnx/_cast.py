@@ -102,12 +102,12 @@ def cast(
     target = data_type(where, "to", to)
     if CAST_TYPES.get(target, opset + 1) > opset:
         since = (
-            f"came with opset {CAST_TYPES[target]}" if target in CAST_TYPES else "is not castable"
+            f"came with opset {CAST_TYPES[target]}, got opset={opset}"
+            if target in CAST_TYPES
+            else "is a type that nothing is cast to"
         )
         allowed = ", ".join(t.name for t, first in CAST_TYPES.items() if first <= opset)
-        raise ValueError(
-            f"{where}: to={target.name} {since}, got opset={opset}; expected one of {allowed}"
-        )
+        raise ValueError(f"{where}: to={target.name} {since}; expected one of {allowed}")
     return convert(where, x, target, saturate, round_mode, opset, arithmetic)
 
 
@@ -161,8 +161,8 @@ def convert(
     if (target in FLOAT6 or DataType.STRING in (source, target)) and is_traced(x):
         raise TypeError(
             f"{where}: x is traced, and {target.name} has no JAX array; expected a concrete array: "
-            "call it outside of jit and vmap"
-            + (", or qtoolkit.encode for the codes" if target in FLOAT6 else "")
+            "call it outside of jit, vmap and grad"
+            + (", or use encode for codes, fake_cast for gradients" if target in FLOAT6 else "")
         )
     if target is DataType.STRING:
         if source is DataType.STRING:
@@ -173,17 +173,17 @@ def convert(
         fmt = FORMATS[target]
         if isinstance(fmt, IntFormat) and not fmt.is_bool:
             integers = _strings.to_integers(where, text, fmt, nearest=fmt.bits <= 4)
-            return _concrete(integers, target, "nearest_even", "none")
+            return _concrete(where, integers, target, "nearest_even", "none")
         x = _strings.to_float64(where, text, exact=target is DataType.DOUBLE)
         source = DataType.DOUBLE
     elif arithmetic == "reference" and _through_float32(source, target):
-        x, source = casts.cast(x, FLOAT32, saturation="none"), DataType.FLOAT
+        x, source = casts.cast_for(where, x, FLOAT32, saturation="none"), DataType.FLOAT
     if target is DataType.FLOAT8E8M0:
-        return _to_e8m0(x, _ROUNDINGS[round_mode], bool(saturate))
+        return _to_e8m0(where, x, _ROUNDINGS[round_mode], bool(saturate))
     rounding, saturation = rule(source, target, bool(saturate), opset)
     if target in FLOAT6:
-        return _concrete(x, target, rounding, saturation)
-    return casts.cast(x, FORMATS[target], rounding=rounding, saturation=saturation)
+        return _concrete(where, x, target, rounding, saturation)
+    return casts.cast_for(where, x, FORMATS[target], rounding, saturation)
 
 
 def rule(source: DataType, target: DataType, saturate: bool, opset: int) -> tuple[str, str]:
@@ -200,28 +200,28 @@ def rule(source: DataType, target: DataType, saturate: bool, opset: int) -> tupl
     return "nearest_even", "propagate" if fnuz and opset < 24 else "finite"
 
 
-def _to_e8m0(x: Any, rounding: str, saturate: bool) -> jax.Array:
+def _to_e8m0(where: str, x: Any, rounding: str, saturate: bool) -> jax.Array:
     fmt = FORMATS[DataType.FLOAT8E8M0]
     if saturate:
-        return casts.cast(x, fmt, rounding=rounding, saturation="finite")
+        return casts.cast_for(where, x, fmt, rounding, "finite")
     # The page compares x, not what it is rounded to, with the range: what lies below it is rounded
     # down to nothing, and what lies above it up.
     assert fmt.nan_code is not None
     nan = np.uint8(fmt.nan_code)
-    low = casts.encode(x, fmt, rounding="toward_negative", saturation="none")
-    high = casts.encode(x, fmt, rounding="toward_positive", saturation="none")
-    codes = casts.encode(x, fmt, rounding=rounding, saturation="finite")
+    low = casts.encode_for(where, x, fmt, "toward_negative", "none")
+    high = casts.encode_for(where, x, fmt, "toward_positive", "none")
+    codes = casts.encode_for(where, x, fmt, rounding, "finite")
     codes = jnp.where((low == nan) | (high == nan), nan, codes)
     return casts.from_stored_codes(codes, fmt)
 
 
-def _concrete(x: Any, target: DataType, rounding: str, saturation: str) -> Any:
+def _concrete(where: str, x: Any, target: DataType, rounding: str, saturation: str) -> Any:
     """As `casts.cast`, at once, even inside `jit`; in a NumPy array where JAX has none."""
     fmt = FORMATS[target]
     with jax.ensure_compile_time_eval():
         if target not in FLOAT6:
-            return casts.cast(x, fmt, rounding=rounding, saturation=saturation)
-        codes = casts.encode(x, fmt, rounding=rounding, saturation=saturation)
+            return casts.cast_for(where, x, fmt, rounding, saturation)
+        codes = casts.encode_for(where, x, fmt, rounding, saturation)
         return np.asarray(codes).view(DTYPES[target])
 
 

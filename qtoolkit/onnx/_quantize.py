@@ -62,7 +62,8 @@ def quantize_linear(
     The quotient is rounded to the type of `precision`, to which `x` and `y_scale` are converted
     first; without, to the type of `y_scale`. Then it is rounded to an integer, to which the zero
     point is added before it is clamped (NaN counts as 0); or the zero point is added, and the sum
-    cast to a float type as `cast` does.
+    cast to a float type as `cast` does. Numbers and scales that are subnormal in float32 or
+    bfloat16 may count as zeros, as XLA has them; with a scale of float8e8m0, none does.
 
     Args:
       x: float32, int32, and from opset 19 float16, bfloat16, any shape. int32 is rounded to float32
@@ -70,7 +71,8 @@ def quantize_linear(
       y_scale: One number; or a number for each index of `axis`, one-dimensional; or, with
         `block_size`, the shape of `x` but for ceil(n / block_size) in place of the n of `axis`.
         float32; the type of `x` from opset 19; any of float32, float16, bfloat16, int32 from 23;
-        float8e8m0 from 24. Zeros, infinities and NaNs follow IEEE.
+        float8e8m0 from 24. One number may also be an array of shape (1,), as in published
+        implementations. Zeros, infinities and NaNs follow IEEE.
       y_zero_point: None for zero, or an array of the shape of `y_scale` and of the output type.
       axis: Of `x`; negative ones count from the last. Came with opset 13.
       block_size: 0 for none. Came with opset 21.
@@ -152,7 +154,9 @@ def dequantize_linear(
 
     The difference is one of float32, exact for integers of 16 bits and less; the product is rounded
     to float32, then to the output type. That is one rounding where the output is float32, or where
-    `x` has at most 8 bits and `x_scale` the output's type.
+    `x` has at most 8 bits and `x_scale` the output's type. Scales and products that are subnormal
+    in float32 or bfloat16 may count as zeros, as XLA has them; with a scale of float8e8m0, none
+    does.
 
     Args:
       x: Any output type of `quantize_linear` from the same opset on, or int32, any shape. int32 is
@@ -212,7 +216,9 @@ def dynamic_quantize_linear(
     y_scale = (max(0, max(x)) - min(0, min(x))) / 255; y_zero_point = -min(0, min(x)) / y_scale,
     rounded and clamped; y = round(x / y_scale) + y_zero_point, clamped; all to nearest even. Where
     `x` is all zero the page's formula divides by zero: the scale is 1/255 then, as in ONNX's
-    reference evaluator. Where it holds NaN or infinities, so does the scale.
+    reference evaluator. Where it holds NaN or infinities, so does the scale, which is also infinite
+    where the range overflows float32. Subnormal numbers and scales may count as zeros, as XLA has
+    them.
 
     Args:
       x: float32, any shape but empty ones.
@@ -239,7 +245,7 @@ def dynamic_quantize_linear(
 
 def _optional(where: str, name: str, value: Any, since: int, opset: int) -> DataType | None:
     """The type that an attribute says, None where it is left out: None or 0."""
-    if value is None or (isinstance(value, int) and value == 0):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 0):
         return None
     check_since(where, name, value, None, since, opset)
     return data_type(where, name, value)

@@ -46,10 +46,10 @@ def range(
 
     There are max(ceil((limit - start) / delta), 0) of them; that quotient is exact here, of the
     arguments as their type has them. So float32's 0.1, 1.1 and 0.1 give 11 numbers, the last of
-    which is rounded to 1.1, where implementations that round the quotient give 10. Each number is
-    rounded once from its exact value: no error adds up, as it does in implementations
-    that add `delta` again and again (ONNX Runtime) or that take it from rounded differences
-    (`numpy.arange`, on which ONNX's reference evaluator rests).
+    which is rounded to 1.1, as in ONNX Runtime; ONNX's reference evaluator, which rests on
+    `numpy.arange`, gives 10. Each number is rounded once from its exact value: no error adds up, as
+    it does in implementations that add `delta` again and again (ONNX Runtime) or that take it from
+    rounded differences (`numpy.arange`).
 
     Args:
       start, limit, delta: Scalars of one type: arrays of NumPy or JAX without dimensions, or
@@ -65,7 +65,7 @@ def range(
     Raises:
       TypeError: The types differ, or the version lacks them; 64-bit types where JAX has them off;
         an argument is traced.
-      ValueError: An argument is no scalar, infinite or NaN; `delta` is zero.
+      ValueError: An argument is no scalar, infinite or NaN; `delta` is zero; 2**32 numbers or more.
 
     Source: ONNX Range 11, 27.
     """
@@ -88,6 +88,8 @@ def range(
     if step == 0:
         raise ValueError(f"{where}: delta is zero, expected another number")
     count = max(math.ceil((end - first) / step), 0)
+    if count >= 2**32:
+        raise ValueError(f"{where}: {count} numbers, expected fewer than 2**32 = {2**32}")
     fmt = FORMATS[found]
     if isinstance(fmt, IntFormat):  # no number lies beyond the limit, so none overflows
         numbers = int(first) + int(step) * np.arange(count, dtype=np.int64)

@@ -113,8 +113,9 @@ def check_opset(where: str, opset: Any, first: int) -> None:
 
 
 def check_choice(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ValueError where the attribute has none of the allowed values."""
-    if not any(value is choice or value == choice for choice in allowed):
+    """ValueError where the attribute has none of the allowed values, as traced ones have not."""
+    plain = isinstance(value, str | int | np.integer | np.bool_)
+    if not plain or value not in allowed:
         raise ValueError(f"{where}: {name}={value!r}, expected {' or '.join(map(repr, allowed))}")
 
 
@@ -141,7 +142,7 @@ def data_type(where: str, name: str, value: Any) -> DataType:
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
         found = DataType(int(value)) if 0 <= value <= max(DataType) else None
     elif isinstance(value, FloatFormat | IntFormat | TableFormat):
-        found = _by_format(value)
+        found, value = _by_format(value), value.name
     else:
         found = of_dtype(_as_dtype(where, name, value))
     if not found:  # none, or UNDEFINED
@@ -181,12 +182,16 @@ def type_of(where: str, name: str, x: Any) -> DataType:
     """The type of an array, a number of Python (64 bits) or a string.
 
     Raises:
-      TypeError: It is none of these, or of a dtype that ONNX lacks.
+      TypeError: It is none of these, of more bits, or of a dtype that ONNX lacks.
     """
     dtype = getattr(x, "dtype", None)
     found = None
     if isinstance(dtype, np.dtype):
         found = of_dtype(dtype)
+    elif isinstance(x, int) and not -(2**63) <= x < 2**63:
+        if not 0 < x < 2**64:
+            raise TypeError(f"{where}: {name} is an integer of more than 64 bits, expected fewer")
+        found = DataType.UINT64
     elif isinstance(x, bool | int | float | str | bytes):
         found = _BY_CLASS[next(kind for kind in _BY_CLASS if isinstance(x, kind))]
     if isinstance(x, np.ma.MaskedArray):

@@ -13,7 +13,13 @@ from qtoolkit import casts
 from qtoolkit.casts import check_differentiable, exact_float32, round_values, stored
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Format, IntFormat, format
 from qtoolkit.openvino._reference import to_bfloat16, to_float16
-from qtoolkit.openvino._types import ELEMENT_TYPES, check_arithmetic, element_type, element_type_of
+from qtoolkit.openvino._types import (
+    ELEMENT_TYPES,
+    check_arithmetic,
+    element_type,
+    element_type_of,
+    native,
+)
 
 _WHERE = "openvino.convert"
 _CORE_SOURCES = ("bf16", "f16", "f32")
@@ -60,72 +66,50 @@ def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -
     """
     name = element_type(f"{_WHERE}: destination_type", destination_type)
     check_arithmetic(_WHERE, arithmetic)
-    if isinstance(x, bool | int | float):
-        x = np.asarray(x)
     source = element_type_of(_WHERE, "x", x)
-    fmt = _target(name)
-    if arithmetic == "openvino":
-        if source not in _CORE_SOURCES or name not in _CORE_TARGETS:
-            raise TypeError(
-                f"{_WHERE}: arithmetic='openvino' from {source} to {name}, expected from one of "
-                f"{', '.join(_CORE_SOURCES)} to one of {', '.join(_CORE_TARGETS)}; use 'exact'"
-            )
-        x = check_differentiable(_WHERE, x, wide=False)
-        return _convert_jitted(x, fmt, arithmetic)
-    if isinstance(x, jax.Array):
-        return _convert_jitted(x, fmt, arithmetic)
-    return _exact(x, fmt)  # 64 bits of NumPy are rounded from their exact values
+    if arithmetic == "exact":
+        return convert_exactly(_WHERE, x, name)
+    if source not in _CORE_SOURCES or name not in _CORE_TARGETS:
+        raise TypeError(
+            f"{_WHERE}: arithmetic='openvino' from {source} to {name}, expected from one of "
+            f"{', '.join(_CORE_SOURCES)} to one of {', '.join(_CORE_TARGETS)}; use 'exact'"
+        )
+    x = check_differentiable(_WHERE, native(x), wide=False)
+    return _core_jitted(x, _target(_WHERE, name))
 
 
-def _target(name: str) -> Format:
+def convert_exactly(where: str, x: ArrayLike, name: str) -> jax.Array:
+    """`convert` to the element type of that name, with errors that name the operator `where`."""
+    fmt = _target(where, name)
+    if isinstance(fmt, FloatFormat):
+        saturation = "none" if fmt.signed else "finite"
+        return casts.cast_for(where, x, fmt, saturation=saturation)
+    if isinstance(ELEMENT_TYPES[element_type_of(where, "x", x)], IntFormat):
+        return casts.cast_for(where, x, fmt, saturation="none")
+    return casts.cast_for(where, x, fmt, "toward_zero", "finite")
+
+
+def _target(where: str, name: str) -> Format:
     fmt = ELEMENT_TYPES[name]
     if fmt is None:
         raise TypeError(
-            f"{_WHERE}: nothing converts to {name!r} here, expected an element type of numbers"
+            f"{where}: nothing converts to {name!r} here, expected an element type of numbers"
         )
     if fmt.dtype is None:
         raise TypeError(
-            f"{_WHERE}: JAX has no dtype for {name}; use qtoolkit.encode(x, {fmt.name!r}) for codes"
+            f"{where}: JAX has no dtype for {name}; use qtoolkit.encode(x, {fmt.name!r}) for codes"
         )
     if fmt.bits == 64 and not jax.config.read("jax_enable_x64"):
         raise TypeError(
-            f"{_WHERE}: {name} needs 64-bit types, which are off in JAX; enable them with "
+            f"{where}: {name} needs 64-bit types, which are off in JAX; enable them with "
             "jax.config.update('jax_enable_x64', True)"
         )
     return fmt
 
 
-def _exact(x: Any, fmt: Format) -> jax.Array:
-    if isinstance(fmt, FloatFormat):
-        return casts.cast(x, fmt, saturation="none" if fmt.signed else "finite")
-    if isinstance(format(x.dtype), IntFormat):
-        return casts.cast(x, fmt, saturation="none")
-    return casts.cast(x, fmt, rounding="toward_zero", saturation="finite")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _convert(x: jax.Array, fmt: Format, arithmetic: str) -> jax.Array:
-    return _exact(x, fmt) if arithmetic == "exact" else _core(x, fmt)
-
-
-@_convert.defjvp
-def _convert_jvp(
-    fmt: Format, arithmetic: str, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The tangent of the exact arithmetic."""
-    if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
-        raise TypeError(
-            f"{_WHERE}: to {fmt.name} it has no derivative; differentiate qtoolkit.fake_cast, "
-            "which returns values in the dtype of x, or pass jax.lax.stop_gradient(x)"
-        )
-    _, y_dot = jax.jvp(functools.partial(_exact, fmt=fmt), primals, tangents)
-    return _convert(*primals, fmt, arithmetic), y_dot
-
-
-_convert_jitted = jax.jit(_convert, static_argnums=(1, 2))
-
-
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _core(x: jax.Array, fmt: Format) -> jax.Array:
+    """The core's steps, on float32."""
     assert isinstance(fmt, FloatFormat)
     if format(x.dtype) == fmt:
         return x
@@ -141,6 +125,17 @@ def _core(x: jax.Array, fmt: Format) -> jax.Array:
         h = jnp.where(wide == wide, to_float16(wide), lax.bitcast_convert_type(kept, jnp.float32))
         return stored(h, fmt, "none")
     return stored(wide, fmt, "none")
+
+
+@_core.defjvp
+def _core_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The tangent of the exact arithmetic."""
+    exact = functools.partial(casts.cast_for, _WHERE, fmt=fmt, saturation="none")
+    _, y_dot = jax.jvp(exact, primals, tangents)
+    return _core(*primals, fmt), y_dot
+
+
+_core_jitted = jax.jit(_core, static_argnums=1)
 
 
 def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from qtoolkit.openvino._types import (
     check_arithmetic,
     element_type,
     element_type_of,
+    native,
 )
 
 _WHERE = "openvino.fake_convert"
@@ -108,6 +109,7 @@ def _arguments(
     data: ArrayLike, scale: ArrayLike, shift: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Types, then shapes, in the order of the operator's own checks."""
+    data, scale, shift = native(data), native(scale), native(shift)
     given = {"data": data, "scale": scale} | ({} if shift is None else {"shift": shift})
     types = {
         name: element_type_of(_WHERE, name, x)
@@ -125,7 +127,7 @@ def _arguments(
             f"{_WHERE}: the element type of the inputs is {types['data']}, expected bf16, f16 or "
             "f32; convert them first, e.g. data.astype(jnp.float32)"
         )
-    x = check_differentiable(_WHERE, data, wide=False)
+    x = check_differentiable(_WHERE, data, "data", wide=False)
     s = _parameter("scale", scale, x.dtype)
     z = None if shift is None else _parameter("shift", shift, x.dtype)
     if z is not None and z.shape != s.shape:
@@ -149,7 +151,7 @@ def _is_number(x: Any) -> bool:
 
 def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
     if not _is_number(value):
-        return check_differentiable(_WHERE, value, wide=False)
+        return check_differentiable(_WHERE, value, name, wide=False)
     try:
         with np.errstate(over="ignore", under="ignore"):
             number = np.asarray(float(value), dtype)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from qtoolkit.formats import BOOL, FloatFormat, IntFormat
-from qtoolkit.openvino._convert import convert
+from qtoolkit.openvino._convert import convert_exactly
 from qtoolkit.openvino._types import ELEMENT_TYPES, element_type, element_type_of
 
 # The operator's own list; it names neither the smallest formats nor text.
@@ -71,7 +71,7 @@ def promoted_type(
     a = element_type(f"{where}: type0", type0)
     b = element_type(f"{where}: type1", type1)
     for name, rank in (("rank0", rank0), ("rank1", rank1)):
-        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
+        if rank is not None and (not isinstance(rank, int | np.integer) or isinstance(rank, bool)):
             raise TypeError(f"{where}: {name}={rank!r}, expected an integer, or None if not known")
         if rank is not None and rank < 0:
             raise ValueError(f"{where}: {name}={rank}, expected 0 or more")
@@ -110,11 +110,10 @@ def convert_promote_types(
     Source: as `promoted_type`.
     """
     where = "openvino.convert_promote_types"
-    x0, x1 = (np.asarray(x) if isinstance(x, bool | int | float) else x for x in (x0, x1))
     types = element_type_of(where, "x0", x0), element_type_of(where, "x1", x1)
     flags = (promote_unsafe, pytorch_scalar_promotion, u64_integer_promotion_target)
     common = _promoted(where, types, (np.ndim(x0), np.ndim(x1)), *flags)
-    return convert(x0, common), convert(x1, common)
+    return convert_exactly(where, x0, common), convert_exactly(where, x1, common)
 
 
 def _promoted(

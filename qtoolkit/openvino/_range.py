@@ -47,7 +47,8 @@ def range(
       output_type: "f16", "bf16", "f32", "f64", "i8" to "i64" or "u8" to "u64", upper or lower case,
         or a dtype.
       length: The number of elements, static. It takes the place of `stop` where arguments are
-        traced, as under `jit`; elsewhere it must be what the arguments give.
+        traced, as under `jit`, and nothing else of them is checked then, neither traced steps for
+        zero nor anything for NaN and infinities; elsewhere it must be what the arguments give.
 
     Returns:
       Shape (n,), dtype of the output type.
@@ -58,7 +59,8 @@ def range(
         are traced and there is no `length`; `length` is negative or not what they give; 2**32
         elements or more; no such element type.
       TypeError: An argument is boolean or no number; the output type is none of the above, or has
-        64 bits where JAX has them off; `length` is no integer.
+        64 bits where JAX has them off; `length` is no integer; or the derivative of an integer
+        output type is asked for.
 
     Gradient: for float output types, 1 with respect to `start` and i to `step`.
 
@@ -153,12 +155,12 @@ def _accumulated(argument: str, x: Any, fmt: FloatFormat | IntFormat) -> jax.Arr
         if not isinstance(x, jax.core.Tracer):
             with np.errstate(over="ignore"):
                 return jnp.asarray(np.float64(_number(argument, x)).astype(wide.dtype))
-        return casts.cast(_as_float64(x), wide, saturation="none")
+        return casts.cast_for(_WHERE, _as_float64(x), wide, saturation="none")
     unsigned = _unsigned(fmt)
     if not isinstance(x, jax.core.Tracer):
         integer = int(_number(argument, x))
         return jnp.asarray(np.asarray(integer % 2 ** (8 * unsigned.itemsize), unsigned))
-    return casts.cast(_as_float64(x), unsigned, rounding="toward_zero", saturation="none")
+    return casts.cast_for(_WHERE, _as_float64(x), unsigned, "toward_zero", "none")
 
 
 def _as_float64(x: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from qtoolkit.formats import (
     BFLOAT16,
     BOOL,
@@ -62,7 +64,13 @@ def element_type(where: str, spec: Any) -> str:
 
 
 def element_type_of(where: str, argument: str, x: Any) -> str:
-    """The name of the element type of the array `x`."""
+    """The name of the element type of the array `x`, or of a Python number, which has 64 bits."""
+    if isinstance(x, bool | int | float):
+        x = np.asarray(x)
+        if x.dtype == object:
+            raise TypeError(
+                f"{where}: {argument} is an integer of more than 64 bits, expected fewer"
+            )
     dtype = getattr(x, "dtype", None)
     name = None if dtype is None else _name_of(dtype)
     if name is None:
@@ -74,6 +82,13 @@ def element_type_of(where: str, argument: str, x: Any) -> str:
     return name
 
 
+def native(x: Any) -> Any:
+    """`x`, an array of NumPy in the byte order of this machine."""
+    if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
+        return x.astype(x.dtype.newbyteorder("="))
+    return x
+
+
 def _name_of(spec: Any) -> str | None:
     try:
         return _NAME_OF.get(format(spec))
@@ -82,5 +97,5 @@ def _name_of(spec: Any) -> str | None:
 
 
 def check_arithmetic(where: str, arithmetic: Any) -> None:
-    if arithmetic not in ("exact", "openvino"):
+    if not isinstance(arithmetic, str) or arithmetic not in ("exact", "openvino"):
         raise ValueError(f"{where}: arithmetic={arithmetic!r}, expected 'exact' or 'openvino'")

@@ -82,6 +82,7 @@ _ROUNDINGS = {
     CastMode.CAST_TRUNC: "toward_zero",
     CastMode.CAST_ODD: "to_odd",
 }
+_WHERE = "pypto.cast"
 _INT32_MAX = 2**31 - 1
 # The integers below 2**24, with both zeros.
 _INTEGRAL = FloatFormat(
@@ -157,7 +158,8 @@ def cast(
       TypeError: `input` is no array; the pair is not supported; `mode` or `satmode` is no member of
         its enum; DT_INT64 results where JAX has 64-bit types off; or a derivative is asked for that
         does not exist: use `fake_cast`.
-      ValueError: `input` has another rank or size, or is empty; OFF where no page has it.
+      ValueError: `dtype` is a string that names no format; `input` has another rank or size, or is
+        empty; OFF where no page has it.
 
     Gradient: as `qtoolkit.cast`: for float results of 16 bits and more, 1 in their range, else 0.
 
@@ -166,14 +168,14 @@ def cast(
     """
     _check_member("mode", mode, CastMode)
     _check_member("satmode", satmode, SaturationMode)
+    if not isinstance(extended, bool):
+        raise TypeError(f"{_WHERE}: extended={extended!r}, expected True or False")
     source, target = _formats(input, dtype, EXTENDED_PAIRS if extended else PAIRS, extended)
     _check_shape(np.shape(input))
     rounding = _rounding(source, target, mode)
     saturation = _saturation(source, target, satmode, extended)
-    nothing = np.empty(0, source.dtype)  # its dtype is all that is looked at here
-    casts.check_arguments("pypto.cast", nothing, target, rounding, saturation)
     if source == target:
-        x = jnp.asarray(input)
+        x = casts.check_value_source(_WHERE, input, "input")
         if not extended or source != FLOAT32 or rounding == "nearest_even":
             return x
         has_fraction = jnp.abs(x) < np.float32(2**23)  # or may have
@@ -181,8 +183,8 @@ def cast(
     if target in (E2M1FN, E1M2FN):
         x = jnp.asarray(input)
         input = jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
-    convert = casts.encode if target.dtype is None else casts.cast
-    return convert(input, target, rounding=rounding, saturation=saturation)
+    convert = casts.encode_for if target.dtype is None else casts.cast_for
+    return convert(_WHERE, input, target, rounding, saturation)
 
 
 def _rounding(source: Format, target: Format, mode: CastMode) -> str:
@@ -204,7 +206,7 @@ def _saturation(source: Format, target: Format, satmode: SaturationMode, extende
     if not extended and (source, target) not in WRAPPING_PAIRS:
         pairs = ", ".join(f"{NAMES[a]} to {NAMES[b]}" for a, b in WRAPPING_PAIRS)
         raise ValueError(
-            f"pypto.cast: satmode=SaturationMode.OFF from {NAMES[source]} to {NAMES[target]}, "
+            f"{_WHERE}: satmode=SaturationMode.OFF from {NAMES[source]} to {NAMES[target]}, "
             f"expected SaturationMode.ON; OFF is documented for {pairs}; with extended=True, as on "
             "the Ascend 950, for every pair"
         )
@@ -214,7 +216,7 @@ def _saturation(source: Format, target: Format, satmode: SaturationMode, extende
 def _check_member(name: str, value: Any, kind: type[enum.Enum]) -> None:
     if not isinstance(value, kind):
         raise TypeError(
-            f"pypto.cast: {name}={value!r} of type {type(value).__name__}, expected a member of "
+            f"{_WHERE}: {name}={value!r} of type {type(value).__name__}, expected a member of "
             f"{kind.__name__}: {', '.join(member.name for member in kind)}; numbers are not taken, "
             "since PyPTO and Ascend C number them differently"
         )
@@ -229,20 +231,22 @@ def _formats(
     if source not in pairs:
         what = f"dtype {got}" if got is not None else f"type {type(input).__name__}"
         raise TypeError(
-            f"pypto.cast: input has {what}, expected an array of {_listed(pairs)}"
+            f"{_WHERE}: input has {what}, expected an array of {_listed(pairs)}"
             + ("" if extended else _more(source in EXTENDED_PAIRS))
         )
     target = _format_of(dtype)
     if target is None:
-        raise TypeError(
-            f"pypto.cast: dtype={dtype!r}, expected one of {_listed(NAMES)}, or another spelling "
-            "of one of them"
+        is_text = isinstance(dtype, str)
+        shown = f"dtype={dtype!r}" if is_text else f"dtype has type {type(dtype).__name__}"
+        raise (ValueError if is_text else TypeError)(
+            f"{_WHERE}: {shown}, expected from {NAMES[source]} one of {_listed(pairs[source])}, or "
+            "another spelling of one of them"
         )
     if target == source or target in pairs[source]:
         return source, target
     known = not extended and target in EXTENDED_PAIRS[source]
     raise TypeError(
-        f"pypto.cast: no cast from {NAMES[source]} to {NAMES.get(target, target.name)}; from "
+        f"{_WHERE}: no cast from {NAMES[source]} to {NAMES.get(target, target.name)}; from "
         f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(known)
     )
 
@@ -265,12 +269,12 @@ def _format_of(spec: Any) -> Format | None:
 def _check_shape(shape: tuple[int, ...]) -> None:
     if not 1 <= len(shape) <= 4:
         raise ValueError(
-            f"pypto.cast: input has {len(shape)} axes, shape {shape}, expected 1 to 4; reshape it"
+            f"{_WHERE}: input has {len(shape)} axes, shape {shape}, expected 1 to 4; reshape it"
         )
     if 0 in shape:
-        raise ValueError(f"pypto.cast: input is empty, shape {shape}, expected elements")
+        raise ValueError(f"{_WHERE}: input is empty, shape {shape}, expected elements")
     if math.prod(shape) > _INT32_MAX:
         raise ValueError(
-            f"pypto.cast: input has shape {shape}, {math.prod(shape)} elements, expected at most "
+            f"{_WHERE}: input has shape {shape}, {math.prod(shape)} elements, expected at most "
             f"2**31 - 1 = {_INT32_MAX}; cast it in parts"
         )

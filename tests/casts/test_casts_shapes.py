@@ -140,6 +140,8 @@ def test_any_shape_of_any_format(fmt):
         (2**62, 0x7BFF),
         (2**63 - 1, 0x7BFF),
         (-(2**63), 0xFBFF),
+        (2**63, 0x7BFF),
+        (2**64 - 1, 0x7BFF),
         (2049, 0x6800),
     ],
 )
@@ -151,6 +153,17 @@ def test_numbers_of_python_are_those_of_64_bits(x, expected):
     assert qt.cast(x, "float16").dtype == np.float16
     with jax.enable_x64(True):
         assert int(qt.encode(x, "float16")) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.longlong, np.ulonglong])
+def test_the_other_64_bit_integers_of_numpy(dtype):
+    """They equal int64 and uint64, but are types of their own, which JAX does not know."""
+    x = np.array([0, 3, 2**62 + 1], dtype)
+    same = x.astype(np.int64 if dtype is np.longlong else np.uint64)
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            for fmt in ("float32", "e4m3fn", "int8"):
+                np.testing.assert_array_equal(qt.encode(x, fmt), qt.encode(same, fmt))
 
 
 def test_a_python_float_is_rounded_once():

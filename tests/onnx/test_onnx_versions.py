@@ -227,8 +227,12 @@ def test_spellings_of_text(to):
         ("nf4", ValueError, "to='nf4' is no type of ONNX"),
         ("float8_e4m3", ValueError, "is no type of ONNX"),
         (np.dtype("M8[s]"), ValueError, "is no type of ONNX"),
-        ("COMPLEX64", ValueError, "to=COMPLEX64 is not castable, got opset=28; expected one of"),
-        (np.complex128, ValueError, "to=COMPLEX128 is not castable"),
+        (
+            "COMPLEX64",
+            ValueError,
+            "to=COMPLEX64 is a type that nothing is cast to; expected one of",
+        ),
+        (np.complex128, ValueError, "to=COMPLEX128 is a type that nothing is cast to"),
         (True, TypeError, "onnx.cast: to has type bool, expected a number of TensorProto.DataType"),
         (None, TypeError, "to has type NoneType, expected"),
         (1.0, TypeError, "to has type float, expected"),
@@ -287,7 +291,7 @@ def test_traced_values_where_the_result_is_no_jax_array():
     for to in ("FLOAT6E2M3", "STRING"):
         with pytest.raises(TypeError, match=f"onnx.cast: x is traced, and {to} has no JAX array"):
             jax.jit(lambda v, to=to: ops.cast(v, to))(jnp.ones(2))
-        with pytest.raises(TypeError, match="outside of jit and vmap"):
+        with pytest.raises(TypeError, match="outside of jit, vmap and grad"):
             jax.vmap(lambda v, to=to: ops.cast(v, to))(jnp.ones(2))
 
 

@@ -209,11 +209,12 @@ def test_derivatives(arithmetic):
     )
     for target in ("f8e4m3", "f8e5m2"):
         with pytest.raises(
-            TypeError, match=r"openvino\.convert: to e\dm\d.* differentiate .*fake_"
+            TypeError,
+            match=r"openvino\.convert: has no derivative to e\dm\d.*differentiate fake_cast",
         ):
             jax.grad(lambda x, target=target: f(x, target))(1.0)
     if arithmetic == "exact":
-        with pytest.raises(TypeError, match=r"openvino\.convert: to int32 it has no derivative"):
+        with pytest.raises(TypeError, match=r"openvino\.convert: has no derivative to int32"):
             jax.grad(lambda x: f(x, "i32"))(1.0)
 
 
@@ -231,7 +232,7 @@ def test_derivatives(arithmetic):
         (1.0, "u6", "exact", TypeError, r"no dtype for u6; use qtoolkit.encode\(x, 'uint6'\)"),
         ([1.0], "f16", "exact", TypeError, "x has type list, expected an array"),
         (np.complex64(1), "f16", "exact", TypeError, "x has dtype complex64, expected an array"),
-        (2**70, "f16", "exact", TypeError, "x has dtype object, expected an array"),
+        (2**70, "f16", "exact", TypeError, "x is an integer of more than 64 bits"),
         (1.0, "f16", "fast", ValueError, "arithmetic='fast', expected 'exact' or 'openvino'"),
         (1, "f16", "openvino", TypeError, "arithmetic='openvino' from i64 to f16, expected from"),
         (np.float32(1), "i8", "openvino", TypeError, "'openvino' from f32 to i8, expected from"),
