@@ -67,6 +67,8 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
       TypeError: It is no array and no number, or of a dtype that cannot be cast.
     """
     dtype = getattr(x, "dtype", None)
+    if isinstance(x, jax.Array) and dtype in SOURCES:
+        return x
     if dtype is None and isinstance(x, bool | int | float):
         x = np.asarray(x)
         if x.dtype == object:

@@ -241,6 +241,7 @@ _BY_SPELLING = {
     for spelling in (fmt.name, getattr(fmt, "dtype_name", None), *fmt.spellings)
     if spelling is not None
 }
+_BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype is not None}
 
 
 def format(spec: Any) -> Format:
@@ -259,6 +260,8 @@ def format(spec: Any) -> Format:
     """
     if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
+    if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # what every cast asks, without its name
+        return _BY_DTYPE[spec]
     name = spec if isinstance(spec, str) else _dtype_name(spec)
     found = _BY_SPELLING.get(name.lower()) or _family_member(name)
     if found is None:

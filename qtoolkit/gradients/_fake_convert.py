@@ -87,7 +87,7 @@ def fake_convert(
     return _fake_convert_jitted(x, scale, shift, draw, fmt, rounding, saturation, rule)
 
 
-def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
+def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array | np.ndarray:
     if isinstance(value, int | float):
         number = _number(value, x.dtype)
         if not math.isfinite(number) or (name == "scale" and number == 0):
@@ -95,24 +95,26 @@ def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array:
             raise ValueError(
                 f"fake_convert: {name}={value} is {number} in {x.dtype}, expected {wanted}"
             )
-        return jnp.asarray(value, x.dtype)
+        return np.asarray(value, x.dtype)
     dtype = getattr(value, "dtype", type(value).__name__)
     if dtype != x.dtype:
         raise TypeError(
             f"fake_convert: {name} has dtype {dtype}, expected {x.dtype}, that of x; convert it "
             f"first, e.g. {name}.astype(x.dtype)"
         )
-    array = jnp.asarray(value)
-    try:
-        fits = np.broadcast_shapes(array.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    sizes = zip(array.shape[::-1], x.shape[::-1], strict=False)
+    if array.ndim > x.ndim or any(size not in (1, wide) for size, wide in sizes):
         raise ValueError(
             f"fake_convert: {name} has shape {array.shape}, expected one that broadcasts to that "
             f"of x, {x.shape}"
         )
-    return jnp.broadcast_to(array, (1,) * (x.ndim - array.ndim) + array.shape)
+    return array
+
+
+def _ranked(array: jax.Array | None, ndim: int) -> jax.Array | None:
+    """With so many axes: what strict promotion of ranks wants written."""
+    return None if array is None else lax.expand_dims(array, range(ndim - array.ndim))
 
 
 def _number(value: float, dtype: DTypeLike) -> float:
@@ -207,4 +209,10 @@ def _instantiated(primal: jax.Array, dot: Any) -> jax.Array:
 
 
 _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)
-_fake_convert_jitted = jax.jit(_fake_convert, static_argnums=(4, 5, 6, 7))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _fake_convert_jitted(
+    x: jax.Array, scale: jax.Array, shift: jax.Array | None, draw: Draw | None, *options: Any
+) -> jax.Array:
+    return _fake_convert(x, _ranked(scale, x.ndim), _ranked(shift, x.ndim), draw, *options)

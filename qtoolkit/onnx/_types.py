@@ -93,6 +93,7 @@ FORMATS: Mapping[DataType, Format] = {
 _BY_DTYPE = {dtype: t for t, dtype in DTYPES.items()}
 _BY_FORMAT = {fmt: t for t, fmt in FORMATS.items()}
 _BY_NAME = {t.name: t for t in DataType}
+_BY_NUMBER = {t.value: t for t in DataType}
 _BY_CLASS = {  # Python's numbers are 64-bit ones, as in NumPy; a bool is an int, too
     str: _T.STRING,
     bytes: _T.STRING,
@@ -140,7 +141,7 @@ def data_type(where: str, name: str, value: Any) -> DataType:
         text = value.removeprefix("tensor(").removesuffix(")")
         found = _BY_NAME.get(text.upper()) or _by_format(text)
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
-        found = DataType(int(value)) if 0 <= value <= max(DataType) else None
+        found = _BY_NUMBER.get(int(value))
     elif isinstance(value, FloatFormat | IntFormat | TableFormat):
         found, value = _by_format(value), value.name
     else:
