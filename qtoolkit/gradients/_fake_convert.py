@@ -102,7 +102,7 @@ def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array | np.ndar
             f"fake_convert: {name} has dtype {dtype}, expected {x.dtype}, that of x; convert it "
             f"first, e.g. {name}.astype(x.dtype)"
         )
-    array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+    array = value if isinstance(value, jax.Array | np.ndarray) else jnp.asarray(value)
     sizes = zip(array.shape[::-1], x.shape[::-1], strict=False)
     if array.ndim > x.ndim or any(size not in (1, wide) for size, wide in sizes):
         raise ValueError(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from qtoolkit import casts
@@ -307,18 +308,22 @@ def _float32(x: Any) -> jax.Array:
     return casts.cast(x, FLOAT32, saturation="none")
 
 
-def _spread(
-    values: jax.Array, shape: tuple[int, ...], granularity: tuple[int, int] | None
-) -> jax.Array:
-    """Scales or zero points as float32, one for each element of that shape."""
+def _spread(values: jax.Array, x: jax.Array, granularity: tuple[int, int] | None) -> jax.Array:
+    """Scales or zero points as float32, of a shape that broadcasts to that of `x`, of its rank."""
     wide = _float32(values)
     if granularity is None:
-        return jnp.broadcast_to(wide.reshape(()), shape)
+        return wide.reshape((1,) * x.ndim)
     axis, block_size = granularity
     if not block_size:
-        wide = wide.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        return jnp.broadcast_to(wide, shape)
-    return lax.slice_in_dim(jnp.repeat(wide, block_size, axis), 0, shape[axis], axis=axis)
+        return lax.expand_dims(wide, [i for i in range(x.ndim) if i != axis])
+
+    def repeated(wide: jax.Array) -> jax.Array:
+        return lax.slice_in_dim(jnp.repeat(wide, block_size, axis), 0, x.shape[axis], axis=axis)
+
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        repeated = jax.sharding.auto_axes(repeated, out_sharding=sharding)
+    return repeated(wide)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
@@ -334,12 +339,12 @@ def _quantize(
 ) -> jax.Array:
     """Integers of `target`; for float types, float32 numbers that are still to be cast."""
     powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    x, scale = _undifferentiated(where, _float32(x), _spread(scale, x.shape, granularity))
+    x, scale = _undifferentiated(where, _float32(x), _spread(scale, x, granularity))
     if converts:
         x, scale = _rounded(x, precision), _rounded(scale, precision)
     quotient = _times_power_of_two(x, scale, -1) if powers else casts.quotient(x, scale)
     quotient = _rounded(quotient, precision)
-    wide_zero = None if zero is None else _spread(zero, x.shape, granularity)
+    wide_zero = None if zero is None else _spread(zero, x, granularity)
     if isinstance(target, IntFormat):
         return _integers(quotient, wide_zero, target)
     if wide_zero is None:
@@ -359,8 +364,8 @@ def _dequantize(
     powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
     wide = _float32(x)
     if zero is not None:
-        wide = wide - _spread(zero, x.shape, granularity)
-    y = _scaled(wide, _spread(scale, x.shape, granularity), powers)
+        wide = wide - _spread(zero, x, granularity)
+    y = _scaled(wide, _spread(scale, x, granularity), powers)
     return casts.cast(y, target, saturation="none")
 
 
@@ -371,7 +376,7 @@ def _quantize_dynamically(where: str, x: jax.Array) -> tuple[jax.Array, jax.Arra
     span = largest - lowest
     scale = casts.quotient(jnp.where(span == 0, np.float32(1), span), jnp.float32(255))
     zero = casts.cast(casts.quotient(-lowest, scale), UINT8)
-    quotient = casts.quotient(x, jnp.broadcast_to(scale, x.shape))
+    quotient = casts.quotient(x, scale.reshape((1,) * x.ndim))
     return _integers(quotient, zero.astype(jnp.float32), UINT8), scale, zero
 
 

@@ -32,6 +32,7 @@ from qtoolkit.openvino._types import (
 _WHERE = "openvino.fake_convert"
 _DESTINATIONS = ("f8e4m3", "f8e5m2")
 _TYPES = ("bf16", "f16", "f32")
+Parameter = jax.Array | np.ndarray  # NumPy: what was a number
 
 
 def fake_convert(
@@ -107,7 +108,7 @@ def _destination(destination_type: Any) -> FloatFormat:
 
 def _arguments(
     data: ArrayLike, scale: ArrayLike, shift: ArrayLike | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Parameter, Parameter | None]:
     """Types, then shapes, in the order of the operator's own checks."""
     data, scale, shift = native(data), native(scale), native(shift)
     given = {"data": data, "scale": scale} | ({} if shift is None else {"shift": shift})
@@ -149,7 +150,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not hasattr(x, "dtype")
 
 
-def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
+def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> Parameter:
     if not _is_number(value):
         return check_differentiable(_WHERE, value, name, wide=False)
     try:
@@ -162,7 +163,7 @@ def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
         raise ValueError(
             f"{_WHERE}: {name}={value} is {number} in {dtype}, expected {wanted}; arrays may be any"
         )
-    return jnp.asarray(number)
+    return number
 
 
 # A step of f8e4m3 in every binade of float16: what the core rounds to before it cuts subnormals.
@@ -239,7 +240,7 @@ def _f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
 
 def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
     """The sign of the NaN that arithmetic yields on x86: its first operand's, else negative."""
-    negative: jax.Array = jnp.ones(x.shape, bool)
+    negative: jax.Array = jnp.ones_like(x, bool)
     for operand in (shift, scale, x):
         if operand is not None:
             sign = lax.bitcast_convert_type(operand, jnp.uint32) >> np.uint32(31) != 0
