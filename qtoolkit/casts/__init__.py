@@ -27,8 +27,11 @@ from qtoolkit.casts._random import Draw
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,
+    check_source,
+    check_target,
     check_value_source,
     codes_of,
+    is_array,
     round_values,
     values_of,
 )
@@ -49,6 +52,8 @@ __all__ = [
     "check_arguments",
     "check_differentiable",
     "check_holds",
+    "check_source",
+    "check_target",
     "check_value_source",
     "codes_of",
     "decode",
@@ -57,6 +62,7 @@ __all__ = [
     "exact_float32",
     "from_stored",
     "from_stored_codes",
+    "is_array",
     "is_zero",
     "pack",
     "power_of_two",

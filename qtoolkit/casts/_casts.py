@@ -131,8 +131,8 @@ def cast(
 
     Raises:
       TypeError: As `encode`; or the format has no dtype of its own (use `encode`); or a result
-        narrower than 16 bits is differentiated: JAX would round the cotangent to that type,
-        unscaled. Use `fake_cast`.
+        narrower than 16 bits is differentiated, or one by an `x` narrower than that: JAX would
+        round the cotangent to that type, unscaled. Use `fake_cast`.
       ValueError: As `encode`.
 
     Gradient: for float results of 16 bits and more, 1 where `fmt.lowest <= x <= fmt.max_finite`,
@@ -297,8 +297,14 @@ def _cast_jvp(
     if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
         _no_derivative(fmt, rounding, saturation, where)
     y = _cast(x, draw, fmt, rounding, saturation, where)
-    if isinstance(format(x.dtype), IntFormat):
+    source = format(x.dtype)
+    if isinstance(source, IntFormat):
         return y, jnp.zeros_like(y)
+    if source.bits < 16:
+        raise TypeError(
+            f"{where}: has no derivative from {source.name}: JAX would round the cotangent to it, "
+            f"unscaled; differentiate by an array of 16 bits or more, e.g. x.astype(jnp.float32)"
+        )
     wide = jnp.float64 if jnp.float64 in (x.dtype, fmt.dtype) else jnp.float32
     inside = jnp.abs(x.astype(wide)) <= wide(float(fmt.max_finite))
     return y, jnp.where(inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)

@@ -4,8 +4,8 @@ Three ways, one result. By addition: beside 2**23 steps of the target, float32's
 room for a fraction of a step and rounds to nearest even, once; the other modes correct it by the
 sign of what it left over. It is the fast way, and right wherever neither the steps nor those sums
 leave float32's normal range; what has no finite result is put in as the number that the code of its
-result spells. By a constant shift of the pattern: formats whose exponents end where float32's do,
-bfloat16 first of all. By a shift of its own for every element: all others.
+result spells. By a constant shift of the pattern: formats with the exponents of float32, bfloat16
+first of all, and E8M0. By a shift of its own for every element: all others.
 """
 
 import jax
@@ -27,7 +27,7 @@ from qtoolkit.casts._bits import (
     widened,
 )
 from qtoolkit.casts._modes import Rounding, Stochastic, rounded_shift, within_width
-from qtoolkit.formats import FloatFormat, Overflow
+from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
 
 Random = jax.Array | None
 
@@ -38,21 +38,20 @@ def float_codes(
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
     if _addition_rounds(fmt, rounding):
         return _codes_by_addition(bits, fmt, rounding, saturation, random)
-    if fmt.min_exponent != (-126 if fmt.has_zero else -127):
+    if _is_upper_part(fmt):
+        return _upper_part(bits, fmt, rounding, saturation, random) >> np.uint32(32 - fmt.bits)
+    if fmt.has_zero or fmt.min_exponent != -127:
         return codes_of_exact(exact_from_pattern(bits), fmt, rounding, saturation, random)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    if fmt.has_zero:
-        code = rounded_shift(magnitude, shift, rounding, negative, random)
-    else:  # one binade lower, float32 is subnormal; and zero is one code below the lowest
-        lowered = jnp.where(
-            magnitude < u32(1 << FLOAT32_MANTISSA),
-            magnitude << np.uint32(1),
-            magnitude + u32(1 << FLOAT32_MANTISSA),
-        )
-        below_zero = np.uint32(1 << fmt.mantissa_bits)
-        parity = int(fmt.mantissa_bits == 0)
-        code = rounded_shift(lowered, shift, rounding, negative, random, parity) - below_zero
+    # One binade lower, float32 is subnormal; and zero is one code below the lowest.
+    lowered = jnp.where(
+        magnitude < u32(1 << FLOAT32_MANTISSA),
+        magnitude << np.uint32(1),
+        magnitude + u32(1 << FLOAT32_MANTISSA),
+    )
+    shift, below_zero = FLOAT32_MANTISSA - fmt.mantissa_bits, np.uint32(1 << fmt.mantissa_bits)
+    parity = int(fmt.mantissa_bits == 0)
+    code = rounded_shift(lowered, shift, rounding, negative, random, parity) - below_zero
     is_inf, is_nan = magnitude == u32(INF), magnitude > u32(INF)
     return _finished(code, negative, is_inf, is_nan, fmt, rounding, saturation)
 
@@ -61,6 +60,10 @@ def float_values(
     bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
 ) -> jax.Array:
     """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
+    if _is_upper_part(fmt):
+        return _upper_part(bits, fmt, rounding, saturation, random)
+    if fmt == FLOAT16 and (rounding, saturation) == ("nearest_even", "none"):
+        return _float16_by_instruction(bits)
     if not _addition_rounds(fmt, rounding):
         return float_pattern(float_codes(bits, fmt, rounding, saturation, random), fmt)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
@@ -92,6 +95,41 @@ def float_values(
         is_signed = value - np.uint32(1) < u32(NAN - 1)  # neither zero nor NaN
         sign = jnp.where(is_signed, sign, u32(0))
     return value | sign
+
+
+def _is_upper_part(fmt: FloatFormat) -> bool:
+    """Whether the codes are the upper bits of float32's patterns: bfloat16, TF32, float32."""
+    widths = (fmt.exponent_bits, fmt.bias) == (FLOAT32.exponent_bits, FLOAT32.bias)
+    return widths and fmt.specials is Specials.IEEE and fmt.signed and fmt.bits <= 32
+
+
+def _upper_part(
+    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
+) -> jax.Array:
+    """As `float_values`; what is rounded up beyond the largest number is the infinity already."""
+    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
+    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
+    value = rounded_shift(magnitude, shift, rounding, negative, random) << np.uint32(shift)
+    if saturation != "none":
+        value = jnp.minimum(value, _spelled(fmt, fmt.max_code))
+        if saturation == "propagate":
+            value = jnp.where(magnitude == u32(INF), u32(INF), value)
+    value = jnp.where(magnitude > u32(INF), u32(NAN), value)
+    return value | (bits & u32(SIGN))
+
+
+def _float16_by_instruction(bits: jax.Array) -> jax.Array:
+    """As `float_values` to float16, to nearest even and infinity: what processors do as one step.
+
+    The selection makes NaNs quiet ones without a payload, and stands between the narrowing and the
+    widening, which XLA may leave out together; as it may a widening before the narrowing, so that
+    the NaNs that come here need not be quiet.
+    """
+    half = lax.bitcast_convert_type(_float(bits).astype(jnp.float16), jnp.uint16)
+    magnitude = half & np.uint16(0x7FFF)
+    magnitude = jnp.where(magnitude > np.uint16(0x7C00), np.uint16(0x7E00), magnitude)
+    half = lax.bitcast_convert_type(magnitude | (half & np.uint16(0x8000)), jnp.float16)
+    return _bits(half.astype(jnp.float32))
 
 
 def codes_of_exact(

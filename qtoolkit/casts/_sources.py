@@ -82,6 +82,8 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         x = np.asarray(x).astype(x.dtype.newbyteorder("="))
         dtype = x.dtype
+    if not is_array(x):  # such as jax.ShapeDtypeStruct
+        dtype = None
     if dtype is not None and dtype in _WITHOUT_XLA:
         return jnp.asarray(np.asarray(x).astype(_WITHOUT_XLA[dtype]))
     if dtype is None or dtype not in SOURCES:  # numpy takes None for float64
@@ -94,6 +96,11 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
         # To NumPy longlong and int64 are equal, but JAX takes scalars of the latter alone.
         return np.asarray(x).view(SOURCES[SOURCES.index(dtype)])
     return jnp.asarray(x)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` has elements: an array, or what NumPy or JAX makes one of."""
+    return hasattr(x, "dtype") and (hasattr(x, "__array__") or hasattr(x, "__jax_array__"))
 
 
 def check_value_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array:
@@ -114,6 +121,8 @@ def check_differentiable(
     """As `check_value_source`, for float32, float16, bfloat16 and, where `wide`, float64 only."""
     dtype = getattr(x, "dtype", None)
     known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
+    if not is_array(x):
+        dtype = None
     if (dtype is None or dtype not in known) and not (wide and isinstance(x, float)):
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(

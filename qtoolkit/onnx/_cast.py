@@ -24,6 +24,7 @@ from qtoolkit.onnx._types import (
     check_type,
     data_type,
     is_traced,
+    type_like,
     type_of,
 )
 
@@ -88,7 +89,8 @@ def cast(
     Raises:
       TypeError: `x` is of no type that the version has; a result of 64 bits where JAX has them off;
         `x` is traced and the result a NumPy array; a result narrower than 16 bits is
-        differentiated: use `fake_cast`.
+        differentiated, or by an `x` narrower than that: use
+        `fake_cast`.
       ValueError: `to` is no type that the version has; an unknown attribute value, or one that the
         version lacks; text that is no number.
 
@@ -108,7 +110,7 @@ def cast(
         )
         allowed = ", ".join(t.name for t, first in CAST_TYPES.items() if first <= opset)
         raise ValueError(f"{where}: to={target.name} {since}; expected one of {allowed}")
-    return convert(where, x, target, saturate, round_mode, opset, arithmetic)
+    return cast_to(where, x, target, saturate, round_mode, opset, arithmetic)
 
 
 def cast_like(
@@ -133,14 +135,14 @@ def cast_like(
     """
     where = "onnx.cast_like"
     check_opset(where, opset, 15)
-    target = type_of(where, "like", like)
+    target = type_like(where, "like", like)
     types = {t: first for t, first in CAST_TYPES.items() if t not in FLOAT6}
     check_type(where, "like", target, types, opset)
     check_type(where, "x", type_of(where, "x", x), types, opset)
-    return convert(where, x, target, saturate, round_mode, opset, arithmetic)
+    return cast_to(where, x, target, saturate, round_mode, opset, arithmetic)
 
 
-def convert(
+def cast_to(
     where: str,
     x: Any,
     target: DataType,

@@ -13,9 +13,10 @@ from jax.typing import ArrayLike
 
 from qtoolkit import casts
 from qtoolkit.formats import FLOAT32, UINT8, Format, IntFormat, format
-from qtoolkit.onnx._cast import convert
+from qtoolkit.onnx._cast import cast_to
 from qtoolkit.onnx._types import (
     FLOAT6,
+    FLOAT8,
     FORMATS,
     DataType,
     check_choice,
@@ -33,7 +34,7 @@ _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
 # The opset that brought each type to quantized values.
 _QUANTIZED: Mapping[DataType, int] = {
     **dict.fromkeys((_T.UINT8, _T.INT8), 10),
-    **dict.fromkeys((_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ), 19),
+    **dict.fromkeys(FLOAT8, 19),
     **dict.fromkeys((_T.INT4, _T.UINT4, _T.INT16, _T.UINT16), 21),
     _T.FLOAT4E2M1: 23,
     **dict.fromkeys((_T.INT2, _T.UINT2), 25),
@@ -72,8 +73,9 @@ def quantize_linear(
       y_scale: One number; or a number for each index of `axis`, one-dimensional; or, with
         `block_size`, the shape of `x` but for ceil(n / block_size) in place of the n of `axis`.
         float32; the type of `x` from opset 19; any of float32, float16, bfloat16, int32 from 23;
-        float8e8m0 from 24. One number may also be an array of shape (1,), as in published
-        implementations. Zeros, infinities and NaNs follow IEEE.
+        float8e8m0 from 24. One number, for which `axis` and `block_size` mean nothing, may without
+        a `block_size` also be an array of shape (1,), as in published implementations. Zeros,
+        infinities and NaNs follow IEEE.
       y_zero_point: None for zero, or an array of the shape of `y_scale` and of the output type.
       axis: Of `x`; negative ones count from the last. Came with opset 13.
       block_size: 0 for none. Came with opset 21.
@@ -103,9 +105,9 @@ def quantize_linear(
     check_choice(where, "saturate", saturate, (True, False))
     check_since(where, "saturate", saturate, True, 19, opset)
     target = _optional(where, "output_dtype", output_dtype, 21, opset)
-    divided = _optional(where, "precision", precision, 23, opset)
-    if divided is not None:
-        check_type(where, "precision", divided, dict.fromkeys(_FLOATS, 23), opset)
+    division = _optional(where, "precision", precision, 23, opset)
+    if division is not None:
+        check_type(where, "precision", division, dict.fromkeys(_FLOATS, 23), opset)
     source, scale_type = type_of(where, "x", x), type_of(where, "y_scale", y_scale)
     check_type(where, "x", source, _DATA, opset)
     check_type(where, "y_scale", scale_type, {**_SCALES, _T.INT32: 19}, opset)
@@ -132,13 +134,13 @@ def quantize_linear(
         _array(y_scale),
         _array(y_zero_point),
         granularity,
-        FORMATS[divided or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
-        divided is not None,
+        FORMATS[division or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
+        division is not None,
         FORMATS[target],
     )
     if isinstance(FORMATS[target], IntFormat):
         return y
-    return convert(where, y, target, saturate, "up", opset)
+    return cast_to(where, y, target, saturate, "up", opset)
 
 
 def dequantize_linear(
@@ -175,7 +177,8 @@ def dequantize_linear(
       Shape of `x`, dtype of the output type.
 
     Raises:
-      TypeError: An array is of no type that the version has, or the types do not agree.
+      TypeError: An array is of no type that the version has, or the types do not agree; or a
+        derivative by an array narrower than 16 bits is asked for.
       ValueError: Shapes, `axis` or `block_size` do not fit; int32 with a zero point that is not
         known to be zero; or an attribute that the version lacks.
 
@@ -246,7 +249,8 @@ def dynamic_quantize_linear(
 
 def _optional(where: str, name: str, value: Any, since: int, opset: int) -> DataType | None:
     """The type that an attribute says, None where it is left out: None or 0."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 0):
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if value is None or (is_number and value == 0):
         return None
     check_since(where, name, value, None, since, opset)
     return data_type(where, name, value)
@@ -264,7 +268,7 @@ def _granularity(
     if block_size < 0:
         raise ValueError(f"{where}: block_size={block_size}, expected 0 or a positive integer")
     shape, got = np.shape(x), np.shape(values)
-    if got in ((), (1,)):
+    if got == () or (got == (1,) and not block_size):
         return None
     if opset < 13:
         raise ValueError(f"{where}: {name} has shape {got} with opset={opset}, expected a scalar")
@@ -305,7 +309,8 @@ def _array(x: Any) -> Any:
 
 
 def _float32(x: Any) -> jax.Array:
-    return casts.cast(x, FLOAT32, saturation="none")
+    # Derivatives, and what is wrong with them, come here from that operator alone.
+    return casts.cast_for("onnx.dequantize_linear", x, FLOAT32, saturation="none")
 
 
 def _spread(values: jax.Array, x: jax.Array, granularity: tuple[int, int] | None) -> jax.Array:
@@ -334,15 +339,16 @@ def _quantize(
     zero: jax.Array | None,
     granularity: tuple[int, int] | None,
     precision: Format,
-    converts: bool,
+    converts_first: bool,
     target: Format,
 ) -> jax.Array:
     """Integers of `target`; for float types, float32 numbers that are still to be cast."""
-    powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    x, scale = _undifferentiated(where, _float32(x), _spread(scale, x, granularity))
-    if converts:
+    is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
+    x, scale = _undifferentiated(where, x, scale)
+    x, scale = _float32(x), _spread(scale, x, granularity)
+    if converts_first:
         x, scale = _rounded(x, precision), _rounded(scale, precision)
-    quotient = _times_power_of_two(x, scale, -1) if powers else casts.quotient(x, scale)
+    quotient = _times_power_of_two(x, scale, -1) if is_power else casts.quotient(x, scale)
     quotient = _rounded(quotient, precision)
     wide_zero = None if zero is None else _spread(zero, x, granularity)
     if isinstance(target, IntFormat):
@@ -361,11 +367,11 @@ def _dequantize(
     granularity: tuple[int, int] | None,
     target: Format,
 ) -> jax.Array:
-    powers = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
+    is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
     wide = _float32(x)
     if zero is not None:
         wide = wide - _spread(zero, x, granularity)
-    y = _scaled(wide, _spread(scale, x, granularity), powers)
+    y = _scaled(wide, _spread(scale, x, granularity), is_power)
     return casts.cast(y, target, saturation="none")
 
 
@@ -399,14 +405,14 @@ def _times_power_of_two(x: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _scaled(x: jax.Array, scale: jax.Array, powers: bool) -> jax.Array:
-    return _times_power_of_two(x, scale, 1) if powers else casts.product(x, scale)
+def _scaled(x: jax.Array, scale: jax.Array, is_power: bool) -> jax.Array:
+    return _times_power_of_two(x, scale, 1) if is_power else casts.product(x, scale)
 
 
 @_scaled.defjvp
-def _scaled_jvp(powers: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _scaled_jvp(is_power: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, scale_dot) = primals, tangents
-    return _scaled(x, scale, powers), x_dot * scale + x * scale_dot
+    return _scaled(x, scale, is_power), x_dot * scale + x * scale_dot
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

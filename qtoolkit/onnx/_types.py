@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from qtoolkit import casts
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
 
 LATEST_OPSET = 28
@@ -51,22 +52,22 @@ class DataType(enum.IntEnum):
 
 
 _T = DataType
+# The float types of 8 bits that Cast's tables of saturation are about.
+FLOAT8 = (_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ)
+FLOAT6 = (_T.FLOAT6E2M3, _T.FLOAT6E3M2)
 # The opset that brought each type to Cast.
 CAST_TYPES: Mapping[DataType, int] = {
     **dict.fromkeys((_T.FLOAT, _T.FLOAT16, _T.DOUBLE, _T.BOOL, _T.UINT8, _T.INT8, _T.UINT16), 1),
     **dict.fromkeys((_T.INT16, _T.UINT32, _T.INT32, _T.UINT64, _T.INT64), 1),
     _T.STRING: 9,
     _T.BFLOAT16: 13,
-    **dict.fromkeys((_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ), 19),
+    **dict.fromkeys(FLOAT8, 19),
     **dict.fromkeys((_T.INT4, _T.UINT4), 21),
     _T.FLOAT4E2M1: 23,
     _T.FLOAT8E8M0: 24,
     **dict.fromkeys((_T.INT2, _T.UINT2), 25),
-    **dict.fromkeys((_T.FLOAT6E2M3, _T.FLOAT6E3M2), 28),
+    **dict.fromkeys(FLOAT6, 28),
 }
-FLOAT6 = (_T.FLOAT6E2M3, _T.FLOAT6E3M2)
-# The float types of 8 bits that Cast's tables of saturation are about.
-FLOAT8 = (_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ)
 
 _DTYPE_NAMES = {
     _T.FLOAT: "float32",
@@ -138,7 +139,7 @@ def data_type(where: str, name: str, value: Any) -> DataType:
     """
     found: DataType | None
     if isinstance(value, str):
-        text = value.removeprefix("tensor(").removesuffix(")")
+        text = value.removeprefix("TensorProto.").removeprefix("tensor(").removesuffix(")")
         found = _BY_NAME.get(text.upper()) or _by_format(text)
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
         found = _BY_NUMBER.get(int(value))
@@ -162,6 +163,8 @@ def _by_format(spec: Any) -> DataType | None:
 
 
 def _as_dtype(where: str, name: str, value: Any) -> np.dtype:
+    if isinstance(value, type) and issubclass(value, np.dtype):
+        value = value.__call__()  # np.dtypes has a class for each dtype
     dtype = np.dtype(value) if isinstance(value, np.dtype | type) else None
     # numpy takes classes that it does not know for object.
     if dtype is None or (dtype.kind == "O" and isinstance(value, type) and value is not object):
@@ -185,6 +188,13 @@ def type_of(where: str, name: str, x: Any) -> DataType:
     Raises:
       TypeError: It is none of these, of more bits, or of a dtype that ONNX lacks.
     """
+    if hasattr(x, "dtype") and not casts.is_array(x):
+        raise TypeError(f"{where}: {name} has type {type(x).__name__}, expected an array")
+    return type_like(where, name, x)
+
+
+def type_like(where: str, name: str, x: Any) -> DataType:
+    """As `type_of`, also of what has a dtype and no elements."""
     dtype = getattr(x, "dtype", None)
     found = None
     if isinstance(dtype, np.dtype):

@@ -57,7 +57,7 @@ def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -
       TypeError: `x` has another dtype; the element type is "string" or "dynamic", or JAX has no
         dtype for it (nf4, u1, u3, u6: use `qtoolkit.encode`), or it has 64 bits where JAX has them
         off; `arithmetic="openvino"` between other types; or a result that is no float of 16 bits
-        or more is differentiated: use `qtoolkit.fake_cast`.
+        or more is differentiated, or one by an `x` narrower than that: use `qtoolkit.fake_cast`.
       ValueError: No such element type or arithmetic.
 
     Gradient: for float results of 16 bits and more, 1 where `x` is finite there, else 0.
@@ -99,11 +99,7 @@ def _target(where: str, name: str) -> Format:
         raise TypeError(
             f"{where}: JAX has no dtype for {name}; use qtoolkit.encode(x, {fmt.name!r}) for codes"
         )
-    if fmt.bits == 64 and not jax.config.read("jax_enable_x64"):
-        raise TypeError(
-            f"{where}: {name} needs 64-bit types, which are off in JAX; enable them with "
-            "jax.config.update('jax_enable_x64', True)"
-        )
+    casts.check_target(where, fmt)
     return fmt
 
 

@@ -1,6 +1,7 @@
 """FakeConvert-13."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -147,17 +148,18 @@ def _arguments(
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not hasattr(x, "dtype")
+    return isinstance(x, int | float) and not isinstance(x, bool) and not hasattr(x, "dtype")
 
 
 def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> Parameter:
     if not _is_number(value):
         return check_differentiable(_WHERE, value, name, wide=False)
     try:
-        with np.errstate(over="ignore", under="ignore"):
-            number = np.asarray(float(value), dtype)  # type: ignore[arg-type]
+        wide = float(value)  # type: ignore[arg-type]
     except OverflowError:
-        number = np.asarray(np.inf, dtype)
+        value = wide = math.inf
+    with np.errstate(over="ignore", under="ignore"):
+        number = np.asarray(wide, dtype)
     if not np.isfinite(number) or (name == "scale" and number == 0):
         wanted = "a finite number" + (" other than zero" if name == "scale" else "")
         raise ValueError(

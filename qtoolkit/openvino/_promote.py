@@ -128,7 +128,7 @@ def _promoted(
         ("promote_unsafe", promote_unsafe),
         ("pytorch_scalar_promotion", pytorch_scalar_promotion),
     ):
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{where}: {name}={flag!r}, expected True or False")
     u64_target = element_type(
         f"{where}: u64_integer_promotion_target", u64_integer_promotion_target

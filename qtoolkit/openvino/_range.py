@@ -75,19 +75,15 @@ def range(
         )
     fmt = ELEMENT_TYPES[name]
     assert isinstance(fmt, FloatFormat | IntFormat)
-    if fmt.bits == 64 and not jax.config.read("jax_enable_x64"):
-        raise TypeError(
-            f"{_WHERE}: {name} needs 64-bit types, which are off in JAX; enable them with "
-            "jax.config.update('jax_enable_x64', True)"
-        )
+    casts.check_target(_WHERE, fmt)
     arguments = {"start": start, "stop": stop, "step": step}
     for argument, x in arguments.items():
         _check_scalar(argument, x)
     if length is not None:
         if isinstance(length, bool) or not isinstance(length, int | np.integer):
             raise TypeError(f"{_WHERE}: length={length!r}, expected an integer that is not traced")
-        if length < 0:
-            raise ValueError(f"{_WHERE}: length={length}, expected 0 or more")
+        if not 0 <= length <= _MOST:
+            raise ValueError(f"{_WHERE}: length={length}, expected 0 to {_MOST}")
     traced = [argument for argument, x in arguments.items() if isinstance(x, jax.core.Tracer)]
     if not traced:
         numbers = [_number(argument, x) for argument, x in arguments.items()]

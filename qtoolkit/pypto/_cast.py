@@ -157,21 +157,23 @@ def cast(
     Raises:
       TypeError: `input` is no array; the pair is not supported; `mode` or `satmode` is no member of
         its enum; DT_INT64 results where JAX has 64-bit types off; or a derivative is asked for that
-        does not exist: use `fake_cast`.
+        does not exist, to or from types narrower than 16 bits: use `fake_cast`.
       ValueError: `dtype` is a string that names no format; `input` has another rank or size, or is
         empty; OFF where no page has it.
 
-    Gradient: as `qtoolkit.cast`: for float results of 16 bits and more, 1 in their range, else 0.
+    Gradient: as `qtoolkit.cast`: for float results of 16 bits and more, 1 in their range, else 0;
+    from a type to itself 1 everywhere.
 
     Source: pypto.cast of hicann/pypto, 072864e27 (2026-02-10); satmode and the extended pairs:
     883e7dfb0 (2026-08-22).
     """
     _check_member("mode", mode, CastMode)
     _check_member("satmode", satmode, SaturationMode)
-    if not isinstance(extended, bool):
+    if not isinstance(extended, bool | np.bool_):
         raise TypeError(f"{_WHERE}: extended={extended!r}, expected True or False")
     source, target = _formats(input, dtype, EXTENDED_PAIRS if extended else PAIRS, extended)
     _check_shape(np.shape(input))
+    input = casts.check_source(_WHERE, input, "input")
     rounding = _rounding(source, target, mode)
     saturation = _saturation(source, target, satmode, extended)
     if source == target:
@@ -226,7 +228,7 @@ def _formats(
     input: Any, dtype: Any, pairs: dict[Format, tuple[Format, ...]], extended: bool
 ) -> tuple[Format, Format]:
     """The formats of input and result; TypeError where they are no supported pair."""
-    got = getattr(input, "dtype", None)
+    got = input.dtype if casts.is_array(input) else None
     source = None if got is None else _format_of(got)
     if source not in pairs:
         what = f"dtype {got}" if got is not None else f"type {type(input).__name__}"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import qtoolkit as qt
 from qtoolkit import formats, onnx, openvino, pypto
 from qtoolkit.pypto import CastMode, SaturationMode
 
@@ -58,6 +59,67 @@ def test_what_has_no_derivative_says_so_and_names_what_has(where, function):
     for derivative in _derivatives(function):
         with pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*fake_(cast|quantize)"):
             derivative(jnp.float32(1.5))
+
+
+FROM_NARROW = [
+    ("onnx.cast", "float8_e4m3fn", lambda x: onnx.cast(x, 1)),
+    ("onnx.cast", "float8_e8m0fnu", lambda x: onnx.cast(x, "FLOAT16")),
+    ("onnx.dequantize_linear", "float8_e5m2", lambda x: onnx.dequantize_linear(x, X[0])),
+    (
+        "onnx.dequantize_linear",
+        "float8_e8m0fnu",
+        lambda s: onnx.dequantize_linear(np.int8([3, -5]), s[0], output_dtype=1),
+    ),
+    ("openvino.convert", "float8_e4m3fn", lambda x: openvino.convert(x, "f32")),
+    (
+        "openvino.convert_promote_types",
+        "float8_e5m2",
+        lambda x: openvino.convert_promote_types(x, X)[0],
+    ),
+    ("pypto.cast", "float8_e4m3fn", lambda x: pypto.cast(x, "DT_FP32", extended=True)),
+    ("cast", "float8_e4m3fnuz", lambda x: qt.cast(x, "float32")),
+]
+
+
+@pytest.mark.parametrize(("where", "dtype", "function"), FROM_NARROW)
+def test_cotangents_of_8_bits_are_refused(where, dtype, function):
+    """JAX would round them: 1000.3 times as much is NaN in e4m3fn, and e8m0 has no sign."""
+    x = jnp.ones(2, dtype)
+    for derivative in _derivatives(function):
+        with pytest.raises(TypeError, match=rf"^{re.escape(where)}: has no derivative from e"):
+            derivative(x)
+
+
+SHAPE = jax.ShapeDtypeStruct((2,), np.float32)
+MASKED = np.ma.array(X, mask=[False, True])
+ARRAYS = [
+    ("onnx.cast: x", lambda x: onnx.cast(x, 17)),
+    ("onnx.cast_like: x", lambda x: onnx.cast_like(x, X)),
+    ("onnx.quantize_linear: x", lambda x: onnx.quantize_linear(x, X[0])),
+    ("onnx.quantize_linear: y_scale", lambda x: onnx.quantize_linear(X, x, axis=0)),
+    ("onnx.dequantize_linear: x_scale", lambda x: onnx.dequantize_linear(np.int8([1]), x)),
+    ("onnx.dynamic_quantize_linear: x", onnx.dynamic_quantize_linear),
+    ("onnx.range: limit", lambda x: onnx.range(X[0], x, X[0])),
+    ("onnx.bit_cast: x", lambda x: onnx.bit_cast(x, "INT32")),
+    ("openvino.convert: x", lambda x: openvino.convert(x, "f16")),
+    ("openvino.fake_convert: data", lambda x: openvino.fake_convert(x, 2.0)),
+    ("openvino.fake_convert: scale", lambda x: openvino.fake_convert(X, x)),
+    ("openvino.convert_promote_types: x1", lambda x: openvino.convert_promote_types(X, x)),
+    ("openvino.range: step", lambda x: openvino.range(0, 4, x, output_type="f32")),
+    ("pypto.cast: input", lambda x: pypto.cast(x, "DT_FP16")),
+    ("cast: x", lambda x: qt.cast(x, "float16")),
+    ("fake_cast: x", lambda x: qt.fake_cast(x, "float16")),
+]
+
+
+@pytest.mark.parametrize(("where", "function"), ARRAYS)
+def test_what_has_a_dtype_and_is_no_array(where, function):
+    with pytest.raises(
+        TypeError, match=rf"^{re.escape(where)} has type ShapeDtypeStruct, expected"
+    ):
+        function(SHAPE)
+    with pytest.raises(TypeError, match=rf"^{re.escape(where)} (is a masked array|has)"):
+        function(MASKED)
 
 
 STATIC = [
@@ -187,6 +249,8 @@ def test_ranges_too_long():
         onnx.range(zero, huge, tiny)
     with pytest.raises(ValueError, match=r"^openvino\.range: .* elements, expected at most"):
         openvino.range(0, huge, tiny, output_type="f32")
+    with pytest.raises(ValueError, match=r"^openvino\.range: length=4294967296, expected 0 to"):
+        jax.jit(lambda s: openvino.range(s, 5, 1, output_type="f32", length=2**32))(0.0)
 
 
 def test_what_shows_a_format_shows_its_name():
@@ -194,7 +258,41 @@ def test_what_shows_a_format_shows_its_name():
         onnx.cast(X, formats.NF4)
 
 
+def test_a_scale_of_one_number_fits_no_blocks():
+    x, scale = np.float32([1, 2, 3, 4]), np.float32([0.5])
+    assert onnx.quantize_linear(x, scale).tolist() == [2, 4, 6, 8]
+    assert onnx.quantize_linear(x, scale, axis=0, block_size=4).tolist() == [2, 4, 6, 8]
+    with pytest.raises(ValueError, match=r"y_scale has shape \(1,\), expected \(2,\)"):
+        onnx.quantize_linear(x, scale, axis=0, block_size=2)
+
+
+def test_flags_are_true_and_false_of_numpy_too():
+    yes = np.bool_(True)
+    assert openvino.promoted_type("i32", "f32", promote_unsafe=yes) == "f32"
+    assert pypto.cast(X, "int8", extended=yes).dtype == jnp.int8
+    assert onnx.cast(X, 17, saturate=yes).dtype == jnp.float8_e4m3fn
+    with pytest.raises(TypeError, match=r"mixed input types .* scale is boolean"):
+        openvino.fake_convert(X, True)
+
+
+def test_numbers_that_no_float_holds():
+    for number in (10**400, 10**5000):
+        with pytest.raises(
+            ValueError, match=r"^openvino\.fake_convert: scale=inf is inf in float32"
+        ):
+            openvino.fake_convert(X, number)
+
+
+def test_spellings_of_types():
+    for spelling in ("TensorProto.FLOAT16", "tensor(float16)", "float16", "FLOAT16", np.half, 10):
+        assert onnx.cast(X, spelling).dtype == jnp.float16
+    assert onnx.cast(X, np.dtypes.StringDType).tolist() == ["1.5", "-2"]
+    assert onnx.cast(X, np.dtypes.Float16DType).dtype == jnp.float16
+
+
 def test_left_out_is_none_or_zero_and_not_false():
     with pytest.raises(TypeError, match=r"^onnx\.quantize_linear: output_dtype has type bool"):
         onnx.quantize_linear(X, X[0], output_dtype=False)
-    assert onnx.quantize_linear(X, X[0], output_dtype=0).dtype == jnp.uint8
+    for zero in (0, np.int64(0), onnx.DataType.UNDEFINED):
+        assert onnx.quantize_linear(X, X[0], output_dtype=zero).dtype == jnp.uint8
+        assert onnx.quantize_linear(X, X[0], precision=zero).dtype == jnp.uint8

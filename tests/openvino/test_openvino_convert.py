@@ -168,7 +168,7 @@ def test_64_bits():
     just_above = np.array([1 + 2**-4 + 2**-40])
     assert float(convert(just_above, "f8e4m3")[0]) == 1.125  # by way of float32: 1
     for target in ("i64", "u64", "f64"):
-        with pytest.raises(TypeError, match=f"openvino.convert: {target} needs 64-bit types"):
+        with pytest.raises(TypeError, match=r"openvino\.convert: format \w+64 needs 64-bit types"):
             convert(x, target)
         with jax.enable_x64(True):
             core.assert_same_numbers(convert(x, target), core.convert(x, target))
