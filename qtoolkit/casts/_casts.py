@@ -303,7 +303,7 @@ def _cast_jvp(
     if source.bits < 16:
         raise TypeError(
             f"{where}: has no derivative from {source.name}: JAX would round the cotangent to it, "
-            f"unscaled; differentiate by an array of 16 bits or more, e.g. x.astype(jnp.float32)"
+            "unscaled; differentiate by an array of 16 bits or more, e.g. x.astype(jnp.float32)"
         )
     wide = jnp.float64 if jnp.float64 in (x.dtype, fmt.dtype) else jnp.float32
     inside = jnp.abs(x.astype(wide)) <= wide(float(fmt.max_finite))

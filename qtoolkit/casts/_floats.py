@@ -99,8 +99,9 @@ def float_values(
 
 def _is_upper_part(fmt: FloatFormat) -> bool:
     """Whether the codes are the upper bits of float32's patterns: bfloat16, TF32, float32."""
-    widths = (fmt.exponent_bits, fmt.bias) == (FLOAT32.exponent_bits, FLOAT32.bias)
-    return widths and fmt.specials is Specials.IEEE and fmt.signed and fmt.bits <= 32
+    exponents = (fmt.exponent_bits, fmt.bias) == (FLOAT32.exponent_bits, FLOAT32.bias)
+    specials = (fmt.specials, fmt.overflow) == (Specials.IEEE, Overflow.INF)
+    return exponents and specials and fmt.signed and fmt.bits <= 32
 
 
 def _upper_part(
