@@ -137,19 +137,19 @@ def _promoted(
     def refuse(reason: str) -> NoReturn:
         raise TypeError(f"{where}: {types[0]} and {types[1]}: {reason}")
 
-    for name in types:
+    for name in types:  # rule 1 of `promoted_type`, the others in their order
         if name in _UNSUPPORTED:
             supported = ", ".join(each for each in ELEMENT_TYPES if each not in _UNSUPPORTED)
             refuse(f"the operator does not support {name}, expected one of {supported}")
-    if "dynamic" in types:
+    if "dynamic" in types:  # 2
         return "dynamic"
     a, b = types
-    if a == b:
+    if a == b:  # 3
         return a
     fmt_a, fmt_b = (_format(name) for name in types)
-    if BOOL in (fmt_a, fmt_b):
+    if BOOL in (fmt_a, fmt_b):  # 4
         return b if fmt_a == BOOL else a
-    if isinstance(fmt_a, FloatFormat) != isinstance(fmt_b, FloatFormat):
+    if isinstance(fmt_a, FloatFormat) != isinstance(fmt_b, FloatFormat):  # 5
         floating, integer = (a, b) if isinstance(fmt_a, FloatFormat) else (b, a)
         if not promote_unsafe and _format(floating).bits < 2 * _format(integer).bits:
             refuse(
@@ -157,7 +157,7 @@ def _promoted(
                 f"{integer} needs a float of {2 * _format(integer).bits} bits, or promote_unsafe"
             )
         return floating
-    if pytorch_scalar_promotion:
+    if pytorch_scalar_promotion:  # 6
         if None in ranks:
             return "dynamic"
         if (ranks[0] == 0) != (ranks[1] == 0):
@@ -168,7 +168,7 @@ def _promoted(
                     "safe promotion rules; set promote_unsafe"
                 )
             return tensor
-    if fmt_a.signed != fmt_b.signed:
+    if fmt_a.signed != fmt_b.signed:  # 7
         signed, unsigned = (fmt_a, fmt_b) if fmt_a.signed else (fmt_b, fmt_a)
         if unsigned.bits <= 32 and (promote_unsafe or 2 * unsigned.bits <= signed.bits):
             return f"i{max(2 * unsigned.bits, signed.bits)}"
@@ -178,9 +178,9 @@ def _promoted(
                 "integer; set promote_unsafe"
             )
         return u64_target
-    if fmt_a.bits != fmt_b.bits:
+    if fmt_a.bits != fmt_b.bits:  # 8
         return a if fmt_a.bits > fmt_b.bits else b
-    if not promote_unsafe:
+    if not promote_unsafe:  # 9
         refuse(
             "unsupported input element types with given attributes: only a wider type holds both; "
             "set promote_unsafe"
