@@ -75,7 +75,7 @@ MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
 SUM = {"merge": Merge(jnp.add, lax.psum)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Observer:
     """What all states share.
 
@@ -91,6 +91,12 @@ class Observer:
     shape: tuple[int, ...] = dataclasses.field(metadata=STATIC)
     count: Array = dataclasses.field(metadata=COUNT)
     bad: Array = dataclasses.field(metadata=COUNT)
+
+    def __repr__(self) -> str:
+        count, bad = (_shown(number) for number in (self.count, self.bad))
+        scales = ",".join(map(str, self.shape))
+        kind = type(self).__name__
+        return f"{kind}({self.spec.name}, scales[{scales}]: {count} seen, {bad} bad)"
 
     def observe(self, x: ArrayLike) -> Self:
         """The state after one more batch.
@@ -264,12 +270,18 @@ def bits_of(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
+def _shown(count: Any) -> str:
+    """A count as a number, or what it is where it has none, such as a tracer."""
+    known = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
+    return str(int(count)) if known and np.ndim(count) == 0 else str(count)
+
+
 def from_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AbsMax(Observer):
     """The largest magnitude of each block over all batches. Merging is exact.
 
@@ -306,7 +318,7 @@ class AbsMax(Observer):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MovingAverage(Observer):
     """The exponential moving average of the amax of each block, bias corrected.
 
@@ -361,7 +373,7 @@ class MovingAverage(Observer):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MinMax(Observer):
     """The least and the largest element of each block over all batches, for integers with a zero
     point. Merging is exact.

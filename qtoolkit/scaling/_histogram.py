@@ -96,7 +96,7 @@ class Bins:
         return (exponent + 127) << self.mantissa_bits
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Histogram(Observer):
     """What the states of histograms share. Merging is exact.
 
@@ -148,7 +148,7 @@ def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Percentile(Histogram):
     """The least edge of a bin at or below which a fraction of the magnitudes lies.
 
@@ -201,7 +201,7 @@ class Percentile(Histogram):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MSE(Histogram):
     """The scale with the least mean squared error of the quantized elements.
 
@@ -246,7 +246,7 @@ class MSE(Histogram):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Entropy(Histogram):
     """The scale with the least Kullback-Leibler divergence of the quantized distribution.
 

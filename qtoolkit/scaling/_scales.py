@@ -38,7 +38,15 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
       Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
       beside them saturate to the largest finite value. Else at least 2**-126: a tiny `amax` never
       gives a scale whose reciprocal is infinite.
+
+    Raises:
+      TypeError: `fmt` is a block format, whose rules `quantize` follows.
     """
+    if isinstance(fmt, BlockFormat):
+        raise TypeError(
+            f"scale_from_amax: fmt is the block format {fmt.name}, expected a number format; "
+            "quantize(x, fmt).scale has the scales of block formats"
+        )
     return _quotient_scale(amax, fmt.max_finite, _LEAST)
 
 

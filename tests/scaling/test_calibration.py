@@ -183,6 +183,19 @@ def test_minmax_gives_scales_and_zero_points(name):
     assert np.all(np.abs(y - xs[1]) <= 1.001 * steps)
 
 
+def test_repr_can_be_read():
+    x = jnp.ones((2, 64))
+    state = MSE.of("mxfp4", x.shape).observe(x).observe(x.at[0, 0].set(jnp.inf))
+    assert repr(state) == "MSE(mxfp4, scales[2,2]: 1 seen, 1 bad)"
+    assert (
+        repr(AbsMax.of("int8", (4, 4))) == "AbsMax(int8 by tensor, scales[1,1]: 0 seen, 0 bad)"
+    )
+    shown = []
+    jax.jit(lambda state: shown.append(repr(state)) or state).lower(state)
+    assert "Tracer" in shown[0]
+    assert "None seen" in repr(jax.tree.map(lambda leaf: None, state))
+
+
 def test_minmax_of_extremes_is_finite():
     fmt = ASYMMETRIC["tensor"]
     for values in ([-3e38, 3e38], [-3e38, -1.0], [0.0, 3e38], [1e-45, 0.0]):

@@ -216,3 +216,10 @@ def test_scaled_tensors_reach_the_largest_value_of_the_format():
         q = np.asarray(qt.round_to_format(scaled(jnp.asarray(x), scale), fmt))
         assert np.abs(q).max() == LARGEST[name]
         assert q[3, 4] == LARGEST[name]
+
+
+def test_block_formats_have_no_single_scale():
+    with pytest.raises(
+        TypeError, match=r"^scale_from_amax: fmt is the block format mxfp4, expected"
+    ):
+        scale_from_amax(jnp.ones(3), qt.spec("mxfp4"))
