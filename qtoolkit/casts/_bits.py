@@ -191,7 +191,11 @@ def float_pattern(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
         step_exponent = fmt.min_exponent - fmt.mantissa_bits
         subnormal = magnitude < u32(1 << fmt.mantissa_bits)
         bits = jnp.where(subnormal, scaled_integer(magnitude, step_exponent), bits)
-    if fmt.min_exponent < -126:  # binades that are float32's subnormals
+    if fmt.min_exponent == -127 and not fmt.has_zero:  # the lowest binade is subnormal, as in E8M0
+        least = magnitude < u32(1 << fmt.mantissa_bits)
+        significand = (magnitude | u32(1 << fmt.mantissa_bits)) << np.uint32(shift)
+        bits = jnp.where(least, significand >> np.uint32(1), bits)
+    elif fmt.min_exponent < -126:  # several binades are
         field = (magnitude >> np.uint32(fmt.mantissa_bits)).astype(jnp.int32)
         below = np.int32(fmt.bias - 127 + 1) - field  # binades below the lowest normal one
         mantissa = magnitude & u32((1 << fmt.mantissa_bits) - 1)

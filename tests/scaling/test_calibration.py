@@ -187,9 +187,7 @@ def test_repr_can_be_read():
     x = jnp.ones((2, 64))
     state = MSE.of("mxfp4", x.shape).observe(x).observe(x.at[0, 0].set(jnp.inf))
     assert repr(state) == "MSE(mxfp4, scales[2,2]: 1 seen, 1 bad)"
-    assert (
-        repr(AbsMax.of("int8", (4, 4))) == "AbsMax(int8 by tensor, scales[1,1]: 0 seen, 0 bad)"
-    )
+    assert repr(AbsMax.of("int8", (4, 4))) == "AbsMax(int8 by tensor, scales[1,1]: 0 seen, 0 bad)"
     shown = []
     jax.jit(lambda state: shown.append(repr(state)) or state).lower(state)
     assert "Tracer" in shown[0]
