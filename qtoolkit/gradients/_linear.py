@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -31,7 +32,22 @@ def linear_with_transpose(
       residuals: Arrays that both functions get.
       x: The linear operand.
     """
-    return _linear_p.bind(*residuals, x, forward=forward, transpose=transpose)
+    operands = varying_alike(*residuals, x)
+    return _linear_p.bind(*operands, forward=forward, transpose=transpose)
+
+
+def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each of which varies along all mesh axes that one of them varies along.
+
+    Inside `jax.shard_map` JAX's own operations see to that by themselves. What did not vary gets
+    the sum of its cotangents.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset().union(*varying)
+    return tuple(
+        lax.pcast(x, tuple(every - along), to="varying") if along != every else x
+        for x, along in zip(arrays, varying, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

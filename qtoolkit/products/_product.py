@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from qtoolkit.casts import FLOATS, check_differentiable, check_holds
 from qtoolkit.formats import Format
-from qtoolkit.gradients import linear_with_transpose
+from qtoolkit.gradients import linear_with_transpose, varying_alike
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.scaling import quantized_values
 
@@ -49,7 +49,7 @@ def quantized_product(
         for held in held_in:
             if fmt is not None:
                 check_holds(where, fmt, held)
-    return _product(lhs, rhs, function, recipe, dtype)
+    return _product(*varying_alike(lhs, rhs), function, recipe, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -109,9 +109,11 @@ class _Cotangent:
 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and, on explicit meshes, sharding: all that a transpose needs to know of `x`."""
+    """Shape, dtype, and where on a mesh `x` is: what a transpose needs to know."""
     aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.manual_axis_type
+    )
 
 
 def _on_side(function: Bilinear, side: int, operand: jax.Array, q: jax.Array) -> jax.Array:

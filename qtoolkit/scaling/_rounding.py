@@ -149,14 +149,17 @@ def block_values(
     blocks = blocks_of(x, how.spec)
     if busy is not None and how.spec.has_powers:
         # In a block of zeros otherwise, an infinity leaves more than zero.
-        none = jnp.zeros((), bool)
-        busy |= lax.cond(jnp.all(busy), lambda x: none, lambda x: jnp.any(jnp.isinf(x)), x)
+        busy |= lax.cond(jnp.all(busy), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
 
     def use(u: Array, back: Callable[[Array], Array]) -> Array:
         random = _random(x, draw, how.rounding, blocks)
         return blocks.join(back(how.values(u, blocks.spread(scales.zero_point), random)))
 
     return _scaled(blocks.split(x), scales, blocks, how, busy, use)
+
+
+def _nowhere(x: Array) -> Array:
+    return jnp.zeros_like(x, dtype=bool, shape=())  # of x: in `shard_map` it varies as x does
 
 
 def scaled_values(x: Array, scales: Scales, spec: BlockFormat) -> Array:
@@ -258,5 +261,5 @@ def _tensor_amax(x: Array, amax: Array) -> Array:
         found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
         return exact_float32(found).reshape(())
 
-    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.float32(0))
+    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.zeros_like(amax, shape=()))
     return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)
