@@ -33,6 +33,7 @@ from qtoolkit.casts._sources import (
     codes_of,
     is_array,
     round_values,
+    shown_number,
     values_of,
 )
 from qtoolkit.casts._tree import cast_tree
@@ -71,6 +72,7 @@ __all__ = [
     "random_of",
     "round_to_format",
     "round_values",
+    "shown_number",
     "stored",
     "times_power_of_two",
     "unpack",

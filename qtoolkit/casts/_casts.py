@@ -131,8 +131,8 @@ def cast(
 
     Raises:
       TypeError: As `encode`; or the format has no dtype of its own (use `encode`); or a result
-        narrower than 16 bits is differentiated, or one by an `x` narrower than that: JAX would
-        round the cotangent to that type, unscaled. Use `fake_cast`.
+        narrower than 16 bits is differentiated, or any result by an `x` narrower than 16 bits: JAX
+        would round the cotangent to that type, unscaled. Use `fake_cast`.
       ValueError: As `encode`.
 
     Gradient: for float results of 16 bits and more, 1 where `fmt.lowest <= x <= fmt.max_finite`,
@@ -277,7 +277,10 @@ def _stored(
 
 
 def _with_derivative(function: Callable[..., jax.Array], rule: Callable[..., Any]) -> Any:
-    """`function(x, draw, fmt, rounding, saturation, where)` jitted, with `rule` as its JVP."""
+    """`function(x, draw, fmt, rounding, saturation, where)` jitted, with `rule` as its JVP.
+
+    `where` is for the errors of `rule` alone, and static: each operator compiles for itself.
+    """
     differentiable = jax.custom_jvp(function, nondiff_argnums=(2, 3, 4, 5))
     differentiable.defjvp(rule)
     return jax.jit(differentiable, static_argnums=(2, 3, 4, 5))
@@ -286,7 +289,7 @@ def _with_derivative(function: Callable[..., jax.Array], rule: Callable[..., Any
 def _no_derivative(fmt: Format, rounding: Rounding, saturation: str, where: str, *_: Any) -> Any:
     raise TypeError(
         f"{where}: has no derivative to {fmt.name}; differentiate fake_cast, which returns the "
-        f"same values in the dtype of x, or pass jax.lax.stop_gradient(x) to {where}"
+        "same values in the dtype of its argument, or pass jax.lax.stop_gradient of the argument"
     )
 
 
@@ -303,7 +306,8 @@ def _cast_jvp(
     if source.bits < 16:
         raise TypeError(
             f"{where}: has no derivative from {source.name}: JAX would round the cotangent to it, "
-            "unscaled; differentiate by an array of 16 bits or more, e.g. x.astype(jnp.float32)"
+            "unscaled; differentiate what comes before that array, with fake_cast in its place, or "
+            "pass jax.lax.stop_gradient of it"
         )
     wide = jnp.float64 if jnp.float64 in (x.dtype, fmt.dtype) else jnp.float32
     inside = jnp.abs(x.astype(wide)) <= wide(float(fmt.max_finite))

@@ -4,8 +4,9 @@ Three ways, one result. By addition: beside 2**23 steps of the target, float32's
 room for a fraction of a step and rounds to nearest even, once; the other modes correct it by the
 sign of what it left over. It is the fast way, and right wherever neither the steps nor those sums
 leave float32's normal range; what has no finite result is put in as the number that the code of its
-result spells. By a constant shift of the pattern: formats with the exponents of float32, bfloat16
-first of all, and E8M0. By a shift of its own for every element: all others.
+result spells. By a constant shift of the pattern: formats whose codes are the upper bits of
+float32's, bfloat16 and TF32, and those a binade lower and without zero, E8M0. By a shift of its own
+for every element: all others.
 """
 
 import jax

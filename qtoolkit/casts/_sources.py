@@ -100,7 +100,16 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
 
 def is_array(x: Any) -> bool:
     """Whether `x` has elements: an array, or what NumPy or JAX makes one of."""
+    if isinstance(x, type):  # NumPy's scalar types have all attributes of their scalars
+        return False
     return hasattr(x, "dtype") and (hasattr(x, "__array__") or hasattr(x, "__jax_array__"))
+
+
+def shown_number(name: str, value: float) -> str:
+    """`name=value` for messages; Python does not print integers of any length."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"{name}, an integer of {value.bit_length()} bits,"
+    return f"{name}={value}"
 
 
 def check_value_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array:

@@ -22,6 +22,7 @@ from qtoolkit.casts import (
     quotient,
     random_of,
     round_values,
+    shown_number,
 )
 from qtoolkit.formats import Format, format
 from qtoolkit.gradients._estimators import (
@@ -93,7 +94,8 @@ def _parameter(name: str, value: ArrayLike, x: jax.Array) -> jax.Array | np.ndar
         if not math.isfinite(number) or (name == "scale" and number == 0):
             wanted = "a finite number" + (" other than zero" if name == "scale" else "")
             raise ValueError(
-                f"fake_convert: {name}={value} is {number} in {x.dtype}, expected {wanted}"
+                f"fake_convert: {shown_number(name, value)} is {number} in {x.dtype}, expected "
+                f"{wanted}"
             )
         return np.asarray(value, x.dtype)
     dtype = getattr(value, "dtype", type(value).__name__)

@@ -89,8 +89,7 @@ def cast(
     Raises:
       TypeError: `x` is of no type that the version has; a result of 64 bits where JAX has them off;
         `x` is traced and the result a NumPy array; a result narrower than 16 bits is
-        differentiated, or by an `x` narrower than that: use
-        `fake_cast`.
+        differentiated, or any by an `x` narrower than 16 bits: use `fake_cast`.
       ValueError: `to` is no type that the version has; an unknown attribute value, or one that the
         version lacks; text that is no number.
 

@@ -273,6 +273,8 @@ def _granularity(
     if opset < 13:
         raise ValueError(f"{where}: {name} has shape {got} with opset={opset}, expected a scalar")
     rank = len(shape)
+    if rank == 0:
+        raise ValueError(f"{where}: {name} has shape {got}, expected (), as x is one number")
     if not -rank <= axis < rank:
         raise ValueError(
             f"{where}: axis={axis}, expected {-rank} to {rank - 1} for x of shape {shape}"
@@ -344,7 +346,7 @@ def _quantize(
 ) -> jax.Array:
     """Integers of `target`; for float types, float32 numbers that are still to be cast."""
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    x, scale = _undifferentiated(where, x, scale)
+    x, scale, zero = _undifferentiated(where, x, scale, zero)
     x, scale = _float32(x), _spread(scale, x, granularity)
     if converts_first:
         x, scale = _rounded(x, precision), _rounded(scale, precision)
@@ -416,7 +418,7 @@ def _scaled_jvp(is_power: bool, primals: Any, tangents: Any) -> tuple[jax.Array,
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _undifferentiated(where: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _undifferentiated(where: str, *arrays: Any) -> tuple[Any, ...]:
     return arrays
 
 

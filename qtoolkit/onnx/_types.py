@@ -1,5 +1,6 @@
 """ONNX's data types: their numbers, names and dtypes, and the versions that have them."""
 
+import contextlib
 import enum
 from collections.abc import Mapping
 from typing import Any
@@ -163,9 +164,12 @@ def _by_format(spec: Any) -> DataType | None:
 
 
 def _as_dtype(where: str, name: str, value: Any) -> np.dtype:
-    if isinstance(value, type) and issubclass(value, np.dtype):
-        value = value.__call__()  # np.dtypes has a class for each dtype
-    dtype = np.dtype(value) if isinstance(value, np.dtype | type) else None
+    dtype = None
+    with contextlib.suppress(TypeError):  # of classes that are none of one dtype
+        if isinstance(value, type) and issubclass(value, np.dtype):  # np.dtypes has many
+            dtype = np.dtype(value.__call__())
+        elif isinstance(value, np.dtype | type):
+            dtype = np.dtype(value)
     # numpy takes classes that it does not know for object.
     if dtype is None or (dtype.kind == "O" and isinstance(value, type) and value is not object):
         raise TypeError(

@@ -57,10 +57,12 @@ def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -
       TypeError: `x` has another dtype; the element type is "string" or "dynamic", or JAX has no
         dtype for it (nf4, u1, u3, u6: use `qtoolkit.encode`), or it has 64 bits where JAX has them
         off; `arithmetic="openvino"` between other types; or a result that is no float of 16 bits
-        or more is differentiated, or one by an `x` narrower than that: use `qtoolkit.fake_cast`.
+        or more is differentiated, or any by an `x` narrower than 16 bits: use
+        `qtoolkit.fake_cast`.
       ValueError: No such element type or arithmetic.
 
-    Gradient: for float results of 16 bits and more, 1 where `x` is finite there, else 0.
+    Gradient: for float results of 16 bits and more, 1 where |x| is at most the largest finite
+    value, else 0.
 
     Source: OpenVINO 2026, Convert-1; `arithmetic="openvino"`: its core, wheel 2026.4.1.
     """

@@ -19,6 +19,7 @@ from qtoolkit.casts import (
     product,
     quotient,
     round_values,
+    shown_number,
 )
 from qtoolkit.formats import E4M3FN, E5M2, FloatFormat, Overflow, Specials
 from qtoolkit.openvino._reference import to_bfloat16, to_float16
@@ -157,13 +158,14 @@ def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> Parameter:
     try:
         wide = float(value)  # type: ignore[arg-type]
     except OverflowError:
-        value = wide = math.inf
+        wide = math.inf
     with np.errstate(over="ignore", under="ignore"):
         number = np.asarray(wide, dtype)
     if not np.isfinite(number) or (name == "scale" and number == 0):
         wanted = "a finite number" + (" other than zero" if name == "scale" else "")
         raise ValueError(
-            f"{_WHERE}: {name}={value} is {number} in {dtype}, expected {wanted}; arrays may be any"
+            f"{_WHERE}: {shown_number(name, value)} is {number} in {dtype}, expected {wanted}; "  # type: ignore[arg-type]
+            "arrays may be any"
         )
     return number
 

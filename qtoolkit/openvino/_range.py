@@ -60,7 +60,7 @@ def range(
         elements or more; no such element type.
       TypeError: An argument is boolean or no number; the output type is none of the above, or has
         64 bits where JAX has them off; `length` is no integer; or the derivative of an integer
-        output type is asked for.
+        output type, or by an array narrower than 16 bits, is asked for.
 
     Gradient: for float output types, 1 with respect to `start` and i to `step`.
 

@@ -254,8 +254,8 @@ def start(where: str, spec: Any, shape: tuple[int, ...], *, zero_point: bool) ->
     if fmt.zero_point != zero_point:
         has, use = ("a", "MinMax") if fmt.zero_point else ("no", "AbsMax")
         raise ValueError(f"{where}: {fmt.name} has {has} zero point; use {use}")
-    zero = jnp.zeros((), jnp.uint32)
-    return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": zero, "bad": zero}
+    count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))  # one buffer could not be donated
+    return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": count, "bad": bad}
 
 
 def amax_bits(x: Array, spec: BlockFormat) -> Array:
@@ -401,8 +401,8 @@ class MinMax(Observer):
           ValueError: `spec` has no zero point; `shape` does not fit it.
         """
         fields = start("MinMax.of", spec, shape, zero_point=True)
-        zeros = jnp.zeros(fields["shape"], jnp.uint32)
-        return cls(**fields, below=zeros, above=zeros)
+        below, above = (jnp.zeros(fields["shape"], jnp.uint32) for _ in range(2))
+        return cls(**fields, below=below, above=above)
 
     def _found(self) -> Array:
         return from_bits(jnp.maximum(self.below, self.above))

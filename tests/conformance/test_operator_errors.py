@@ -1,5 +1,6 @@
 """Bad input, for all published operators: each error names the operator that was called."""
 
+import functools
 import re
 
 import jax
@@ -25,6 +26,7 @@ NARROW = [
     ("onnx.quantize_linear", lambda x: onnx.quantize_linear(x, np.float32(2))),
     ("onnx.quantize_linear", lambda x: onnx.quantize_linear(x, X[0], output_dtype=17)),
     ("onnx.quantize_linear", lambda x: onnx.quantize_linear(x, X[0], output_dtype=27)),
+    ("onnx.quantize_linear", lambda x: onnx.quantize_linear(X, X[0], x.astype(jnp.float8_e5m2))),
     ("onnx.dynamic_quantize_linear", lambda x: onnx.dynamic_quantize_linear(x)[0]),
     ("openvino.convert", lambda x: openvino.convert(x, "f8e4m3")),
     ("openvino.convert", lambda x: openvino.convert(x, "i4")),
@@ -276,11 +278,32 @@ def test_flags_are_true_and_false_of_numpy_too():
 
 
 def test_numbers_that_no_float_holds():
+    wanted = r"fake_convert: scale, an integer of \d+ bits, is inf in float32"
     for number in (10**400, 10**5000):
-        with pytest.raises(
-            ValueError, match=r"^openvino\.fake_convert: scale=inf is inf in float32"
-        ):
-            openvino.fake_convert(X, number)
+        for call in (openvino.fake_convert, functools.partial(qt.fake_convert, fmt="e4m3fn")):
+            with pytest.raises(ValueError, match=wanted):
+                call(X, number)
+
+
+def test_classes_are_neither_arrays_nor_always_dtypes():
+    for where, call in (
+        ("cast", lambda x: qt.cast(x, "float16")),
+        ("onnx.cast", lambda x: onnx.cast(x, "FLOAT16")),
+        ("openvino.convert", lambda x: openvino.convert(x, "f16")),
+        ("pypto.cast", lambda x: pypto.cast(x, "DT_FP16")),
+    ):
+        with pytest.raises(TypeError, match=rf"^{re.escape(where)}: \w+ has type type, expected"):
+            call(np.float32)
+    for kind in (np.dtypes.StrDType, np.dtypes.VoidDType, np.dtype, np.generic, np.floating):
+        with pytest.raises((TypeError, ValueError), match=r"^onnx\.cast: to"):
+            onnx.cast(X, kind)
+
+
+def test_one_number_has_no_blocks():
+    with pytest.raises(
+        ValueError, match=r"^onnx\.quantize_linear: y_scale has shape \(1,\), expected"
+    ):
+        onnx.quantize_linear(np.float32(3), np.float32([1]), block_size=2)
 
 
 def test_spellings_of_types():

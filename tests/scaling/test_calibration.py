@@ -183,6 +183,16 @@ def test_minmax_gives_scales_and_zero_points(name):
     assert np.all(np.abs(y - xs[1]) <= 1.001 * steps)
 
 
+@pytest.mark.parametrize("cls", [*SYMMETRIC, MinMax])
+def test_a_new_state_can_be_donated(cls):
+    x = jnp.ones((8, 64))
+    state = cls.of(
+        "int8" if cls is not MinMax else BlockFormat.tensor("uint8", zero_point=True), x.shape
+    )
+    donated = jax.jit(lambda state, x: state.observe(x), donate_argnums=0)(state, x)
+    assert donated.count == 1
+
+
 def test_repr_can_be_read():
     x = jnp.ones((2, 64))
     state = MSE.of("mxfp4", x.shape).observe(x).observe(x.at[0, 0].set(jnp.inf))
