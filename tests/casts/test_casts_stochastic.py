@@ -7,9 +7,6 @@ each family of them stays within what chance exceeds once in a thousand runs of 
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -722,16 +719,6 @@ print("all equal")
 
 
 @pytest.mark.quick
-def test_eight_devices_draw_what_one_draws():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+def test_eight_devices_draw_what_one_draws(on_devices):
+    done = on_devices(8, SCRIPT)
     assert done.stdout.strip() == "all equal", done.stderr[-3000:]

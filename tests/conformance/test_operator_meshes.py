@@ -3,10 +3,6 @@
 Devices are counted when JAX starts, hence the process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -74,16 +70,6 @@ print("all equal")
 
 
 @pytest.mark.quick
-def test_eight_devices_give_what_one_gives():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+def test_eight_devices_give_what_one_gives(on_devices):
+    done = on_devices(8, SCRIPT)
     assert done.stdout.strip() == "all equal", done.stderr[-3000:]

@@ -4,10 +4,6 @@ Each device works on its shard as one device would; those results are the oracle
 counted when JAX starts, hence the process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -91,16 +87,6 @@ print("all equal")
 
 
 @pytest.mark.quick
-def test_a_shard_gets_what_it_would_get_alone():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+def test_a_shard_gets_what_it_would_get_alone(on_devices):
+    done = on_devices(4, SCRIPT)
     assert done.stdout.strip() == "all equal", done.stderr[-3000:]

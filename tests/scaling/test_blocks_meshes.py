@@ -3,10 +3,6 @@
 Devices are counted when JAX starts, hence the process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -106,16 +102,6 @@ print("all equal")
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_eight_devices_give_what_one_gives(axis_type):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT, axis_type],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+def test_eight_devices_give_what_one_gives(axis_type, on_devices):
+    done = on_devices(8, SCRIPT, axis_type)
     assert done.stdout.strip() == "all equal", done.stderr[-3000:]
