@@ -183,17 +183,13 @@ def encode_for(
     fmt: Any,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
-    key: jax.Array | None = None,
-    random_bits: ArrayLike | None = None,
-    index_offset: ArrayLike = 0,
+    *draw: Any,
 ) -> jax.Array:
-    """`encode`, with errors that name the operator `where`."""
+    """`encode`, with errors that name the operator `where`; `draw` as the rest of its arguments."""
     source = check_source(where, x)
-    fmt, rounding, draw = check_arguments(
-        where, source, fmt, rounding, saturation, key, random_bits, index_offset
-    )
+    fmt, rounding, drawn = check_arguments(where, source, fmt, rounding, saturation, *draw)
     with _types_of(source):
-        return _encode(source, draw, fmt, rounding, saturation, where)
+        return _encode(source, drawn, fmt, rounding, saturation, where)
 
 
 def cast_for(
@@ -202,22 +198,18 @@ def cast_for(
     fmt: Any,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
-    key: jax.Array | None = None,
-    random_bits: ArrayLike | None = None,
-    index_offset: ArrayLike = 0,
+    *draw: Any,
 ) -> jax.Array:
-    """`cast`, with errors that name the operator `where`."""
+    """`cast`, with errors that name the operator `where`; `draw` as the rest of its arguments."""
     source = check_source(where, x)
-    fmt, rounding, draw = check_arguments(
-        where, source, fmt, rounding, saturation, key, random_bits, index_offset
-    )
+    fmt, rounding, drawn = check_arguments(where, source, fmt, rounding, saturation, *draw)
     if fmt.dtype is None:
         raise TypeError(
             f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
             "use encode for its codes"
         )
     with _types_of(source):
-        return _cast(source, draw, fmt, rounding, saturation, where)
+        return _cast(source, drawn, fmt, rounding, saturation, where)
 
 
 def check_arguments(
