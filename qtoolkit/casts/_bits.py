@@ -56,7 +56,7 @@ def pattern(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     fmt = format(x.dtype)
     if isinstance(fmt, FloatFormat):
-        return float_pattern(stored_codes(x, fmt).astype(jnp.uint32), fmt)
+        return float_pattern(codes_from_dtype(x, fmt).astype(jnp.uint32), fmt)
     return lax.bitcast_convert_type(x.astype(jnp.int32).astype(jnp.float32), jnp.uint32)
 
 
@@ -67,7 +67,16 @@ def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def stored_codes(x: jax.Array, fmt: Format) -> jax.Array:
+def exact_float32(x: jax.Array) -> jax.Array:
+    """float16, bfloat16 or float32 as float32, subnormals included.
+
+    By the pattern: XLA may widen a bfloat16 number that was made in the same jit without rounding
+    it to bfloat16 first.
+    """
+    return x if x.dtype == jnp.float32 else from_pattern(pattern(x), jnp.float32)
+
+
+def codes_from_dtype(x: jax.Array, fmt: Format) -> jax.Array:
     """The codes of an array of the format's own dtype, as `fmt.code_dtype`."""
     if fmt.bits == 1:
         return x.astype(fmt.code_dtype)
@@ -75,7 +84,7 @@ def stored_codes(x: jax.Array, fmt: Format) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned).astype(fmt.code_dtype)
 
 
-def from_stored_codes(codes: jax.Array, fmt: Format) -> jax.Array:
+def dtype_from_codes(codes: jax.Array, fmt: Format) -> jax.Array:
     """The array of the format's own dtype with these codes."""
     assert fmt.dtype is not None
     if fmt.bits == 1:

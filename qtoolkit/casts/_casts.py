@@ -1,7 +1,8 @@
 """The public casts: arguments checked, then one jitted call."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from qtoolkit.casts._bits import check_holds, from_stored_codes, stored_codes
-from qtoolkit.casts._modes import Rounding, Stochastic, check_rounding
-from qtoolkit.casts._random import Draw, check_draw
+from qtoolkit.casts._bits import check_holds, codes_from_dtype, dtype_from_codes
+from qtoolkit.casts._modes import Stochastic
+from qtoolkit.casts._order import inside, widened
+from qtoolkit.casts._projection import NEAREST, Projection, projection_of
 from qtoolkit.casts._sources import (
     SOURCES,
     check_source,
@@ -75,11 +77,12 @@ def round_to_format(
     Source: IEEE P3109 Interim Report v4.0 for the words and the modes; OFP8 1.0 for FP8.
     """
     source = check_value_source("round_to_format", x)
-    fmt, rounding, draw = check_arguments(
+    fmt, projection = check_arguments(
         "round_to_format", source, fmt, rounding, saturation, key, random_bits, index_offset
     )
     check_holds("round_to_format", fmt, source.dtype)
-    return _round_to_format(source, draw, fmt, rounding, saturation, "round_to_format")
+    source = without_derivative(source, _NO_DERIVATIVE.format("round_to_format", fmt.name))
+    return _round_to_format(source, projection, fmt)
 
 
 def encode(
@@ -106,7 +109,14 @@ def encode(
     Raises:
       TypeError, ValueError: As `round_to_format`. Codes have no derivative.
     """
-    return encode_for("encode", x, fmt, rounding, saturation, key, random_bits, index_offset)
+    source = check_source("encode", x)
+    return _encoded(
+        "encode",
+        source,
+        *check_arguments(
+            "encode", source, fmt, rounding, saturation, key, random_bits, index_offset
+        ),
+    )
 
 
 def cast(
@@ -138,7 +148,12 @@ def cast(
     Gradient: for float results of 16 bits and more, 1 where `fmt.lowest <= x <= fmt.max_finite`,
     else 0.
     """
-    return cast_for("cast", x, fmt, rounding, saturation, key, random_bits, index_offset)
+    source = check_source("cast", x)
+    return _cast_to(
+        "cast",
+        source,
+        *check_arguments("cast", source, fmt, rounding, saturation, key, random_bits, index_offset),
+    )
 
 
 def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -167,7 +182,7 @@ def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Ar
     check_target("decode", format(target))
     got = getattr(codes, "dtype", None)
     if got is not None and got == fmt.dtype != fmt.code_dtype:
-        codes = stored_codes(jnp.asarray(codes), fmt)
+        codes = codes_from_dtype(jnp.asarray(codes), fmt)
     elif got != fmt.code_dtype:
         raise TypeError(
             f"decode: codes have {f'dtype {got}' if got else f'type {type(codes).__name__}'}, "
@@ -177,39 +192,16 @@ def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Ar
     return _decode(jnp.asarray(codes), fmt, target)
 
 
-def encode_for(
-    where: str,
-    x: ArrayLike,
-    fmt: Any,
-    rounding: str | Stochastic = "nearest_even",
-    saturation: str = "finite",
-    *draw: Any,
-) -> jax.Array:
-    """`encode`, with errors that name the operator `where`; `draw` as the rest of its arguments."""
+def encode_for(where: str, x: ArrayLike, fmt: Any, projection: Projection = NEAREST) -> jax.Array:
+    """`encode` by a projection without a draw, with errors that name the operator `where`."""
     source = check_source(where, x)
-    fmt, rounding, drawn = check_arguments(where, source, fmt, rounding, saturation, *draw)
-    with _types_of(source):
-        return _encode(source, drawn, fmt, rounding, saturation, where)
+    return _encoded(where, source, _target(where, source, fmt, projection), projection)
 
 
-def cast_for(
-    where: str,
-    x: ArrayLike,
-    fmt: Any,
-    rounding: str | Stochastic = "nearest_even",
-    saturation: str = "finite",
-    *draw: Any,
-) -> jax.Array:
-    """`cast`, with errors that name the operator `where`; `draw` as the rest of its arguments."""
+def cast_for(where: str, x: ArrayLike, fmt: Any, projection: Projection = NEAREST) -> jax.Array:
+    """`cast` by a projection without a draw, with errors that name the operator `where`."""
     source = check_source(where, x)
-    fmt, rounding, drawn = check_arguments(where, source, fmt, rounding, saturation, *draw)
-    if fmt.dtype is None:
-        raise TypeError(
-            f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
-            "use encode for its codes"
-        )
-    with _types_of(source):
-        return _cast(source, drawn, fmt, rounding, saturation, where)
+    return _cast_to(where, source, _target(where, source, fmt, projection), projection)
 
 
 def check_arguments(
@@ -221,23 +213,47 @@ def check_arguments(
     key: Any = None,
     random_bits: ArrayLike | None = None,
     index_offset: Any = 0,
-) -> tuple[Format, Rounding, Draw | None]:
-    """The checks that every cast shares: the resolved format and rounding, the random bits."""
+) -> tuple[Format, Projection]:
+    """The checks that every cast shares: the resolved format, and the keywords as a projection."""
+    projection = projection_of(where, x.shape, rounding, saturation, key, random_bits, index_offset)
+    return _target(where, x, fmt, projection), projection
+
+
+def _target(where: str, x: jax.Array | np.ndarray, fmt: Any, projection: Projection) -> Format:
     resolved = format(fmt)
     check_target(where, resolved)
     check_table(where, resolved, x.dtype)
-    rounding = check_rounding(where, rounding, saturation)
-    if isinstance(rounding, Stochastic) and isinstance(resolved, TableFormat):
+    if isinstance(projection.rounding, Stochastic) and isinstance(resolved, TableFormat):
         raise ValueError(
             f"{where}: stochastic rounding of table formats is not defined here, got "
             f"{resolved.name}; use another rounding"
         )
-    return resolved, rounding, check_draw(where, x.shape, rounding, key, random_bits, index_offset)
+    return resolved
 
 
-def random_of(draw: Draw | None, x: jax.Array, rounding: Rounding) -> jax.Array | None:
-    """The random bits for `x`, inside a jitted function."""
-    return None if draw is None else draw.random(x.shape, rounding)
+def _encoded(
+    where: str, x: jax.Array | np.ndarray, fmt: Format, projection: Projection
+) -> jax.Array:
+    x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
+    with _types_of(x):
+        return _encode(x, projection, fmt)
+
+
+def _cast_to(
+    where: str, x: jax.Array | np.ndarray, fmt: Format, projection: Projection
+) -> jax.Array:
+    if fmt.dtype is None:
+        raise TypeError(
+            f"{where}: format {fmt.name} has no numpy or JAX dtype, expected one that has; "
+            "use encode for its codes"
+        )
+    source = format(x.dtype)
+    if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
+        x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
+    elif isinstance(source, FloatFormat) and source.bits < 16:
+        x = without_derivative(x, _NO_DERIVATIVE_FROM.format(where, source.name))
+    with _types_of(x):
+        return _cast_jitted(x, projection, fmt)
 
 
 @contextlib.contextmanager
@@ -250,63 +266,60 @@ def _types_of(x: jax.Array | np.ndarray) -> Iterator[None]:
         yield
 
 
-def _round(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
-) -> jax.Array:
-    return round_values(x, fmt, rounding, saturation, random_of(draw, x, rounding))
+def without_derivative(x: Any, message: str) -> Any:
+    """`x`, or a traced array in which a derivative with respect to it raises TypeError.
 
-
-def _codes(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
-) -> jax.Array:
-    return codes_of(x, fmt, rounding, saturation, random_of(draw, x, rounding))
-
-
-def _stored(
-    x: jax.Array, draw: Draw | None, fmt: Format, rounding: Rounding, saturation: str, where: str
-) -> jax.Array:
-    return from_stored_codes(_codes(x, draw, fmt, rounding, saturation, where), fmt)
-
-
-def _with_derivative(function: Callable[..., jax.Array], rule: Callable[..., Any]) -> Any:
-    """`function(x, draw, fmt, rounding, saturation, where)` jitted, with `rule` as its JVP.
-
-    `where` is for the errors of `rule` alone, and static: each operator compiles for itself.
+    It stands outside of what is compiled, so that one program serves whoever calls.
     """
-    differentiable = jax.custom_jvp(function, nondiff_argnums=(2, 3, 4, 5))
-    differentiable.defjvp(rule)
-    return jax.jit(differentiable, static_argnums=(2, 3, 4, 5))
+    return _undifferentiable(x, message) if isinstance(x, jax.core.Tracer) else x
 
 
-def _no_derivative(fmt: Format, rounding: Rounding, saturation: str, where: str, *_: Any) -> Any:
-    raise TypeError(
-        f"{where}: has no derivative to {fmt.name}; differentiate fake_cast, which returns the "
-        "same values in the dtype of its argument, or pass jax.lax.stop_gradient of the argument"
-    )
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _undifferentiable(x: jax.Array, message: str) -> jax.Array:
+    return x
 
 
-def _cast_jvp(
-    fmt: Format, rounding: Rounding, saturation: str, where: str, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    (x, draw), (x_dot, _) = primals, tangents
-    if not isinstance(fmt, FloatFormat) or fmt.bits < 16:
-        _no_derivative(fmt, rounding, saturation, where)
-    y = _cast(x, draw, fmt, rounding, saturation, where)
-    source = format(x.dtype)
-    if isinstance(source, IntFormat):
+@_undifferentiable.defjvp
+def _refuse(message: str, *_: Any) -> Any:
+    raise TypeError(message)
+
+
+_NO_DERIVATIVE = (
+    "{}: has no derivative to {}; differentiate fake_cast, which returns the same values in the "
+    "dtype of its argument, or pass jax.lax.stop_gradient of the argument"
+)
+_NO_DERIVATIVE_FROM = (
+    "{}: has no derivative from {}: JAX would round the cotangent to it, unscaled; differentiate "
+    "what comes before that array, with fake_cast in its place, or pass jax.lax.stop_gradient of it"
+)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _round_to_format(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
+    return round_values(x, fmt, projection.drawn(x.shape))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _encode(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
+    return codes_of(x, fmt, projection.drawn(x.shape))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _cast(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
+    return dtype_from_codes(codes_of(x, fmt, projection.drawn(x.shape)), fmt)
+
+
+@_cast.defjvp
+def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Of floats to floats of 16 bits and more; `_cast_to` refuses all others."""
+    (x, projection), (x_dot, _) = primals, tangents
+    y = _cast(x, projection, fmt)
+    if isinstance(format(x.dtype), IntFormat):
         return y, jnp.zeros_like(y)
-    if source.bits < 16:
-        raise TypeError(
-            f"{where}: has no derivative from {source.name}: JAX would round the cotangent to it, "
-            "unscaled; differentiate what comes before that array, with fake_cast in its place, or "
-            "pass jax.lax.stop_gradient of it"
-        )
-    wide = jnp.float64 if jnp.float64 in (x.dtype, fmt.dtype) else jnp.float32
-    inside = jnp.abs(x.astype(wide)) <= wide(float(fmt.max_finite))
-    return y, jnp.where(inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)
+    wide = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
+    is_inside = inside(wide, float(fmt.lowest), float(fmt.max_finite))
+    return y, jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)
 
 
-_round_to_format = _with_derivative(_round, _no_derivative)
-_encode = _with_derivative(_codes, _no_derivative)
-_cast = _with_derivative(_stored, _cast_jvp)
+_cast_jitted = jax.jit(_cast, static_argnums=2)
 _decode = jax.jit(values_of, static_argnums=(1, 2))

@@ -27,22 +27,20 @@ from qtoolkit.casts._bits import (
     u32,
     widened,
 )
-from qtoolkit.casts._modes import Rounding, Stochastic, rounded_shift, within_width
+from qtoolkit.casts._modes import Rounding, Stochastic
+from qtoolkit.casts._projection import UNCLAMPED, Projection
+from qtoolkit.casts._shift import rounded_shift, within_width
 from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
 
-Random = jax.Array | None
 
-
-def float_codes(
-    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
-) -> jax.Array:
+def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
-    if _addition_rounds(fmt, rounding):
-        return _codes_by_addition(bits, fmt, rounding, saturation, random)
+    if _addition_rounds(fmt, projection.rounding):
+        return _codes_by_addition(bits, fmt, projection)
     if _is_upper_part(fmt):
-        return _upper_part(bits, fmt, rounding, saturation, random) >> np.uint32(32 - fmt.bits)
+        return _upper_part(bits, fmt, projection) >> np.uint32(32 - fmt.bits)
     if fmt.has_zero or fmt.min_exponent != -127:
-        return codes_of_exact(exact_from_pattern(bits), fmt, rounding, saturation, random)
+        return codes_of_exact(exact_from_pattern(bits), fmt, projection)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
     # One binade lower, float32 is subnormal; and zero is one code below the lowest.
     lowered = jnp.where(
@@ -52,40 +50,38 @@ def float_codes(
     )
     shift, below_zero = FLOAT32_MANTISSA - fmt.mantissa_bits, np.uint32(1 << fmt.mantissa_bits)
     parity = int(fmt.mantissa_bits == 0)
-    code = rounded_shift(lowered, shift, rounding, negative, random, parity) - below_zero
+    code = rounded_shift(lowered, shift, projection, negative, parity) - below_zero
     is_inf, is_nan = magnitude == u32(INF), magnitude > u32(INF)
-    return _finished(code, negative, is_inf, is_nan, fmt, rounding, saturation)
+    return _finished(code, negative, is_inf, is_nan, fmt, projection)
 
 
-def float_values(
-    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
-) -> jax.Array:
+def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
     if _is_upper_part(fmt):
-        return _upper_part(bits, fmt, rounding, saturation, random)
-    if fmt == FLOAT16 and (rounding, saturation) == ("nearest_even", "none"):
+        return _upper_part(bits, fmt, projection)
+    if fmt == FLOAT16 and projection == UNCLAMPED:
         return _float16_by_instruction(bits)
-    if not _addition_rounds(fmt, rounding):
-        return float_pattern(float_codes(bits, fmt, rounding, saturation, random), fmt)
+    if not _addition_rounds(fmt, projection.rounding):
+        return float_pattern(float_codes(bits, fmt, projection), fmt)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    limited = _limited(magnitude, negative, fmt, rounding, saturation)
+    limited = _limited(magnitude, negative, fmt, projection)
     binade = _binade(limited, fmt)
     big = _float(binade + u32((FLOAT32_MANTISSA - fmt.mantissa_bits) << FLOAT32_MANTISSA))
     total = _float(limited) + big
     rounded = total - big  # of the data: XLA would cancel a constant
-    if rounding != "nearest_even":
+    if projection.rounding != "nearest_even":
         step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
-        over, up = corrections(limited, negative, rounded, total, step, rounding, random)
+        over, up = corrections(limited, negative, rounded, total, step, projection)
         step = _float(step)
         zero = jnp.zeros_like(step)
         rounded = rounded + (jnp.where(up, step, zero) - jnp.where(over, step, zero))
     value = _bits(rounded)
-    if saturation != "finite" and fmt.overflow is not Overflow.MAX:
+    if projection.saturation != "finite" and fmt.overflow is not Overflow.MAX:
         beyond = value > u32(exact_float32_pattern(fmt.max_finite))
         value = jnp.where(beyond, u32(INF if fmt.overflow is Overflow.INF else NAN), value)
     sign = bits & u32(SIGN if fmt.signed else 0)
     if not fmt.signed:
-        outside = NAN if saturation == "none" and fmt.has_nan else 0
+        outside = NAN if projection.saturation == "none" and fmt.has_nan else 0
         value = jnp.where(negative & (value != 0), u32(outside), value)
     if not fmt.has_nan:
         is_nan = magnitude > u32(INF)
@@ -105,16 +101,14 @@ def _is_upper_part(fmt: FloatFormat) -> bool:
     return exponents and specials and fmt.signed and fmt.bits <= 32
 
 
-def _upper_part(
-    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
-) -> jax.Array:
+def _upper_part(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """As `float_values`; what is rounded up beyond the largest number is the infinity already."""
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    value = rounded_shift(magnitude, shift, rounding, negative, random) << np.uint32(shift)
-    if saturation != "none":
+    value = rounded_shift(magnitude, shift, projection, negative) << np.uint32(shift)
+    if projection.saturation != "none":
         value = jnp.minimum(value, _spelled(fmt, fmt.max_code))
-        if saturation == "propagate":
+        if projection.saturation == "propagate":
             value = jnp.where(magnitude == u32(INF), u32(INF), value)
     value = jnp.where(magnitude > u32(INF), u32(NAN), value)
     return value | (bits & u32(SIGN))
@@ -134,9 +128,7 @@ def _float16_by_instruction(bits: jax.Array) -> jax.Array:
     return _bits(half.astype(jnp.float32))
 
 
-def codes_of_exact(
-    x: Exact, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
-) -> jax.Array:
+def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds normalized numbers to the codes of `fmt`, as unsigned integers of their width."""
     if needs_64_bits(fmt):
         x = widened(x)
@@ -148,13 +140,11 @@ def codes_of_exact(
     significand, drop = within_width(x.significand, drop)
     binade = binade.astype(dtype)
     parity = (binade + dtype(not fmt.has_zero)) & dtype(1) if mantissa == 0 else 0
-    if random is not None:
-        random = random.astype(dtype)
-    quotient = rounded_shift(significand, drop, rounding, x.negative, random, parity)
+    quotient = rounded_shift(significand, drop, projection, x.negative, parity)
     code = (binade << dtype(mantissa)) + quotient
     if not fmt.has_zero:
         code -= dtype(1 << mantissa)
-    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, rounding, saturation)
+    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, projection)
 
 
 def needs_64_bits(fmt: FloatFormat) -> bool:
@@ -168,8 +158,7 @@ def _finished(
     is_inf: jax.Array | bool,
     is_nan: jax.Array | bool,
     fmt: FloatFormat,
-    rounding: Rounding,
-    saturation: str,
+    projection: Projection,
 ) -> jax.Array:
     """Codes of magnitudes, rounded as if there were no largest one, with limits, sign and NaN."""
     dtype = code.dtype.type
@@ -177,12 +166,16 @@ def _finished(
     is_below = code > dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize) - 1)
     is_below &= jnp.logical_not(is_inf)
     limit = largest
-    if saturation != "finite":
-        stays = saturation == "propagate" or _stays_finite(rounding, negative, fmt)
+    if projection.saturation != "finite":
+        stays = projection.saturation == "propagate" or _stays_finite(
+            projection.rounding, negative, fmt
+        )
         limit = jnp.where(jnp.logical_or(is_inf, jnp.logical_not(stays)), overflow, largest)
     code = jnp.where((code > largest) | is_inf, limit, code)
     if not fmt.signed:
-        outside = dtype(fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0)
+        outside = dtype(
+            fmt.nan_code if projection.saturation == "none" and fmt.nan_code is not None else 0
+        )
         is_outside = negative & (code != 0) if fmt.has_zero else negative | is_below
         code = jnp.where(is_outside, outside, code)
     if fmt.nan_code is None:
@@ -208,11 +201,9 @@ def _stays_finite(rounding: Rounding, negative: jax.Array, fmt: FloatFormat) -> 
     return False
 
 
-def _codes_by_addition(
-    bits: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str, random: Random
-) -> jax.Array:
+def _codes_by_addition(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    limited = _limited(magnitude, negative, fmt, rounding, saturation)
+    limited = _limited(magnitude, negative, fmt, projection)
     nan_code = fmt.max_code if fmt.nan_code is None else fmt.nan_code
     limited = jnp.where(magnitude > u32(INF), _spelled(fmt, nan_code), limited)
     binade = _binade(limited, fmt)
@@ -223,20 +214,22 @@ def _codes_by_addition(
     big = _float((binade + u32(shift << FLOAT32_MANTISSA)) | u32(first))
     total = _float(limited) + big
     code = _bits(total) + (binade >> np.uint32(shift))
-    if rounding != "nearest_even":
+    if projection.rounding != "nearest_even":
         step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
         nearest = total - big
-        over, up = corrections(limited, negative, nearest, total, step, rounding, random)
+        over, up = corrections(limited, negative, nearest, total, step, projection)
         code = code - over.astype(jnp.uint32)
-        if rounding == "to_odd":  # as `up` says; one operation on codes
+        if projection.rounding == "to_odd":  # as `up` says; one operation on codes
             code = code | (_bits(nearest) != limited).astype(jnp.uint32)
         else:
             code = code + up.astype(jnp.uint32)
     code &= u32(mask)
-    if saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
+    if projection.saturation == "none" and fmt.overflow_code > fmt.max_code + 1:
         code = jnp.where(code == u32(fmt.max_code + 1), u32(fmt.overflow_code), code)
     if not fmt.signed:
-        outside = fmt.nan_code if saturation == "none" and fmt.nan_code is not None else 0
+        outside = (
+            fmt.nan_code if projection.saturation == "none" and fmt.nan_code is not None else 0
+        )
         is_outside = (bits > u32(SIGN)) & (bits <= u32(SIGN | INF)) & (code != 0)
         return jnp.where(is_outside, u32(outside), code)
     sign = (bits >> np.uint32(32 - fmt.bits)) & u32(fmt.sign_code)
@@ -253,8 +246,7 @@ def corrections(
     nearest: jax.Array,
     total: jax.Array,
     step: jax.Array | np.uint32,
-    rounding: Rounding,
-    random: Random,
+    projection: Projection,
 ) -> tuple[jax.Array, jax.Array]:
     """Where `nearest` exceeds the magnitude, and where `rounding` goes up a step from below it.
 
@@ -266,7 +258,7 @@ def corrections(
       nearest: The sum rounded to nearest even.
       total: A sum whose pattern is odd where `nearest` is an odd number of steps.
     """
-    over = _bits(nearest) > magnitude
+    rounding, over = projection.rounding, _bits(nearest) > magnitude
     inexact = _bits(nearest) != magnitude
     match rounding:
         case "toward_zero":
@@ -282,9 +274,9 @@ def corrections(
             half = _float(step - u32(1 << FLOAT32_MANTISSA))
             return jnp.zeros_like(over), _float(magnitude) - nearest == half
     assert isinstance(rounding, Stochastic)
-    assert random is not None
+    assert projection.random is not None
     rest = (_float(magnitude) - nearest) + jnp.where(over, _float(step), np.float32(0))
-    return over, _goes_up(rest, step, rounding, random)
+    return over, _goes_up(rest, step, rounding, projection.random)
 
 
 def _goes_up(
@@ -325,18 +317,18 @@ def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
 
 
 def _limited(
-    magnitude: jax.Array, negative: jax.Array, fmt: FloatFormat, rounding: Rounding, saturation: str
+    magnitude: jax.Array, negative: jax.Array, fmt: FloatFormat, projection: Projection
 ) -> jax.Array:
     """Clamps to the largest finite value, or to what the code of an unclamped result spells."""
     largest, next_one = _spelled(fmt, fmt.max_code), _spelled(fmt, fmt.max_code + 1)
     stays: jax.Array | bool = True
-    if saturation == "none" and fmt.overflow is not Overflow.MAX:
-        stays = _stays_finite(rounding, negative, fmt)
+    if projection.saturation == "none" and fmt.overflow is not Overflow.MAX:
+        stays = _stays_finite(projection.rounding, negative, fmt)
     if stays is False:
         return jnp.minimum(magnitude, next_one)
     limit = largest if stays is True else jnp.where(stays, largest, next_one)
     limited = jnp.minimum(magnitude, limit)
-    if saturation != "finite":
+    if projection.saturation != "finite":
         limited = jnp.where(magnitude == u32(INF), _spelled(fmt, fmt.overflow_code), limited)
     return limited
 

@@ -7,7 +7,8 @@ from jax import lax
 
 from qtoolkit.casts._bits import INF, MAGNITUDE, SIGN, Exact, exact_float32_pattern, u32, widened
 from qtoolkit.casts._floats import corrections
-from qtoolkit.casts._modes import Rounding, rounded_shift, within_width
+from qtoolkit.casts._projection import Projection
+from qtoolkit.casts._shift import rounded_shift, within_width
 from qtoolkit.formats import IntFormat
 
 
@@ -24,9 +25,7 @@ def codes_of_integers(x: jax.Array, fmt: IntFormat, saturation: str) -> jax.Arra
     return _low_bits(x.astype(fmt.code_dtype), fmt)
 
 
-def int_codes(
-    x: Exact, fmt: IntFormat, rounding: Rounding, saturation: str, random: jax.Array | None
-) -> jax.Array:
+def int_codes(x: Exact, fmt: IntFormat, projection: Projection) -> jax.Array:
     """Rounds numbers, which need not be normalized, to codes of `fmt`, as `fmt.code_dtype`."""
     if fmt.is_bool:
         return ((x.significand != 0) | x.is_nan).astype(fmt.code_dtype)
@@ -35,14 +34,12 @@ def int_codes(
     dtype, width = x.significand.dtype.type, 8 * x.significand.dtype.itemsize
     drop = np.int32(x.top) - x.exponent
     significand, right = within_width(x.significand, jnp.maximum(drop, 0))
-    if random is not None:
-        random = random.astype(dtype)
-    integer = rounded_shift(significand, jnp.maximum(right, dtype(1)), rounding, x.negative, random)
+    integer = rounded_shift(significand, jnp.maximum(right, dtype(1)), projection, x.negative)
     left = jnp.clip(-drop, 0, np.int32(width - 1)).astype(dtype)
     shifted = jnp.where(-drop < width, x.significand << left, dtype(0))
     integer = jnp.where(drop > 0, integer, shifted)
     limit = jnp.where(x.negative, dtype(-int(fmt.lowest)), dtype(int(fmt.max_finite)))
-    if saturation != "none":
+    if projection.saturation != "none":
         too_wide = x.exponent >= np.int32(width)
         integer = jnp.where(too_wide, limit, jnp.minimum(integer, limit))
     integer = jnp.where(x.is_inf, limit, integer)
@@ -56,9 +53,7 @@ def adds(fmt: IntFormat, saturation: str) -> bool:
     return fmt.bits <= 22 and saturation != "none" and not fmt.is_bool
 
 
-def integers_by_addition(
-    bits: jax.Array, fmt: IntFormat, rounding: Rounding, random: jax.Array | None
-) -> jax.Array:
+def integers_by_addition(bits: jax.Array, fmt: IntFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to integers of `fmt`, clamped, as int32.
 
     Beside 2**23, float32's own adder has no room for fractions and rounds to nearest even, once.
@@ -69,19 +64,17 @@ def integers_by_addition(
     limited = jnp.where(magnitude > u32(INF), u32(0), limited)
     total = lax.bitcast_convert_type(limited, jnp.float32) + np.float32(2.0**23)
     integer = lax.bitcast_convert_type(total, jnp.int32) - np.float32(2.0**23).view(np.int32)
-    if rounding != "nearest_even":
+    if projection.rounding != "nearest_even":
         nearest = integer.astype(jnp.float32)  # not total - 2**23, which XLA may cancel
         one = u32(exact_float32_pattern(1))
-        over, up = corrections(limited, negative, nearest, total, one, rounding, random)
+        over, up = corrections(limited, negative, nearest, total, one, projection)
         integer = integer + up.astype(jnp.int32) - over.astype(jnp.int32)
     return jnp.where(negative, -integer, integer)
 
 
-def codes_by_addition(
-    bits: jax.Array, fmt: IntFormat, rounding: Rounding, random: jax.Array | None
-) -> jax.Array:
+def codes_by_addition(bits: jax.Array, fmt: IntFormat, projection: Projection) -> jax.Array:
     """The codes of `integers_by_addition`, as `fmt.code_dtype`."""
-    integers = integers_by_addition(bits, fmt, rounding, random)
+    integers = integers_by_addition(bits, fmt, projection)
     return _low_bits(integers.astype(fmt.code_dtype), fmt)
 
 

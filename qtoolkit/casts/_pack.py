@@ -92,30 +92,31 @@ def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     size = codes.shape[axis]
     padding = [(0, 0)] * codes.ndim
     padding[axis] = (0, -size % group)
-    codes = jnp.pad(codes, padding) if size % group else codes
-    shape = (*codes.shape[:axis], -1, group, *codes.shape[axis + 1 :])
-    if codes.size == 0:
-        packed = codes.shape[axis] // group * width
-        return jnp.zeros((*codes.shape[:axis], packed, *codes.shape[axis + 1 :]), jnp.uint8)
-    grouped = jnp.moveaxis(codes.reshape(shape), axis + 1, -1).astype(jnp.uint32)
+    codes = jnp.pad(codes, padding)
+    before, groups, after = codes.shape[:axis], codes.shape[axis] // group, codes.shape[axis + 1 :]
+    if 0 in codes.shape:
+        return jnp.zeros((*before, groups * width, *after), jnp.uint8)
+    grouped = codes.reshape((*before, groups, group, *after))
+    grouped = jnp.moveaxis(grouped, axis + 1, -1).astype(jnp.uint32)
     shifts = np.arange(group, dtype=np.uint32) * np.uint32(bits)
+    shifts = shifts.reshape((1,) * (grouped.ndim - 1) + (group,))
     word = jnp.sum((grouped & np.uint32((1 << bits) - 1)) << shifts, axis=-1, dtype=jnp.uint32)
     if width == 1:
         return word.astype(jnp.uint8)
     parts = [(word >> np.uint32(8 * i)).astype(jnp.uint8) for i in range(width)]
-    whole = jnp.stack(parts, axis=axis + 1)
-    return whole.reshape((*codes.shape[:axis], -1, *codes.shape[axis + 1 :]))
+    return jnp.stack(parts, axis=axis + 1).reshape((*before, groups * width, *after))
 
 
 @jax.jit(static_argnums=(1, 2, 3))
 def _unpack(packed: jax.Array, bits: int, size: int, axis: int) -> jax.Array:
     group, width = _group(bits)
     before, after = packed.shape[:axis], packed.shape[axis + 1 :]
-    if packed.size == 0:
+    if 0 in packed.shape:
         return jnp.zeros((*before, size, *after), jnp.uint8)
-    grouped = packed.reshape((*before, -1, width, *after)).astype(jnp.uint32)
+    groups = packed.shape[axis] // width
+    grouped = packed.reshape((*before, groups, width, *after)).astype(jnp.uint32)
     word = sum(jnp.take(grouped, i, axis=axis + 1) << np.uint32(8 * i) for i in range(width))
     mask = np.uint32((1 << bits) - 1)
     parts = [((word >> np.uint32(bits * i)) & mask).astype(jnp.uint8) for i in range(group)]
-    codes = jnp.stack(parts, axis=axis + 1).reshape((*before, -1, *after))
+    codes = jnp.stack(parts, axis=axis + 1).reshape((*before, groups * group, *after))
     return jax.lax.slice_in_dim(codes, 0, size, axis=axis)

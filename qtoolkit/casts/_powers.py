@@ -5,34 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._bits import (
-    FLOAT32_MANTISSA,
-    MAGNITUDE,
-    exact_from_pattern,
-    from_pattern,
-    from_stored_codes,
-    pattern,
-    stored_codes,
-    u32,
-)
+from qtoolkit.casts._bits import FLOAT32_MANTISSA, exact_from_pattern, from_pattern, pattern, u32
 from qtoolkit.casts._floats import codes_of_exact
-from qtoolkit.casts._sources import codes_of, values_of
-from qtoolkit.formats import FLOAT32, FloatFormat
+from qtoolkit.casts._projection import UNCLAMPED
+from qtoolkit.formats import FLOAT32
 
-
-def exact_float32(x: jax.Array) -> jax.Array:
-    """float16, bfloat16 or float32 as float32, subnormals included."""
-    return x if x.dtype == jnp.float32 else from_pattern(pattern(x), jnp.float32)
-
-
-def is_zero(x: jax.Array) -> jax.Array:
-    """Where float32 `x` is zero of either sign, by its pattern: XLA's CPU reads subnormals as zero.
-
-    LLVM makes a float comparison of a pattern's test against zero; that it is a pattern of `x` is
-    hidden from it by a minimum that changes nothing but NaNs, as in `product`.
-    """
-    bits = jnp.minimum(pattern(x), np.uint32(0xFFC00000))
-    return (bits & u32(MAGNITUDE)) == 0
+_SQRT2_FRACTION = 0x3504F3  # of sqrt(2) = 1 + f / 2**23, cut
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -52,7 +30,7 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """
     exact = exact_from_pattern(pattern(x))
     exact = exact._replace(exponent=exact.exponent + exponent)
-    return from_pattern(codes_of_exact(exact, FLOAT32, "nearest_even", "none", None), jnp.float32)
+    return from_pattern(codes_of_exact(exact, FLOAT32, UNCLAMPED), jnp.float32)
 
 
 def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,17 +43,12 @@ def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exact.exponent, fraction & u32((1 << FLOAT32_MANTISSA) - 1)
 
 
-def stored(x: jax.Array, fmt: FloatFormat, saturation: str = "finite") -> jax.Array:
-    """float32 `x` rounded to nearest even, in the dtype of `fmt`, or its codes without one."""
-    if fmt == FLOAT32:
-        return x
-    codes = codes_of(x, fmt, "nearest_even", saturation, None)
-    return codes if fmt.dtype is None else from_stored_codes(codes, fmt)
+def floor_log2(x: jax.Array) -> jax.Array:
+    """The exponent of `binary_parts`."""
+    return binary_parts(x)[0]
 
 
-def from_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
-    """The float32 values, subnormals included, of what `stored` gave."""
-    if fmt == FLOAT32:
-        return x
-    codes = x if fmt.dtype is None else stored_codes(x, fmt)
-    return values_of(codes, fmt, jnp.float32)
+def nearest_power_of_two(x: jax.Array) -> jax.Array:
+    """float32 `x` > 0, from 2**-126 to 2**126, rounded by its logarithm: 1.42 is 2, 1.41 is 1."""
+    exponent, fraction = binary_parts(x)
+    return power_of_two(exponent + (fraction > u32(_SQRT2_FRACTION)).astype(jnp.int32))

@@ -170,32 +170,53 @@ def _scrambled(h: jax.Array) -> jax.Array:
 
 
 def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
-    """The index of each element in C order: low and high word, None where 32 bits are enough."""
+    """The index of each element in C order, as uint32: its low word and, where there can be more
+    than 2**32 elements, its high one. Dimensions may be symbolic, as `jax.export` has them.
+    """
+    is_known = jax.core.is_constant_shape(shape)
     low = jnp.zeros(shape, jnp.uint32)
-    high = jnp.zeros(shape, jnp.uint32) if math.prod(shape) > 2**32 else None
-    stride = 1
-    for axis in reversed(range(len(shape))):
+    high = None if is_known and math.prod(shape) <= 2**32 else jnp.zeros(shape, jnp.uint32)
+    for axis, (size, stride) in enumerate(zip(shape, _strides(shape), strict=True)):
         index = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        if high is not None and shape[axis] > 2**32:
+        if is_known and size > 2**32:
             # Above 32 bits, from an iota of floats: what it is off by is far below 2**32.
             rest = lax.broadcasted_iota(jnp.float32, shape, axis) - index.astype(jnp.float32)
             above = (rest * np.float32(2.0**-32) + np.float32(0.5)).astype(jnp.uint32)
-            high = high + above * np.uint32(stride & 0xFFFFFFFF)
-        part = index * np.uint32(stride & 0xFFFFFFFF)
+            assert high is not None
+            high = high + above * stride[0]
+        part = index * stride[0]
         low = low + part
         if high is not None:
             carry = (low < part).astype(jnp.uint32)
-            high = high + carry + _high_product(index, stride & 0xFFFFFFFF)
-            high = high + index * np.uint32(stride >> 32)
-        stride *= shape[axis]
+            high = high + carry + _high_product(index, stride[0]) + index * stride[1]
     return low, high
 
 
-def _high_product(a: jax.Array, b: int) -> jax.Array:
+Word = np.uint32 | jax.Array
+
+
+def _strides(shape: tuple[int, ...]) -> list[tuple[Word, Word]]:
+    """For each axis the elements from one index to the next: low and high word."""
+    strides: list[tuple[Word, Word]] = []
+    stride: int | tuple[jax.Array, jax.Array] = 1
+    for size in reversed(shape):
+        if isinstance(stride, int):
+            strides.append((np.uint32(stride & 0xFFFFFFFF), np.uint32(stride >> 32)))
+        else:
+            strides.append(stride)
+        if isinstance(stride, int) and isinstance(size, int):
+            stride *= size
+            continue
+        low, high = (jnp.asarray(word) for word in strides[-1])
+        count = jnp.asarray(size).astype(jnp.uint32)
+        stride = low * count, high * count + _high_product(low, count)
+    return strides[::-1]
+
+
+def _high_product(a: jax.Array, b: Word) -> jax.Array:
     """The upper 32 bits of the 64-bit product of `a` and `b`."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
-    a_low, a_high = a & mask, a >> half
-    b_low, b_high = np.uint32(b & 0xFFFF), np.uint32(b >> 16)
+    a_low, a_high, b_low, b_high = a & mask, a >> half, b & mask, b >> half
     middle = a_high * b_low + ((a_low * b_low) >> half)
     other = a_low * b_high + (middle & mask)
     return a_high * b_high + (middle >> half) + (other >> half)

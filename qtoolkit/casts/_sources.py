@@ -11,13 +11,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts._bits import (
     Exact,
+    dtype_from_codes,
     exact_from_codes,
     exact_from_float64,
     exact_from_integer,
     exact_from_pattern,
     float_pattern,
     from_pattern,
-    from_stored_codes,
     holds,
     pattern,
 )
@@ -29,7 +29,7 @@ from qtoolkit.casts._integers import (
     int_codes,
     integers_by_addition,
 )
-from qtoolkit.casts._modes import Rounding
+from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
 from qtoolkit.casts._tables import table_codes, table_values
 from qtoolkit.formats import (
     FLOAT32,
@@ -151,46 +151,38 @@ def check_target(where: str, fmt: Format) -> None:
         )
 
 
-def codes_of(
-    x: jax.Array, fmt: Format, rounding: Rounding, saturation: str, random: jax.Array | None
-) -> jax.Array:
+def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
     """`x`, of any dtype of `SOURCES`, rounded once to the codes of `fmt`, as `fmt.code_dtype`."""
     is_integer = isinstance(format(x.dtype), IntFormat)
     if isinstance(fmt, IntFormat) and is_integer:
-        return codes_of_integers(x, fmt, saturation)
+        return codes_of_integers(x, fmt, projection.saturation)
     if isinstance(fmt, TableFormat):
-        return table_codes(_as_float(x, fmt), fmt, rounding, saturation)
+        return table_codes(_as_float(x, fmt), fmt, projection)
     by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
-        if by_pattern and adds(fmt, saturation):
-            return codes_by_addition(pattern(x), fmt, rounding, random)
-        return int_codes(_exact(x, normalized=False), fmt, rounding, saturation, random)
+        if by_pattern and adds(fmt, projection.saturation):
+            return codes_by_addition(pattern(x), fmt, projection)
+        return int_codes(_exact(x, normalized=False), fmt, projection)
     if by_pattern and not needs_64_bits(fmt):
-        codes = float_codes(pattern(x), fmt, rounding, saturation, random)
+        codes = float_codes(pattern(x), fmt, projection)
     else:
         wide = needs_64_bits(fmt)
-        codes = codes_of_exact(_exact(x, wide=wide), fmt, rounding, saturation, random)
+        codes = codes_of_exact(_exact(x, wide=wide), fmt, projection)
     return codes.astype(fmt.code_dtype)
 
 
-def round_values(
-    x: jax.Array,
-    fmt: Format,
-    rounding: Rounding,
-    saturation: str,
-    random: jax.Array | None = None,
-) -> jax.Array:
+def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
     """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them.
 
     Without checks and without a derivative: what the differentiable casts are built on.
     """
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
-        bits = float_values(pattern(x), fmt, rounding, saturation, random)
+        bits = float_values(pattern(x), fmt, projection)
         return from_pattern(bits, x.dtype)
-    if by_pattern and isinstance(fmt, IntFormat) and adds(fmt, saturation):
-        return integers_by_addition(pattern(x), fmt, rounding, random).astype(x.dtype)
-    return values_of(codes_of(x, fmt, rounding, saturation, random), fmt, x.dtype)
+    if by_pattern and isinstance(fmt, IntFormat) and adds(fmt, projection.saturation):
+        return integers_by_addition(pattern(x), fmt, projection).astype(x.dtype)
+    return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
 
 
 def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
@@ -206,12 +198,12 @@ def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
         bits = float_pattern(codes.astype(jnp.uint32), fmt)
         if target.bits >= 16:
             return from_pattern(bits, target.dtype)  # type: ignore[arg-type]
-        narrow = float_codes(bits, target, "nearest_even", "none", None)
-        return from_stored_codes(narrow, target)
+        narrow = float_codes(bits, target, UNCLAMPED)
+        return dtype_from_codes(narrow, target)
     width = jnp.uint64 if max(fmt.bits, target.bits) > 32 else jnp.uint32
     exact = exact_from_codes(codes.astype(width), fmt)
-    wide_codes = codes_of_exact(exact, target, "nearest_even", "none", None)
-    return from_stored_codes(wide_codes, target)
+    wide_codes = codes_of_exact(exact, target, UNCLAMPED)
+    return dtype_from_codes(wide_codes, target)
 
 
 def _values_of_integers(codes: jax.Array, fmt: IntFormat, target: Format) -> jax.Array:
@@ -230,7 +222,7 @@ def _converted(x: jax.Array, target: Format) -> jax.Array:
     assert target.dtype is not None
     if isinstance(target, IntFormat) or target.bits >= 16:
         return x.astype(target.dtype)
-    return from_stored_codes(codes_of(x, target, "nearest_even", "none", None), target)
+    return dtype_from_codes(codes_of(x, target, UNCLAMPED), target)
 
 
 def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False) -> Exact:

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._modes import Rounding
+from qtoolkit.casts._projection import Projection
 from qtoolkit.formats import Overflow, TableFormat
 
 
-def table_codes(x: jax.Array, fmt: TableFormat, rounding: Rounding, saturation: str) -> jax.Array:
+def table_codes(x: jax.Array, fmt: TableFormat, projection: Projection) -> jax.Array:
     """Rounds float32 or float64 numbers to the codes of `fmt`, as `fmt.code_dtype`."""
+    rounding, saturation = projection.rounding, projection.saturation
     assert isinstance(rounding, str)
     dtype = np.dtype(x.dtype)
     bits = 8 * dtype.itemsize

@@ -1,0 +1,73 @@
+"""Floats as integers in the same order, so that subnormals count and steps can be counted."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from qtoolkit.casts._bits import exact_float32
+
+
+def ordinal(x: jax.Array) -> jax.Array:
+    """The place of floats in their order, as signed integers of their width.
+
+    0 for both zeros, 1 for the least subnormal, negative for negative numbers; beyond the numbers
+    the infinities, beyond these NaN.
+
+    Args:
+      x: float16, bfloat16, float32 or float64.
+    """
+    integer = np.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, integer)
+    return jnp.where(bits < 0, np.array(np.iinfo(integer).min, integer) - bits, bits)
+
+
+def ordinal_of(value: float, dtype: DTypeLike) -> np.ndarray:
+    """`ordinal` of a constant, which `dtype` must hold."""
+    number = np.array(value, dtype)
+    integer = np.dtype(f"int{8 * number.dtype.itemsize}")
+    bits = int(number.view(integer))
+    return np.array(bits if bits >= 0 else np.iinfo(integer).min - bits, integer)
+
+
+def from_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The number of `dtype` whose `ordinal` is `place`."""
+    bits = jnp.where(place < 0, np.array(np.iinfo(place.dtype).min, place.dtype) - place, place)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
+    """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros.
+
+    Args:
+      x: float16, bfloat16, float32 or float64; False at NaN.
+      lower, upper: float32 holds them, float64 where `x` is float64.
+    """
+    wide = widened(x)
+    place = ordinal(wide)
+    return (place >= ordinal_of(lower, wide.dtype)) & (place <= ordinal_of(upper, wide.dtype))
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """`x` as float32, float64 as it is; exactly, with bfloat16's subnormals."""
+    return x if x.dtype == jnp.float64 else exact_float32(x)
+
+
+def magnitude_ordinal(x: jax.Array) -> jax.Array:
+    """`ordinal` of |x|, as unsigned integers; of infinities and NaNs `infinity_ordinal` or more."""
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, unsigned)
+    return bits & unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
+
+
+def from_magnitude_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The number of `dtype`, not negative, whose `magnitude_ordinal` is `place`."""
+    return lax.bitcast_convert_type(place, dtype)
+
+
+def infinity_ordinal(dtype: DTypeLike) -> np.generic:
+    """`magnitude_ordinal` of the infinities of `dtype`."""
+    bits = ml_dtypes.finfo(dtype).bits
+    return np.asarray(np.inf, dtype).view(np.dtype(f"uint{bits}"))[()]

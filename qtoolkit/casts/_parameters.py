@@ -1,0 +1,121 @@
+"""The one check of what stands beside an array: scales, shifts, offsets, bounds."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from qtoolkit.casts._sources import shown_number
+
+_LEAST = 2.0**-126  # XLA reads smaller float32 numbers as zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The numbers that a parameter may be.
+
+    Attributes:
+      wanted: What they are called in messages.
+      contains: Which elements of an array are among them.
+    """
+
+    wanted: str
+    contains: Callable[[np.ndarray], np.ndarray]
+
+
+FINITE = Domain("a finite number", np.isfinite)
+NONZERO = Domain(
+    "a finite number other than zero", lambda v: np.isfinite(v) & (np.abs(v) >= _LEAST)
+)
+POSITIVE = Domain(
+    "a positive finite number, 2**-126 or more", lambda v: (v >= _LEAST) & (v < np.inf)
+)
+
+
+def parameter(
+    where: str,
+    name: str,
+    value: ArrayLike,
+    x: jax.Array,
+    domain: Domain,
+    *,
+    dtypes: Sequence[DTypeLike],
+    checks_arrays: bool = True,
+) -> jax.Array | np.ndarray:
+    """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
+
+    Args:
+      where, name: For the messages: who asks, for which argument.
+      value: What was given.
+      x: The array beside which it stands: its shape must be broadcast to that of `x`.
+      domain: Which numbers it may hold.
+      dtypes: The dtypes that it may have.
+      checks_arrays: Whether arrays that are known here, not traced ones, are checked against
+        `domain`. Numbers are.
+
+    Raises:
+      TypeError: Another dtype.
+      ValueError: The shape does not broadcast, or a value lies outside the domain.
+    """
+    if isinstance(value, int | float):
+        return number(where, name, value, dtypes[0], domain)
+    check_dtype(where, name, value, dtypes)
+    shape = np.shape(value)
+    sizes = zip(shape[::-1], x.shape[::-1], strict=False)
+    if len(shape) > x.ndim or any(size not in (1, wide) for size, wide in sizes):
+        raise ValueError(
+            f"{where}: {name} has shape {shape}, expected one that broadcasts to that of x, "
+            f"{x.shape}"
+        )
+    if checks_arrays:
+        check_domain(where, name, value, domain)
+    return value if isinstance(value, jax.Array | np.ndarray) else jnp.asarray(value)
+
+
+def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain) -> np.ndarray:
+    """A Python number as `dtype` has it; ValueError where that is outside of the domain."""
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            array = np.asarray(float(value), dtype)
+    except OverflowError:  # integers beyond float64
+        array = np.asarray(math.inf if value > 0 else -math.inf, dtype)
+    if not domain.contains(array.astype(np.float64)):
+        raise ValueError(
+            f"{where}: {shown_number(name, value)} is {array} in {array.dtype}, expected "
+            f"{domain.wanted}"
+        )
+    return array
+
+
+def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) -> None:
+    """TypeError where `value` is of none of the dtypes; numbers that were traced are."""
+    dtype = getattr(value, "dtype", None)
+    known = tuple(dict.fromkeys(np.dtype(d) for d in dtypes))
+    is_traced_number = dtype == np.float64 and getattr(value, "weak_type", False)
+    if (dtype in known and dtype is not None) or is_traced_number:
+        return
+    got = f"dtype {dtype}" if dtype is not None else f"type {type(value).__name__}"
+    raise TypeError(
+        f"{where}: {name} has {got}, expected {' or '.join(map(str, known))}; convert it first, "
+        f"e.g. jnp.asarray({name}, jnp.{known[0]})"
+    )
+
+
+def check_domain(where: str, name: str, value: Any, domain: Domain) -> None:
+    """ValueError naming the first element outside of the domain, where the values are known."""
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        return
+    values = np.asarray(value).astype(np.float64)
+    bad = ~domain.contains(values)
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        place = f" at {at}" if at else ""
+        raise ValueError(
+            f"{where}: {name} is {values[at]:.9g}{place}, expected {domain.wanted}; {bad.sum()} of "
+            f"{values.size} are not"
+        )

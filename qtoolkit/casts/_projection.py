@@ -1,0 +1,80 @@
+"""`Projection`: how a value becomes one of a format, in one object for all layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from qtoolkit.casts._modes import Rounding, Stochastic, check_rounding
+from qtoolkit.casts._random import Draw, check_draw
+
+_STATIC: dict[str, Any] = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """How a value becomes one of a format: rounding, saturation, and the random bits of the former.
+
+    A pytree: `rounding` and `saturation` are static, the arrays of `draw` are leaves. Without a
+    draw it is hashable. Public functions spell these words out as keywords; inside, this travels.
+
+    Attributes:
+      rounding: As in `qtoolkit.round_to_format`; "stochastic" becomes `Stochastic()`.
+      saturation: "finite", "propagate" or "none".
+      draw: Where the bits of stochastic rounding come from; None for the other modes, and where
+        whoever uses the projection provides them.
+
+    Raises:
+      ValueError: Unknown rounding or saturation.
+
+    Source: IEEE P3109 Interim Report v4.0, section on projections.
+    """
+
+    rounding: Rounding = dataclasses.field(default="nearest_even", metadata=_STATIC)
+    saturation: str = dataclasses.field(default="finite", metadata=_STATIC)
+    draw: Draw | None = None
+
+    def __post_init__(self) -> None:
+        rounding = check_rounding("Projection", self.rounding, self.saturation)
+        object.__setattr__(self, "rounding", rounding)
+
+    @property
+    def random(self) -> jax.Array | None:
+        """The random bits of a projection that was `drawn`, else None."""
+        return None if self.draw is None else self.draw.bits
+
+    def drawn(self, shape: tuple[int, ...]) -> "Projection":
+        """The same with one number of random bits for each element of `shape`, inside `jit`."""
+        if self.draw is None:
+            return self
+        assert isinstance(self.rounding, Stochastic)
+        bits = self.draw.random(shape, self.rounding)
+        return dataclasses.replace(self, draw=Draw(None, None, bits))
+
+    def reshaped(self, function: Callable[[jax.Array], jax.Array]) -> "Projection":
+        """A drawn projection with `function` of its bits, which the values went through, too."""
+        if self.random is None:
+            return self
+        return dataclasses.replace(self, draw=Draw(None, None, function(self.random)))
+
+
+NEAREST = Projection()
+UNCLAMPED = Projection(saturation="none")  # as IEEE 754 and `astype` have it
+
+
+def projection_of(
+    where: str,
+    shape: tuple[int, ...],
+    rounding: Any,
+    saturation: Any,
+    key: Any = None,
+    random_bits: ArrayLike | None = None,
+    index_offset: Any = 0,
+) -> Projection:
+    """The keywords of a public cast of an array of that shape, checked, as one object."""
+    rounding = check_rounding(where, rounding, saturation)
+    draw = check_draw(where, shape, rounding, key, random_bits, index_offset)
+    return Projection(rounding, saturation, draw)
