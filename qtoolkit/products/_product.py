@@ -3,7 +3,8 @@
 The forward product is `f(q_l, q_r) * s_l * s_r`: operands on the grid of their format, the scales
 outside. Its derivatives are products of the same kind: `f` transposed, of the rounded cotangent and
 the other operand's q. Rounding an operand counts as the identity: with current scaling nothing
-saturates.
+saturates. Infinities and NaNs of operands and cotangents stay in q, so that results are not finite
+where those of the plain product are not: loss scalers and skipped steps rely on it.
 """
 
 import dataclasses
@@ -12,14 +13,24 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts import FLOATS, check_differentiable, check_holds
-from qtoolkit.formats import Format
-from qtoolkit.gradients import linear_with_transpose, varying_alike
+from qtoolkit.casts.internal import (
+    FLOATS,
+    check_differentiable,
+    check_holds,
+    floor_log2,
+    in_dtype,
+    power_of_two,
+    product,
+)
+from qtoolkit.formats import BlockFormat
+from qtoolkit.gradients import linear_with_transpose
+from qtoolkit.gradients.internal import varying_alike
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.scaling import quantized_values
+from qtoolkit.scaling.internal import operand_values
 
 
 class Bilinear(Protocol):
@@ -45,11 +56,11 @@ def quantized_product(
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )
-    for fmt, held_in in ((recipe.forward, (lhs.dtype, rhs.dtype)), (recipe.gradient, (dtype,))):
+    for spec, held_in in ((recipe.forward, (lhs.dtype, rhs.dtype)), (recipe.gradient, (dtype,))):
         for held in held_in:
-            if fmt is not None:
-                check_holds(where, fmt, held)
-    return _product(*varying_alike(lhs, rhs), function, recipe, dtype)
+            if spec is not None:
+                check_holds(where, spec.element, held)
+    return quantized_product_jitted(*varying_alike(lhs, rhs), function, recipe, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -57,7 +68,22 @@ def _product(
     lhs: jax.Array, rhs: jax.Array, function: Bilinear, recipe: Recipe, dtype: DTypeLike
 ) -> jax.Array:
     (q_l, s_l), (q_r, s_r) = _operand(lhs, recipe.forward), _operand(rhs, recipe.forward)
-    return (function(q_l, q_r.astype(q_l.dtype)) * s_l * s_r).astype(dtype)
+    return in_dtype(_times_scales(function(q_l, q_r.astype(q_l.dtype)), s_l, s_r), dtype)
+
+
+def _times_scales(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    """`x * (first * second)`, where that product may lie beyond float32 though the result does not.
+
+    The scales are multiplied as numbers from 1 to 4 and exponents apart; half of the exponents'
+    sum is applied at a time. So x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 gives 1e36,
+    in either order, and what lies between x and the result is never smaller or larger than both.
+    """
+    exponents = [jnp.clip(floor_log2(scale), -126, 127) for scale in (first, second)]
+    parts = [s * power_of_two(-e) for s, e in zip((first, second), exponents, strict=True)]
+    total = exponents[0] + exponents[1]
+    half = total // 2
+    x = product(x, (parts[0] * parts[1]) * power_of_two(half))
+    return product(x, power_of_two(total - half))
 
 
 def _product_jvp(
@@ -88,24 +114,24 @@ class _Tangent:
     def __call__(self, other: tuple[jax.Array, ...], tangent: jax.Array) -> jax.Array:
         q, scale = other
         out = _on_side(self.function, self.side, tangent.astype(jnp.float32), q)
-        return (out * scale).astype(self.dtype)
+        return in_dtype(product(out, scale), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cotangent:
-    """Its transpose, of the cotangent rounded to `fmt` with a scale of its own."""
+    """Its transpose, of the cotangent rounded to `spec` with a scale of its own."""
 
     function: Bilinear
     side: int
-    fmt: Format | None
+    spec: BlockFormat | None
     operand: jax.ShapeDtypeStruct
 
     def __call__(self, other: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
-        (q_g, s_g), (q, scale) = _operand(cotangent, self.fmt), other
+        (q_g, s_g), (q, scale) = _operand(cotangent, self.spec), other
         along = functools.partial(_on_side, self.function, self.side, q=q)
         transposed = jax.linear_transpose(along, self.operand.update(dtype=jnp.float32))
         (out,) = transposed(q_g.astype(jnp.float32))
-        return (out * scale * s_g).astype(self.operand.dtype)
+        return in_dtype(_times_scales(out, scale, s_g), self.operand.dtype)
 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -122,15 +148,19 @@ def _on_side(function: Bilinear, side: int, operand: jax.Array, q: jax.Array) ->
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _operand(x: jax.Array, fmt: Format | None) -> tuple[jax.Array, jax.Array]:
+def _operand(x: jax.Array, spec: BlockFormat | None) -> tuple[jax.Array, jax.Array]:
     """Q and scale with x ~ q * scale; the derivative takes that for an equality, scale fixed."""
-    return (x, jnp.float32(1)) if fmt is None else quantized_values(x, fmt)
+    return (x, jnp.float32(1)) if spec is None else operand_values(x, spec)
 
 
 @_operand.defjvp
 def _operand_jvp(
-    fmt: Format | None, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+    spec: BlockFormat | None, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    q, scale = _operand(*primals, fmt)
+    q, scale = _operand(*primals, spec)
     q_dot = (tangents[0].astype(jnp.float32) / scale).astype(q.dtype)
     return (q, scale), (q_dot, jnp.zeros_like(scale))
+
+
+# One traced program for all products alike: a model of six equal blocks traces one block's.
+quantized_product_jitted = jax.jit(_product, static_argnames=("function", "recipe", "dtype"))
