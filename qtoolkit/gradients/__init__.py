@@ -1,0 +1,44 @@
+"""What the derivative is: estimators, rounded cotangents, and the differentiable casts."""
+
+from qtoolkit.gradients._cotangent import round_cotangent
+from qtoolkit.gradients._estimators import (
+    Clipped,
+    CotangentEstimator,
+    Estimator,
+    Identity,
+    Zero,
+)
+from qtoolkit.gradients._fake_cast import fake_cast
+from qtoolkit.gradients._fake_convert import fake_convert
+from qtoolkit.gradients._fake_quantize import fake_quantize
+from qtoolkit.gradients._learned import (
+    lsq,
+    lsq_plus,
+    lsq_plus_scale_offset,
+    lsq_scale,
+    pact,
+)
+from qtoolkit.gradients._linear import linear_with_transpose
+from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
+
+__all__ = [
+    "DSQ",
+    "EWGS",
+    "Clipped",
+    "CotangentEstimator",
+    "Estimator",
+    "Identity",
+    "Ramp",
+    "ReSTE",
+    "Zero",
+    "fake_cast",
+    "fake_convert",
+    "fake_quantize",
+    "linear_with_transpose",
+    "lsq",
+    "lsq_plus",
+    "lsq_plus_scale_offset",
+    "lsq_scale",
+    "pact",
+    "round_cotangent",
+]

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.casts.internal import inside, widened
+from qtoolkit.casts.internal import inside
 from qtoolkit.formats import Format
 from qtoolkit.gradients._linear import linear_with_transpose
 
@@ -136,15 +136,3 @@ class _Cotangent:
         _, x, q = residuals
         lower, upper = float(self.fmt.lowest), float(self.fmt.max_finite)
         return self.rule.cotangent(g, x, q, lower, upper, self.fmt)
-
-
-@jax.custom_jvp
-def differentiable_widened(x: jax.Array) -> jax.Array:
-    """`widened`, with the derivative of an `astype`."""
-    return widened(x)
-
-
-@differentiable_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    wide = differentiable_widened(*primals)
-    return wide, tangents[0].astype(wide.dtype)

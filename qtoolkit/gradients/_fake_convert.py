@@ -28,13 +28,13 @@ from qtoolkit.formats import Format, format
 from qtoolkit.gradients._estimators import (
     CotangentEstimator,
     Estimator,
-    differentiable_widened,
     estimator,
     slope,
     tangent,
     times_slope,
 )
 from qtoolkit.gradients._linear import broadcast_product
+from qtoolkit.gradients._widths import differentiable_widened
 
 
 def fake_convert(
@@ -120,7 +120,7 @@ def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to what `dtype` holds, as float32; XLA may drop an `astype` there and back."""
+    """float32 rounded to what `dtype` holds; XLA may drop an `astype` there and back."""
     return x if dtype == jnp.float32 else round_values(x, format(dtype), UNCLAMPED)
 
 

@@ -52,9 +52,7 @@ def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def broadcast_product(
-    coefficient: jax.Array, x: jax.Array, dtype: DTypeLike
-) -> jax.Array:
+def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`coefficient * x`, in float32 and then in `dtype`; linear in `x`, which broadcasts.
 
     Its transpose sums in float32, and coefficients under a cotangent of 0 add 0, whatever they are:
@@ -84,7 +82,11 @@ class _ProductTransposed:
     def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
         wide = cotangent.astype(jnp.float32)
         terms = jnp.where(wide == 0, np.float32(0), residuals[0] * wide)
-        summed = [i for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True)) if n != wide_n]
+        summed = [
+            i
+            for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))
+            if n != wide_n
+        ]
         return jnp.sum(terms, axis=summed, keepdims=True).astype(self.dtype)
 
 

@@ -26,7 +26,7 @@ from qtoolkit.casts.internal import (
     widened,
 )
 from qtoolkit.formats import Format
-from qtoolkit.gradients._estimators import differentiable_widened
+from qtoolkit.gradients._widths import differentiable_widened
 
 
 @dataclasses.dataclass(frozen=True)

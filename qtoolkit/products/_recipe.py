@@ -5,6 +5,8 @@ from typing import Any
 
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, spec
 
+_FORWARD, _GRADIENT = BlockFormat.tensor(E4M3FN), BlockFormat.tensor(E5M2)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -27,8 +29,8 @@ class Recipe:
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
     """
 
-    forward: BlockFormat | None = spec(E4M3FN)
-    gradient: BlockFormat | None = spec(E5M2)
+    forward: BlockFormat | None = _FORWARD
+    gradient: BlockFormat | None = _GRADIENT
 
     def __post_init__(self) -> None:
         for field in ("forward", "gradient"):

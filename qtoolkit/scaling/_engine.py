@@ -146,7 +146,9 @@ def block_values(
     return _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
 
 
-def operand_values(x: Array, spec: BlockFormat, projection: Projection = NEAREST) -> tuple[Array, Array]:
+def operand_values(
+    x: Array, spec: BlockFormat, projection: Projection = NEAREST
+) -> tuple[Array, Array | None]:
     """`x` as values q of the element format and one scale for all of it: x ~ q * scale.
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
@@ -157,18 +159,18 @@ def operand_values(x: Array, spec: BlockFormat, projection: Projection = NEAREST
 
     Returns:
       q: Shape and dtype of `x`.
-      scale: float32 scalar, 1 without a scale.
+      scale: float32 scalar; None where `spec` has none.
     """
     scales, _ = find_scales(x, spec, holds_nan=True)
-    wide = exact_float32(x)
-    scale = jnp.ones((), jnp.float32)
-    u = wide
+    u = wide = exact_float32(x)
+    scale = None
     if scales.scale is not None:
         scale = effective(scales.scale, None, spec).reshape(())
         u = quotient(wide, scale)
     q = element_values(u, spec, projection.drawn(x.shape), None)
     q = jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
-    # Or XLA's CPU repeats the rounding in every transposed copy of q that a product asks for.
+    # Without the barrier XLA's CPU repeats the rounding in every transposed copy of q that a
+    # product asks for.
     return lax.optimization_barrier(q), scale
 
 

@@ -88,9 +88,7 @@ def _transformed_jvp(
 _transformed_jitted = jax.jit(_transformed, static_argnums=(2, 3, 4))
 
 
-def _summed(
-    x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool
-) -> jax.Array:
+def _summed(x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool) -> jax.Array:
     """The transform of float32 before it is divided by sqrt(block)."""
     before, after = (*x.shape[:axis], x.shape[axis] // block), x.shape[axis + 1 :]
     y = x.reshape(*before, block, *after)

@@ -159,9 +159,7 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _metrics(
-    x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat
-) -> Metrics:
+def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat) -> Metrics:
     scales, nonzero = find_scales(x, spec, given)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)

@@ -88,7 +88,9 @@ def quantize(
         )
     if packed and x.ndim == 0:
         raise ValueError("quantize: packed=True for a scalar, expected at least one axis")
-    codes, scales = _quantize(without_derivative(x, _NO_DERIVATIVE), given, projection, spec, packed)
+    codes, scales = _quantize(
+        without_derivative(x, _NO_DERIVATIVE), given, projection, spec, packed
+    )
     return QArray(
         codes,
         scales.scale,

@@ -10,7 +10,7 @@ from qtoolkit.scaling._engine import (
     scaled_values,
 )
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import kept_range
+from qtoolkit.scaling._scales import kept_range, scale_from
 
 __all__ = [
     "Scales",
@@ -21,5 +21,6 @@ __all__ = [
     "find_scales",
     "kept_range",
     "operand_values",
+    "scale_from",
     "scaled_values",
 ]
