@@ -20,7 +20,6 @@ from qtoolkit.formats._names import (
     INT8,
     NF4,
     Format,
-    closest,
     format,
 )
 
@@ -234,7 +233,7 @@ class BlockFormat:
             raise self._error("narrow_range needs signed integers")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
-        if self.tensor_scale is not None and self.scale is not None and _is_wide(self.scale):
+        if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
             raise self._error(
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
                 "scales, e.g. e4m3fn"
@@ -254,7 +253,7 @@ class BlockFormat:
     def _check_element(self) -> None:
         element = self.element
         is_bool = isinstance(element, IntFormat) and element.is_bool
-        if _is_wide(element) or element.mantissa_bits > 23 or is_bool:
+        if is_wide(element) or element.mantissa_bits > 23 or is_bool:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
                 "bits than its significand, or is bool; expected a narrower one, or scale=None"
@@ -277,7 +276,7 @@ class BlockFormat:
             )
 
 
-def _is_wide(fmt: Format) -> bool:
+def is_wide(fmt: Format) -> bool:
     """Whether products of two of its values may leave the range of float32."""
     return fmt.max_finite > _LARGEST or fmt.min_positive < 1 / _LARGEST
 
@@ -323,35 +322,3 @@ INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
 NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
 
 BLOCK_FORMATS = tuple(_NAMES)
-_BY_NAME = {name: fmt for fmt, name in _NAMES.items()}
-
-
-def spec(of: Any) -> BlockFormat:
-    """What `quantize` and its kin make of their `spec` argument: a block format.
-
-    Args:
-      of: A block format (returned as it is); the name of a published one, "mxfp4", upper or lower
-        case; or an element format or any spelling of one. That alone stands for one scale for the
-        whole tensor, NF4 for its published blocks of 64, and formats that need no scale
-        (`needs_scale`), or have the range of float32, for none.
-
-    Raises:
-      ValueError: Nothing has that name; the message lists the closest ones.
-      TypeError: `of` is neither a format nor a string nor a dtype.
-    """
-    if isinstance(of, BlockFormat):
-        return of
-    if isinstance(of, str) and of.lower() in _BY_NAME:
-        return _BY_NAME[of.lower()]
-    try:
-        element = format(of)
-    except ValueError:
-        raise ValueError(
-            f"spec: unknown format {of!r}; expected one of {', '.join(_BY_NAME)}, or an element "
-            f"format such as {', '.join(closest(of) or ['e4m3fn'])}"
-        ) from None
-    if element == NF4:
-        return NF4_BLOCK64
-    if _is_wide(element) or not element.needs_scale:
-        return BlockFormat.tensor(element, scale=None)
-    return BlockFormat.tensor(element)

@@ -12,7 +12,7 @@ from qtoolkit.formats._names import (
     BOOL,
     E2M1FN,
     E3M4,
-    E4M3,
+    E4M3_IEEE,
     E4M3B11FNUZ,
     E4M3FN,
     E4M3FNUZ,
@@ -47,7 +47,7 @@ INTEGERS: tuple[IntFormat, ...] = (
 )
 FLOATS: tuple[FloatFormat, ...] = (
     E2M1FN,
-    *(E4M3FN, E5M2, E4M3, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
+    *(E4M3FN, E5M2, E4M3_IEEE, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
     *(BFLOAT16, FLOAT16, FLOAT32, FLOAT64),
 )
 
@@ -61,7 +61,7 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
 
     * bool, uint2, int2, uint4, int4, uint8, int8, and so on: unsigned first
     * e2m1fn
-    * e4m3fn, e5m2, e4m3, e3m4, e4m3fnuz, e5m2fnuz, e4m3b11fnuz, e8m0fnu
+    * e4m3fn, e5m2, e4m3_ieee, e3m4, e4m3fnuz, e5m2fnuz, e4m3b11fnuz, e8m0fnu
     * bfloat16, float16
     * float32
     * float64
