@@ -326,5 +326,5 @@ def test_what_is_no_format():
         promote("e4m4fn", "e5m2")
     with pytest.raises(TypeError, match="expected a format, its name as a string, or a dtype"):
         promote("e5m2", 3)
-    with pytest.raises(TypeError, match="'mxfp4' is a block format; .* element format 'e2m1fn'"):
+    with pytest.raises(TypeError, match=r"'mxfp4' is a block format; .* element format 'e2m1fn'"):
         promote(formats.MXFP4, "e5m2")
