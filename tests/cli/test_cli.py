@@ -124,6 +124,11 @@ def test_a_folder_that_cannot_be_written_to(source):
     ("arguments", "message"),
     [
         (["--format", "e4m4"], "unknown format 'e4m4'; did you mean"),
+        (
+            ["--format", "fp8"],
+            "'fp8' is ambiguous, expected 'e4m3fn' (largest value 448) or 'e5m2'",
+        ),
+        (["--format", "mxfp4"], "'mxfp4' is a block format; use qtoolkit.quantize or"),
         (["--scaling", "row"], "'row' is not one of 'tensor', 'channel'"),
         (["--unknown"], "No such option: --unknown"),
     ],
