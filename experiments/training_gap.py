@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from qtoolkit.cli._language_model import load_corpus, train_pair
+from qtoolkit.demo import load_corpus, train_pair
 from qtoolkit.products import Recipe
 
 

@@ -22,18 +22,19 @@ LAYERS = (
     ("products",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
     ("plots",),
+    ("demo",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 EXEMPT = ("__init__", "_version", "__main__")  # top-level files
 # Heavy packages, and the layers that may import them.
 ONLY_IN = {
-    "jax": set(LEVEL) - {"formats"},
-    "jaxlib": set(LEVEL) - {"formats"},
+    "jax": set(LEVEL) - {"formats", "cli"},
+    "jaxlib": set(LEVEL) - {"formats", "cli"},
     "matplotlib": {"plots"},
-    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "cli"},
-    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "cli"},
-    "orbax": {"checkpoints", "cli"},
+    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "orbax": {"checkpoints"},
 }
 
 
@@ -226,7 +227,7 @@ def test_help_of_the_command(tmp_path):
         assert name in done.stdout
 
 
-# The top level: an explicit list, a lazy table, and imports for tools. All three agree.
+# The top level: a lazy table for Python, a stub for type checkers.
 
 
 @pytest.mark.quick
@@ -239,31 +240,33 @@ def test_every_public_name_resolves(name):
         assert value is getattr(getattr(qtoolkit, home), name)
 
 
-@pytest.mark.quick
-def test_the_lists_of_public_names_agree():
-    homes = qtoolkit._HOMES
-    listed = [name for names in homes.values() for name in names]
-    assert len(set(listed)) == len(listed)
-    assert sorted(qtoolkit.__all__) == sorted([*homes, *listed, "__version__"])
-    assert len(set(qtoolkit.__all__)) == len(qtoolkit.__all__)
-    assert set(dir(qtoolkit)) >= set(qtoolkit.__all__)
+def stub_homes(stub: str) -> dict[str, str]:
+    """The module that a stub imports each name from; only `from x import y as y` re-exports y."""
+    homes = {}
+    for node in ast.parse(stub).body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        for alias in node.names:
+            assert node.level == 0, ast.unparse(node)
+            assert alias.asname == alias.name, ast.unparse(node)
+            assert alias.name not in homes, ast.unparse(node)
+            homes[alias.name] = node.module
+    return homes
 
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    blocks = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    (block,) = blocks
-    for_tools = {}
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
-        assert node.level == 0
-        assert all(alias.asname in (None, alias.name) for alias in node.names)
-        for_tools[node.module] = {alias.name for alias in node.names}
-    assert for_tools.pop("qtoolkit") == set(homes)
-    table = {f"qtoolkit.{home}": set(names) for home, names in homes.items() if names}
-    assert for_tools == table
+
+@pytest.mark.quick
+def test_the_stub_has_the_names_and_homes_of_the_lazy_table():
+    table = {"__version__": "qtoolkit._version"}
+    table |= dict.fromkeys(qtoolkit._NAMES_BY_PACKAGE, "qtoolkit")
+    table |= {name: f"qtoolkit.{home}" for name, home in qtoolkit._HOME_OF.items()}
+    assert stub_homes((PACKAGE / "__init__.pyi").read_text(encoding="utf-8")) == table
+
+
+@pytest.mark.quick
+def test_no_top_level_name_is_given_twice():
+    assert len(set(qtoolkit.__all__)) == len(qtoolkit.__all__)
+    listed = sum(map(len, qtoolkit._NAMES_BY_PACKAGE.values()))  # a name with two homes has one key
+    assert listed == len(qtoolkit._HOME_OF)
+    assert dir(qtoolkit) == sorted(qtoolkit.__all__)
 
 
 @pytest.mark.quick

@@ -10,7 +10,7 @@ import typer
 from qtoolkit import checkpoints
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints import CheckpointError, Report, SafetensorsFile
-from qtoolkit.checkpoints._header import shown
+from qtoolkit.checkpoints.internal import shown
 from qtoolkit.cli._errors import one_line_errors
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._tables import page_width, prints_unicode, progress, table
@@ -235,6 +235,6 @@ def demo(
     The float32 model is then converted, as `qtoolkit convert` does it, and evaluated too.
     """
     with one_line_errors(f"{out} may be incomplete"):
-        from qtoolkit.cli._demo import run  # loads JAX, Flax and optax
+        from qtoolkit.demo import run  # loads JAX, Flax and optax
 
         run(steps=steps, out=out, seed=seed, format=format)

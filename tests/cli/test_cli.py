@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import ml_dtypes
 import numpy as np
@@ -147,21 +146,6 @@ def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
     ]
 
 
-def test_demo_passes_its_options_on(monkeypatch, tmp_path):
-    calls = []
-    stub = types.ModuleType("qtoolkit.cli._demo")
-    stub.run = lambda **options: calls.append(options)
-    monkeypatch.setitem(sys.modules, "qtoolkit.cli._demo", stub)
-    assert run("demo").exit_code == 0
-    result = run("demo", "--steps", 3, "--out", tmp_path, "--seed", 5, "--format", "f8e5m2")
-    assert result.exit_code == 0
-    assert [{**call, "out": str(call["out"])} for call in calls] == [
-        {"steps": 400, "out": "qtoolkit-demo", "seed": 0, "format": "e4m3fn"},
-        {"steps": 3, "out": str(tmp_path), "seed": 5, "format": "e5m2"},
-    ]
-    assert run("demo", "--steps", 0).exit_code == 2
-
-
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["convert", "--help"], ["formats"], ["--version"]]
 )
@@ -206,22 +190,16 @@ def endless(path):
     ("sent", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
+def test_signals_leave_the_folder_as_it_was(start, tmp_path, sent, code, word):
     endless(tmp_path / "src")
     (tmp_path / "dst").write_bytes(b"precious")
-    with subprocess.Popen(
-        [*COMMAND, "convert", "src", "dst", "--overwrite"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
-        process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=60)
+    process = start("convert", "src", "dst", "--overwrite", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
+    process.send_signal(sent)
+    stdout, stderr = process.communicate(timeout=60)
     lines = [line for line in stderr.splitlines() if not line.startswith("converting")]
     assert lines == [f"qtoolkit: {word}; dst was not written"]
     assert (process.returncode, stdout) == (code, "")
@@ -249,15 +227,13 @@ with one_line_errors("nothing was changed"):
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
 
 
-def test_a_reader_that_hangs_up_is_no_error(tmp_path):
+def test_a_reader_that_hangs_up_is_no_error(start, tmp_path):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
-    with subprocess.Popen(
-        [*COMMAND, "inspect", "f"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.read(10)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
+    process = start("inspect", "f", cwd=tmp_path)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1
 
 
 def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path):
