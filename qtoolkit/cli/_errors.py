@@ -17,8 +17,9 @@ from qtoolkit.checkpoints import CheckpointError
 def one_line_errors(interrupted: str) -> Iterator[None]:
     """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1.
 
-    Ctrl-C exits with 130 and a termination signal with 143, both after the clean-up of what they
-    interrupted, and both saying `interrupted`. Bugs keep their traceback.
+    Ctrl-C exits with 130 and says `interrupted; <interrupted>`, a termination signal with 143 and
+    `terminated; <interrupted>`, each after the clean-up of what it stopped. Bugs keep their
+    traceback.
     """
     with _termination_raises():
         try:
@@ -29,9 +30,9 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except CheckpointError as error:
-            raise _failure(str(error), 1) from error
+            raise failure(str(error), 1) from error
         except OSError as error:
-            raise _failure(_os_message(error), 1) from error
+            raise failure(_os_message(error), 1) from error
         except KeyboardInterrupt:
             _leave(f"interrupted; {interrupted}", 130)
         except _TerminatedError:
@@ -54,7 +55,8 @@ def _termination_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _failure(message: str, code: int) -> typer.Exit:
+def failure(message: str, code: int) -> typer.Exit:
+    """Says `message` in one line. Raise what it returns, which ends the command with `code`."""
     _say(message)
     return typer.Exit(code)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
 from qtoolkit.cli._app import app
@@ -74,6 +75,35 @@ def test_convert_skips_what_it_is_told_to(source, tmp_path):
     assert load(tmp_path / "out")["layers/0/kernel"].dtype == np.float32
 
 
+def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
+    arguments = ["convert", source, tmp_path / "out", "--scaling", "channel"]
+    result = run(*arguments, "--dry-run")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["tensor", "dtype", "becomes", "scale", "bytes", "kept", "because"]
+    # Of 32 x 16 codes and 16 scales: 512 + 4 * 16 bytes.
+    assert [line.split(maxsplit=5) for line in lines[1:4]] == [
+        ["embed/embedding", "F32", "F32", "1,024", "skipped", "by default"],
+        ["layers/0/bias", "F32", "F32", "64", "fewer", "than two dimensions"],
+        ["layers/0/kernel", "F32", "F8_E4M3", "[1,", "16]", "576"],
+    ]
+    assert lines[4].endswith("out: e4m3fn, a scale per channel; a dry run, nothing was written")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    done = run(*arguments).stdout.splitlines()
+    assert lines[5:] == done[1:4]  # the same counts and bytes
+    written = load(tmp_path / "out")
+    assert written["layers/0/kernel"].dtype == ml_dtypes.float8_e4m3fn
+    assert written["layers/0/kernel_scale"].shape == (1, 16)
+
+
+def test_a_dry_run_fails_where_the_conversion_would(source, tmp_path):
+    (tmp_path / "out").touch()
+    folder, name = tmp_path / "no" / "out", tmp_path / "new"
+    for arguments in ([tmp_path / "out"], [folder], [name, "--skip", "("]):
+        expected = fails("convert", source, *arguments)
+        assert fails("convert", source, *arguments, "--dry-run") == expected
+
+
 def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     missing, out = tmp_path / "missing", tmp_path / "out"
     assert fails("convert", missing, out) == f"{missing}: No such file or directory"
@@ -122,7 +152,6 @@ def test_a_folder_that_cannot_be_written_to(source):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "e4m4"], "unknown format 'e4m4'; did you mean"),
         (["--scaling", "row"], "'row' is not one of 'tensor', 'channel'"),
         (["--unknown"], "No such option: --unknown"),
     ],
@@ -131,6 +160,26 @@ def test_misuse_exits_with_2(source, tmp_path, arguments, message):
     result = run("convert", source, tmp_path / "out", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("name", ["fp8", "e4m4", "float8", "mxfp4"])
+@pytest.mark.parametrize("command", [["convert", "src", "dst"], ["demo"]])
+def test_a_wrong_format_is_one_line_and_exits_with_2(command, name):
+    with pytest.raises(ValueError, match=f"'{name}'") as error:
+        qt.format(name)
+    result = run(*command, "--format", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    message = str(error.value).removeprefix("format: ")
+    assert result.stderr == f"qtoolkit: --format: {message}\n"
+
+
+def test_e4m3_as_a_format_is_one_line_that_names_e4m3fn(source, tmp_path):
+    result = run("convert", source, tmp_path / "out", "--format", "e4m3")
+    assert result.exit_code in (1, 2)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("qtoolkit: ")
+    assert "e4m3fn" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
@@ -153,8 +202,11 @@ def test_looking_loads_neither_jax_nor_anything_heavy(arguments):
     assert not loaded_by(arguments) & HEAVY
 
 
-def test_inspecting_does_not_either(source):
+def test_inspecting_and_a_dry_run_do_not_either(source):
     assert not loaded_by(["inspect", str(source)]) & HEAVY
+    for name in ("e4m3fn", "F8_E5M2"):
+        arguments = ["convert", str(source), "out", "--dry-run", "--format", name]
+        assert not loaded_by(arguments) & HEAVY
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}

@@ -241,8 +241,8 @@ def test_where_only_ascii_can_be_written():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("e4m3fm", "unknown format 'e4m3fm'; did you mean 'e4m3fn' or 'e4m3' or 'ue4m3'? known: "),
-        ("complex64", "unknown format 'complex64'; known: float64, "),
+        ("e4m3fm", "unknown format 'e4m3fm'; did you mean 'e4m3fn'"),
+        ("complex64", "unknown format 'complex64'; "),
         ("Binary8p9se", "p3109: bits=8, precision=9, expected 3 to 16 bits and a precision of 1"),
         ("a\nb", r"unknown format 'a\nb'; "),
     ],
