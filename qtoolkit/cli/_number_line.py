@@ -92,7 +92,7 @@ def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
 
     A bar's height is the logarithm of the number of values in a binade.
     """
-    lowest, highest = floor_log2(fmt.min_subnormal), floor_log2(fmt.max_finite)
+    lowest, highest = floor_log2(fmt.min_positive), floor_log2(fmt.max_finite)
     room = width - 4
     binades = highest - lowest + 1
     per_bar = -(-binades // room)

@@ -67,8 +67,8 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
       Shape of `amax`; the dtype of the scale format, or its codes where it has none.
     """
     assert spec.scale is not None
-    if spec.least_amax:
-        amax = jnp.where(amax < np.float32(spec.least_amax), np.float32(spec.least_amax), amax)
+    if spec.amax_epsilon:
+        amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
     if spec.rule != "amax":
         return stored(_power_scale(amax, spec), spec.scale)
     least = least_scale(spec.scale)
@@ -190,7 +190,7 @@ def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
     """Whether `factors` serve: elements times 2**exponent are normal numbers, and subnormal data,
     which products read as zero, lie below half the least element.
     """
-    lowest = -min(_SAFE, 125 + _binary(spec.element.min_subnormal)[0])
+    lowest = -min(_SAFE, 125 + _binary(spec.element.min_positive)[0])
     return (exponent >= lowest) & (exponent <= _SAFE)
 
 
@@ -208,7 +208,7 @@ def kept_range(spec: BlockFormat) -> tuple[float, float]:
     first = last = Fraction(1)
     if isinstance(element, FloatFormat):
         last = highest - element.magnitude(element.max_code - 1)
-        first = last if element.signed else element.min_subnormal
+        first = last if element.signed else element.min_positive
         first = first if element.has_zero else 2 * lowest  # zero is no step below the lowest
     elif isinstance(element, TableFormat):
         values = [Fraction(value) for value in element.finite]
