@@ -279,6 +279,24 @@ with one_line_errors("nothing was changed"):
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_python_drops_is_sent_again(sent):
+    script = f"""
+import os, time
+from qtoolkit.cli._errors import one_line_errors
+class Signals:
+    def __del__(self):
+        os.kill(os.getpid(), {int(sent)})  # Python drops what is raised here
+with one_line_errors("nothing was changed"):
+    Signals()
+    print("went on", flush=True)
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + sent, "went on\n")
+    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
+
+
 def test_a_reader_that_hangs_up_is_no_error(start, tmp_path):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
     process = start("inspect", "f", cwd=tmp_path)
