@@ -84,6 +84,8 @@ def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain
             array = np.asarray(float(value), dtype)
     except OverflowError:  # integers beyond float64
         array = np.asarray(math.inf if value > 0 else -math.inf, dtype)
+    if abs(array) < _LEAST:  # float32's subnormals, as XLA reads them
+        array = np.zeros_like(array)
     if not domain.contains(array.astype(np.float64)):
         raise ValueError(
             f"{where}: {shown_number(name, value)} is {array} in {array.dtype}, expected "

@@ -173,7 +173,7 @@ def element_index(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array | None]:
     """The index of each element in C order, as uint32: its low word and, where there can be more
     than 2**32 elements, its high one. Dimensions may be symbolic, as `jax.export` has them.
     """
-    is_known = jax.core.is_constant_shape(shape)
+    is_known = all(isinstance(size, int) for size in shape)
     low = jnp.zeros(shape, jnp.uint32)
     high = None if is_known and math.prod(shape) <= 2**32 else jnp.zeros(shape, jnp.uint32)
     for axis, (size, stride) in enumerate(zip(shape, _strides(shape), strict=True)):

@@ -1,14 +1,13 @@
 """Words for how many elements share a scale."""
 
-from typing import Any
-
-from qtoolkit.formats._block import BlockFormat, spec
-from qtoolkit.formats._names import Format, format
+from qtoolkit.formats._block import BlockFormat
+from qtoolkit.formats._names import Format, found
+from qtoolkit.formats._spec import SpecLike, spec
 
 SCALINGS = ("none", "tensor", "channel", "token")
 
 
-def scaled_by(where: str, of: Any, scaling: str | None, default: str = "none") -> BlockFormat:
+def scaled_by(where: str, of: SpecLike, scaling: str | None, default: str = "none") -> BlockFormat:
     """The block format that an element format and a word for its scales stand for.
 
     Args:
@@ -23,25 +22,15 @@ def scaled_by(where: str, of: Any, scaling: str | None, default: str = "none") -
     """
     if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
         raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    found = spec(of)
-    if _is_element(of):
-        return _SHAPES[scaling or default](found.element)
+    element, resolved = found(of), spec(of)
+    if element is not None:
+        return _SHAPES[scaling or default](element)
     if scaling is not None:
         raise ValueError(
-            f"{where}: scaling={scaling!r} beside {found.name}, which has scales of its own; leave "
-            f"it out, or give the element format, {found.element.name}"
+            f"{where}: scaling={scaling!r} beside {resolved.name}, which has scales of its own; "
+            f"leave it out, or give the element format, {resolved.element.name}"
         )
-    return found
-
-
-def _is_element(of: Any) -> bool:
-    if isinstance(of, BlockFormat):
-        return False
-    try:
-        format(of)
-    except ValueError:
-        return False
-    return True
+    return resolved
 
 
 def _unscaled(element: Format) -> BlockFormat:

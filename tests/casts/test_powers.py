@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.casts import (
+from qtoolkit.casts.internal import (
     binary_parts,
     exact_float32,
     from_stored,
     is_zero,
     power_of_two,
-    stored,
     times_power_of_two,
+    to_stored,
 )
 
 EDGES = np.array(
@@ -95,6 +95,6 @@ def test_what_is_stored_comes_back(name):
     fmt = qt.format(name)
     codes = np.arange(2**fmt.bits)
     wanted = np.unique([float(fmt.value(int(c))) for c in codes[: fmt.max_code + 1]])
-    kept = stored(jnp.asarray(wanted, jnp.float32), fmt)
+    kept = to_stored(jnp.asarray(wanted, jnp.float32), fmt)
     assert kept.dtype == (fmt.dtype or fmt.code_dtype)
     np.testing.assert_array_equal(_bits(from_stored(kept, fmt)), _bits(wanted.astype(np.float32)))

@@ -269,7 +269,8 @@ def quantize(
     else:
         factor = spread(decoded * total, blocks, shape) * F32(2.0**blocks.element_exponent)
         assert factor.dtype == F32
-        u = _times_reciprocal(wide, factor, blocks)
+        u = wide / factor
+        assert u.dtype == F32
     each_zero = None if zero is None else spread(zero, blocks, shape)
     return Quantized(
         blocks=blocks,
@@ -332,16 +333,6 @@ def _zero_points(low, scales, blocks: Blocks) -> np.ndarray:
     steps = low / scales
     assert steps.dtype == F32
     return np.clip(least - np.rint(steps.astype(np.float64)), least, most).astype(np.int32)
-
-
-def _times_reciprocal(x, d, blocks: Blocks) -> np.ndarray:
-    """One reciprocal, then a product, each rounded to float32."""
-    if blocks.largest < 4:  # scales above 2**126 have subnormal reciprocals
-        factor = np.where(d > F32(2.0**64), F32(0.25), F32(1))
-        x, d = x * factor, d * factor
-    u = x * (F32(1) / d)
-    assert u.dtype == F32
-    return u
 
 
 def _codes(u, blocks: Blocks, rounding, saturation, random, zero=None) -> np.ndarray:

@@ -98,7 +98,7 @@ def test_metrics_beside_numbers_that_are_not_finite(spec, saturation):
 def test_the_histogram_of_a_scaled_tensor_is_that_of_ml_dtypes():
     x = data()
     scale = np.float32(np.max(np.abs(x)) / np.float32(448))
-    codes = (x * (np.float32(1) / scale)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    codes = (x / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     expected = np.bincount(codes.reshape(-1), minlength=256)
     np.testing.assert_array_equal(metrics(x, "e4m3fn").histogram, expected)
     np.testing.assert_array_equal(metrics(x, "e4m3fn", scale=scale).histogram, expected)
@@ -212,7 +212,7 @@ def test_saturated_with_zero_points_equals_numpy():
     scale = np.full((4, 1), 0.01, np.float32)
     zero_point = np.array([[0], [20], [128], [255]], np.int32)
     got = metrics(x, ASYMMETRIC, scale=scale, zero_point=zero_point)
-    moved = x * (np.float32(1) / scale) + zero_point
+    moved = x / scale + zero_point
     expected = np.mean((moved < -0.5) | (moved > 255.5))
     assert expected > 0.1
     np.testing.assert_allclose(got.saturated, expected, rtol=1e-6)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qtoolkit.casts import product, quotient
+from qtoolkit.casts.internal import product, quotient
 
 COUNT = 2**16
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.scaling import amax, scale_from_amax, scaled
+from qtoolkit.casts.internal import exact_float32, quotient
+from qtoolkit.scaling import amax, scale_from_amax
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bfloat16", "float16", "int8")
@@ -22,6 +23,11 @@ LARGEST = {
     "float16": 65504,
     "int8": 127,
 }
+
+
+def scaled(x, scale):
+    """What the engine rounds."""
+    return quotient(exact_float32(jnp.asarray(x)), scale)
 
 
 def same_bits(got, expected):
@@ -142,13 +148,11 @@ def test_scale_is_the_ieee_quotient(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_scale_has_an_infinite_reciprocal(name):
+def test_no_scale_is_subnormal(name):
     tiny = np.arange(0, 0x02000000, 997, dtype=np.uint32).view(np.float32)
     for function in (scale_from_amax, jax.jit(scale_from_amax, static_argnums=1)):
         scale = np.asarray(function(jnp.asarray(tiny), qt.format(name)))
         assert scale.min() >= np.float32(2.0**-126)
-        reciprocal = np.float32(1) / scale
-        assert np.isfinite(reciprocal).all()
         by_jax = np.asarray(scaled(jnp.ones_like(scale), jnp.asarray(scale)))
         assert np.isfinite(by_jax).all()
         # A zero stays an exact zero, and what was tiny stays within the format.
@@ -157,7 +161,7 @@ def test_no_scale_has_an_infinite_reciprocal(name):
 
 
 def _pairs(count=2**16):
-    """Data and scales whose reciprocals and products are all normal numbers."""
+    """Data and scales whose quotients are all normal numbers."""
     rng = np.random.default_rng(7)
     x = np.ldexp(1 + rng.random(count), rng.integers(-40, 40, count)) * rng.choice([-1, 1], count)
     scale = np.ldexp(1 + rng.random(count), rng.integers(-40, 40, count))
@@ -168,7 +172,7 @@ def _pairs(count=2**16):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["elementwise", "scalar", "rows", "columns"])
-def test_scaled_is_one_reciprocal_and_one_product(shape, dtype):
+def test_scaled_is_one_division(shape, dtype):
     x, scale = _pairs()
     with np.errstate(over="ignore"):
         x = np.nan_to_num(x, nan=np.nan, posinf=np.inf, neginf=-np.inf).astype(DTYPES[dtype])
@@ -179,7 +183,7 @@ def test_scaled_is_one_reciprocal_and_one_product(shape, dtype):
         "rows": scale[:256, None],
         "columns": scale[None, :256],
     }[shape]
-    expected = x.astype(np.float32) * (np.float32(1) / scale)
+    expected = x.astype(np.float32) / scale
     z = np.random.default_rng(8).normal(size=x.shape).astype(np.float32)
     z = z * np.where(np.isfinite(expected), np.abs(expected), np.float32(1))
     same_nan = np.isnan(expected)
