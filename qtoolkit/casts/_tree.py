@@ -146,7 +146,9 @@ def _targets(paths: list[str], leaves: list[Any], fmt: Any) -> list[Format | Non
     kinds = [_scalar_type(leaf) for leaf in leaves]
     rules.check_used("cast_tree", paths, kinds)
     return [
-        None if rules.which(path, kind) is None and not _is_float(leaf) else rules.find(path, kind)
+        None
+        if rules.match_index(path, kind) is None and not _is_float(leaf)
+        else rules.lookup(path, kind)
         for path, kind, leaf in zip(paths, kinds, leaves, strict=True)
     ]
 

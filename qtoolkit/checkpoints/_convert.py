@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit import casts, scaling
+from qtoolkit.casts import decode
+from qtoolkit.casts.internal import NEAREST, exact_float32, quotient
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
 from qtoolkit.checkpoints._plan import Plan, TensorPlan, as_matrix, make_plan
 from qtoolkit.checkpoints._report import Report, TensorReport, decibels
@@ -26,7 +27,9 @@ from qtoolkit.checkpoints._safetensors import (
     check_target,
     write_safetensors,
 )
-from qtoolkit.formats import Format, Rules
+from qtoolkit.formats import BlockFormat, Format, Rules
+from qtoolkit.scaling import amax
+from qtoolkit.scaling.internal import Scales, block_codes, scale_from, scaled_values
 
 CHUNK = 2**20  # elements in a block: 4 MiB of float32, enough to keep a few cores busy
 _LEAST = 2**10  # the smallest block, and what is summed in float32 before float64 takes over
@@ -243,12 +246,12 @@ def _power_of_two(count: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _amax_block(x: jax.Array, axis: int) -> jax.Array:
-    return scaling.amax(x, axis=1 - axis)
+    return amax(x, axis=1 - axis)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _scales_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
-    return scaling.scale_from_amax(amax, fmt)
+    return scale_from(amax, BlockFormat.tensor(fmt), None)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -260,16 +263,19 @@ def _encode_block(
     The sums, [rows, n] or [1, columns], are in units of the scale, or of the largest magnitude
     where there is none: the squares of the elements themselves may leave float32.
     """
-    finite = lax.is_finite(x)
-    q = x if scale is None else scaling.scaled(x, scale)
-    codes = casts.encode(q, fmt, saturation="finite")
-    wide = jnp.where(finite, q, jnp.zeros_like(q)).astype(jnp.float32)
-    error = wide - jnp.where(finite, casts.decode(codes, fmt), jnp.zeros_like(wide))
+    spec = BlockFormat.tensor(fmt, scale=None)
+    if scale is not None:
+        spec = BlockFormat.channel(fmt, axis)
+    codes = block_codes(x, spec, NEAREST, Scales(scale))
+    finite = lax.is_finite(exact_float32(x))
+    zero = jnp.zeros(x.shape, jnp.float32)
+    wide = jnp.where(finite, scaled_values(x, spec, Scales(scale)), zero)
+    error = wide - jnp.where(finite, decode(codes, fmt), zero)
     unit = scale
     if unit is None:
-        largest = scaling.amax(x)
+        largest = amax(x)
         unit = jnp.where(largest == 0, jnp.ones_like(largest), largest)
-        wide, error = scaling.scaled(wide, unit), scaling.scaled(error, unit)
+        wide, error = quotient(wide, unit), quotient(error, unit)
     count = jnp.sum(~finite, dtype=jnp.int32)
     return codes, _partial_sums(wide * wide, axis), _partial_sums(error * error, axis), unit, count
 

@@ -214,7 +214,7 @@ def _choice(
     info: TensorInfo, rules: Rules[Format], plain: bool, skip: list[re.Pattern[str]]
 ) -> tuple[Format | None, str]:
     """The format of a tensor, or None and the reason to keep it."""
-    position, fmt = rules.which(info.name), rules.find(info.name)
+    position, fmt = rules.match_index(info.name), rules.lookup(info.name)
     if position is None and info.dtype not in (*_SOURCES, "F64"):
         return None, f"dtype {info.dtype}"
     if fmt is not None and info.dtype == safetensors_dtype(fmt):

@@ -68,7 +68,7 @@ def _table_row(fmt: TableFormat) -> list[str]:
         str(fmt.finite_count),
         exact(fmt.lowest),
         exact(fmt.max_finite),
-        exact(fmt.min_subnormal),
+        exact(fmt.min_positive),
         "yes" if fmt.has_inf else "no",
         _nan_codes(fmt),
     ]
@@ -150,7 +150,7 @@ def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
         yield "min subnormal", exact(fmt.min_subnormal) if subnormals else "no subnormals"
         yield "epsilon", exact(fmt.epsilon)
     elif isinstance(fmt, TableFormat):
-        yield "smallest", exact(fmt.min_subnormal)
+        yield "smallest", exact(fmt.min_positive)
     yield "finite values", f"{fmt.finite_count:,}"
     if not isinstance(fmt, IntFormat):
         yield "zero", _zeros(fmt)

@@ -86,7 +86,7 @@ def _binade(fmt: Format, value: Fraction) -> str:
 
 def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
     """One bar for each power of two, or for some of them; a step up is twice as many values."""
-    lowest, highest = floor_log2(fmt.min_subnormal), floor_log2(fmt.max_finite)
+    lowest, highest = floor_log2(fmt.min_positive), floor_log2(fmt.max_finite)
     room = width - 4
     binades = highest - lowest + 1
     per_bar = -(-binades // room)

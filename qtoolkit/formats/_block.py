@@ -41,7 +41,7 @@ class BlockFormat:
         be shorter.
       axes: The axes that `block` tells about, negative ones counted from the end; None for the last
         ones. See `along`.
-      rest: Length of a block along all other axes: 1, or None for the whole axis.
+      other_axes: Length of a block along all other axes: 1, or None for the whole axis.
       scale: The format that scales are rounded to, or any spelling: a float format with a NaN and
         without a sign to speak of, for its scales are positive. None for no scale at all.
       rule: How a scale follows from amax, the largest finite |x| of its block. "amax": amax / M
@@ -57,20 +57,20 @@ class BlockFormat:
         zero point follow from the least and largest element, zero included.
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
       narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
-      least_amax: What a smaller amax counts as.
+      amax_epsilon: What a smaller amax counts as.
     """
 
     element: Format
     block: tuple[int | None, ...] = ()
     axes: tuple[int, ...] | None = None
-    rest: int | None = 1
+    other_axes: int | None = 1
     scale: FloatFormat | None = FLOAT32
     rule: str | None = None
     tensor_scale: FloatFormat | None = None
     zero_point: bool = False
     element_exponent: int = 0
     narrow_range: bool = False
-    least_amax: float = 0.0
+    amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("element", "scale", "tensor_scale"):
@@ -88,12 +88,12 @@ class BlockFormat:
     @classmethod
     def tensor(cls, element: Any, **fields: Any) -> "BlockFormat":
         """One scale for all elements."""
-        return cls(element=element, rest=None, **fields)
+        return cls(element=element, other_axes=None, **fields)
 
     @classmethod
     def channel(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
         """One scale for each index of `axis`."""
-        return cls(element=element, block=(1,), axes=(axis,), rest=None, **fields)
+        return cls(element=element, block=(1,), axes=(axis,), other_axes=None, **fields)
 
     @classmethod
     def token(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
@@ -131,7 +131,7 @@ class BlockFormat:
         if 0 in shape:
             raise ValueError(f"{self.name}: shape {shape} is empty, expected at least one element")
         axes = self.axes if self.axes is not None else tuple(range(-len(self.block), 0))
-        lengths: list[int | None] = [self.rest] * rank
+        lengths: list[int | None] = [self.other_axes] * rank
         taken = set()
         for axis, length in zip(axes, self.block, strict=True):
             if not -rank <= axis < rank or axis % rank in taken:
@@ -162,12 +162,12 @@ class BlockFormat:
             return f"{self.element.name}, unscaled"
         shapes = {((), None): "tensor", ((1,), None): "channel", ((None,), 1): "token"}
         sizes = "x".join("all" if n is None else str(n) for n in self.block)
-        sizes += " across all others" if self.rest is None else ""
-        by = shapes.get((self.block, self.rest), f"blocks of {sizes}")
+        sizes += " across all others" if self.other_axes is None else ""
+        by = shapes.get((self.block, self.other_axes), f"blocks of {sizes}")
         changes = [
             f"{field.name}={getattr(value, 'name', value)}"
             for field in dataclasses.fields(self)
-            if field.name not in ("element", "block", "axes", "rest", "rule")
+            if field.name not in ("element", "block", "axes", "other_axes", "rule")
             and (value := getattr(self, field.name)) != field.default
         ]
         if self.rule != self._default_rule():
@@ -199,11 +199,11 @@ class BlockFormat:
                     f"{len(self.axes)} axes, {self.axes}, for a block with {len(self.block)} "
                     f"lengths, {self.block}; expected as many"
                 )
-        if self.rest not in (1, None):
-            raise self._error(f"rest={self.rest!r}, expected 1 or None")
-        if not self.block and self.rest == 1 and self.scale is not None:
+        if self.other_axes not in (1, None):
+            raise self._error(f"other_axes={self.other_axes!r}, expected 1 or None")
+        if not self.block and self.other_axes == 1 and self.scale is not None:
             raise self._error(
-                "block=() and rest=1 make a scale for each element; expected a block, or "
+                "block=() and other_axes=1 make a scale for each element; expected a block, or "
                 "BlockFormat.tensor(...), .channel(...) or .token(...)"
             )
 
@@ -215,7 +215,7 @@ class BlockFormat:
         if not isinstance(scale, FloatFormat) or not scale.has_nan:
             raise self._error(f"{field}={scale.name} cannot be a scale; {wanted}")
         fits = scale.max_finite <= FLOAT32.max_finite and scale.mantissa_bits <= 23
-        if not fits or scale.min_subnormal < FLOAT32.min_subnormal:
+        if not fits or scale.min_positive < FLOAT32.min_positive:
             raise self._error(f"{field}={scale.name} is wider than float32; {wanted}")
 
     def _check_rule(self) -> None:
@@ -239,9 +239,9 @@ class BlockFormat:
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
                 "scales, e.g. e4m3fn"
             )
-        is_number = isinstance(self.least_amax, int | float)
-        if not is_number or not 0 <= self.least_amax <= FLOAT32.max_finite:
-            raise self._error(f"least_amax={self.least_amax!r}, expected a float32 from 0 up")
+        is_number = isinstance(self.amax_epsilon, int | float)
+        if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
+            raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
 
     def _default_rule(self) -> str:
         if not self.has_powers:
@@ -253,7 +253,7 @@ class BlockFormat:
 
     def _check_element(self) -> None:
         element = self.element
-        is_bool = getattr(element, "is_bool", False)
+        is_bool = isinstance(element, IntFormat) and element.is_bool
         if _is_wide(element) or element.mantissa_bits > 23 or is_bool:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
@@ -268,18 +268,18 @@ class BlockFormat:
 
     def _check_zero_point(self) -> None:
         simple = self.rule == "amax" and self.tensor_scale is None
-        simple = simple and not (self.element_exponent or self.narrow_range or self.least_amax)
+        simple = simple and not (self.element_exponent or self.narrow_range or self.amax_epsilon)
         is_integer = isinstance(self.element, IntFormat) and self.element.bits <= 16
         if not is_integer or self.scale is None or not simple:
             raise self._error(
                 "zero_point needs integers of up to 16 bits and a scale with rule='amax', without "
-                "tensor_scale, element_exponent, narrow_range or least_amax"
+                "tensor_scale, element_exponent, narrow_range or amax_epsilon"
             )
 
 
 def _is_wide(fmt: Format) -> bool:
     """Whether products of two of its values may leave the range of float32."""
-    return fmt.max_finite > _LARGEST or fmt.min_subnormal < 1 / _LARGEST
+    return fmt.max_finite > _LARGEST or fmt.min_positive < 1 / _LARGEST
 
 
 def _is_int(value: Any) -> bool:
@@ -303,7 +303,7 @@ def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
 def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
     """Source: arXiv:2412.19437, section 3.3; the least amax is that of its published kernels."""
     name = f"deepseek_{block[0]}x{block[1]}{'_e8m0' if fields else ''}"
-    return _published(name, element=E4M3FN, block=block, least_amax=1e-4, **fields)
+    return _published(name, element=E4M3FN, block=block, amax_epsilon=1e-4, **fields)
 
 
 MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3FN)

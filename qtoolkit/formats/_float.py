@@ -228,9 +228,14 @@ class FloatFormat:
         return _power_of_two(self.min_exponent)
 
     @property
-    def min_subnormal(self) -> Fraction:
-        """The smallest positive value: 2**-9 for E4M3FN."""
+    def min_positive(self) -> Fraction:
+        """The smallest positive value: 2**-9 for E4M3FN, 2**-127 for E8M0."""
         return self.magnitude(int(self.has_zero))
+
+    @property
+    def min_subnormal(self) -> Fraction:
+        """`min_positive`, as IEEE 754 names it; the smallest normal where nothing is subnormal."""
+        return self.min_positive
 
     @property
     def epsilon(self) -> Fraction:
@@ -324,11 +329,11 @@ def check_dtype(fmt: Any) -> None:
     except (TypeError, ValueError, KeyError):
         raise ValueError(f"{where} is of another kind of numbers") from None
     ends = (float(info.min), float(info.max), float(getattr(info, "smallest_subnormal", 1)))
-    if ends != (float(fmt.lowest), float(fmt.max_finite), float(fmt.min_subnormal)):
+    if ends != (float(fmt.lowest), float(fmt.max_finite), float(fmt.min_positive)):
         raise ValueError(
             f"{where} has values from {ends[0]} to {ends[1]}, the smallest {ends[2]}; expected "
             f"{float(fmt.lowest)} to {float(fmt.max_finite)}, the smallest "
-            f"{float(fmt.min_subnormal)}"
+            f"{float(fmt.min_positive)}"
         )
 
 
@@ -347,7 +352,7 @@ def float64_values(fmt: Any) -> np.ndarray:
             f"{fmt.name}: 2**{fmt.bits} codes are too many to list, expected at most 2**16; use "
             "value(code) for one of them"
         )
-    if fmt.max_finite >= 2**1024 or fmt.min_subnormal < Fraction(2) ** -1074:
+    if fmt.max_finite >= 2**1024 or fmt.min_positive < Fraction(2) ** -1074:
         raise ValueError(
             f"{fmt.name}: float64 does not hold every value; use value(code), which is exact"
         )

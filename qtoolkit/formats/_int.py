@@ -17,14 +17,16 @@ class IntFormat:
       name: As users write it, on the command line and in checkpoints.
       bits: Width of a code, 1 to 64.
       signed: Two's complement if true.
-      dtype_name: The numpy name of the format's own dtype; None where there is none. "bool" makes
-        it the truth value: one bit, 1 for whatever is not zero.
+      is_bool: Whether the format is the truth value: one unsigned bit, which a cast sets to 1 for
+        whatever is not zero, so 0.25 becomes 1, where uint1 makes it 0.
+      dtype_name: The numpy name of the format's own dtype; None where there is none.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
     """
 
     name: str
     bits: int
     signed: bool = True
+    is_bool: bool = False
     dtype_name: str | None = None
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -33,15 +35,15 @@ class IntFormat:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):
             raise ValueError(
-                f"IntFormat {self.name!r}: dtype_name='bool' with bits={self.bits}, "
+                f"IntFormat {self.name!r}: is_bool=True with bits={self.bits}, "
                 f"signed={self.signed}; expected bits=1, signed=False"
             )
+        if self.dtype_name == "bool" and not self.is_bool:
+            raise ValueError(
+                f"IntFormat {self.name!r}: dtype_name='bool' with is_bool={self.is_bool!r}, "
+                "expected is_bool=True"
+            )
         check_dtype(self)
-
-    @property
-    def is_bool(self) -> bool:
-        """Whether a cast asks only if a value is zero."""
-        return self.dtype_name == "bool"
 
     @property
     def max_finite(self) -> Fraction:
@@ -54,7 +56,7 @@ class IntFormat:
         return Fraction(-(2 ** (self.bits - 1)) if self.signed else 0)
 
     @property
-    def min_subnormal(self) -> Fraction:
+    def min_positive(self) -> Fraction:
         """The smallest positive value."""
         return Fraction(1)
 

@@ -206,7 +206,12 @@ E1M2FN = FloatFormat(
     spellings=("e1m2", "DT_FP4_E1M2", "DT_FP4_E1M2X2", "DT_FP4E1M2"),
 )
 BOOL = IntFormat(
-    name="bool", bits=1, signed=False, dtype_name="bool", spellings=("boolean", "DT_BOOL")
+    name="bool",
+    bits=1,
+    signed=False,
+    is_bool=True,
+    dtype_name="bool",
+    spellings=("boolean", "DT_BOOL"),
 )
 
 

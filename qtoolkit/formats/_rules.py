@@ -54,7 +54,7 @@ class Rules(Generic[Value]):
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "_patterns", tuple(map(_compiled, keys)))
 
-    def which(
+    def match_index(
         self, path: str | Sequence[str], kind: type | Sequence[type] | None = None
     ) -> int | None:
         """Position of the first rule that matches, None where none does.
@@ -70,11 +70,11 @@ class Rules(Generic[Value]):
                 return position
         return None
 
-    def find(
+    def lookup(
         self, path: str | Sequence[str], kind: type | Sequence[type] | None = None
     ) -> Value | None:
-        """The value of the first rule that matches, see `which`; the default where none does."""
-        position = self.which(path, kind)
+        """The value of the first rule that matches, else the default; see `match_index`."""
+        position = self.match_index(path, kind)
         return self.default if position is None else self.rules[position][1]
 
     def unused(
@@ -87,7 +87,7 @@ class Rules(Generic[Value]):
         A rule counts as used where it matches, even if an earlier one decides.
 
         Args:
-          paths: Of everything there is, each as in `which`.
+          paths: Of everything there is, each as in `match_index`.
           kinds: The types of the same things, in the same order; None where types do not matter.
         """
         things = [

@@ -134,7 +134,7 @@ class TableFormat:
         return Fraction(self.finite[0])
 
     @property
-    def min_subnormal(self) -> Fraction:
+    def min_positive(self) -> Fraction:
         """The smallest positive value."""
         return Fraction(next(value for value in self.finite if value > 0))
 

@@ -18,7 +18,7 @@ from qtoolkit.gradients._learned import (
     lsq_scale,
     pact,
 )
-from qtoolkit.gradients._linear import linear_with_transpose, varying_alike
+from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
 
 __all__ = [
@@ -41,5 +41,4 @@ __all__ = [
     "lsq_scale",
     "pact",
     "round_cotangent",
-    "varying_alike",
 ]

@@ -4,24 +4,20 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import (
-    Draw,
-    Rounding,
-    Stochastic,
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
-    random_of,
+    in_dtype,
     round_values,
 )
-from qtoolkit.formats import Format
+from qtoolkit.formats import BlockFormat
+from qtoolkit.formats.internal import scaled_by
 from qtoolkit.gradients._linear import linear_with_transpose
-from qtoolkit.scaling import quantized_values
-
-SCALINGS = ("none", "tensor")
+from qtoolkit.scaling.internal import block_values, check_quantize, find_scales
 
 
 def round_cotangent(
@@ -33,38 +29,40 @@ def round_cotangent(
     key: jax.Array | None = None,
     random_bits: ArrayLike | None = None,
     index_offset: ArrayLike = 0,
-    scaling: str = "none",
+    scaling: str | None = None,
 ) -> jax.Array:
     """Returns `x`; the cotangent that flows back through it is rounded to `fmt`.
 
     Args:
-      x: float32, float16 or bfloat16, any shape.
-      fmt: A format or any spelling of one, see `qtoolkit.format`.
+      x: float32, float16 or bfloat16, any shape, not empty.
+      fmt: A format or any spelling of one, see `qtoolkit.format`; or a block format or the name of
+        one: "mxfp8_e5m2". The cotangent becomes what `fake_quantize` makes of an array.
       rounding, saturation, key, random_bits, index_offset: As in `round_to_format`.
-      scaling: "none", or "tensor": the cotangent is divided by a scale before it is rounded and
-        multiplied by it after, so that its largest finite magnitude meets that of `fmt`. Under
-        `vmap` each example has its own.
+      scaling: Which scales divide the cotangent before it is rounded: "none", "tensor", "channel"
+        (one for each index of the last axis) or "token" (one for each vector along it), short for
+        `BlockFormat.tensor(fmt)` and so on. None: those of a block format, else "none". Under
+        `vmap` each example has scales of its own.
 
     Returns:
       `x`, unchanged.
 
     Raises:
-      TypeError, ValueError: As `fake_cast`; or `scaling` is unknown.
+      TypeError, ValueError: As `fake_quantize`; or `scaling` is unknown, or given beside a block
+        format.
 
     Gradient: a linear identity. Tangents pass unchanged; cotangents are rounded.
     """
-    x = check_differentiable("round_cotangent", x, wide=False)
-    fmt, rounding, draw = check_arguments(
-        "round_cotangent", x, fmt, rounding, saturation, key, random_bits, index_offset
-    )
-    check_holds("round_cotangent", fmt, x.dtype)
-    if scaling not in SCALINGS:
-        raise ValueError(
-            f"round_cotangent: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}"
-        )
-    leaves, structure = jax.tree.flatten(draw)
-    transpose = _Rounding(fmt, rounding, saturation, scaling, structure)
-    return linear_with_transpose(_identity, transpose, tuple(leaves), x)
+    where = "round_cotangent"
+    x = check_differentiable(where, x, wide=False)
+    spec = scaled_by(where, fmt, scaling)
+    keywords = (rounding, saturation, key, random_bits, index_offset)
+    if spec.scale is None:
+        _, projection = check_arguments(where, x, spec.element, *keywords)
+        check_holds(where, spec.element, x.dtype)
+    else:
+        x, _, _, projection = check_quantize(where, x, spec, None, None, None, *keywords)
+    leaves, structure = jax.tree.flatten(projection)
+    return linear_with_transpose(_identity, _Rounding(spec, structure), tuple(leaves), x)
 
 
 def _identity(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
@@ -73,16 +71,13 @@ def _identity(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Rounding:
-    fmt: Format
-    rounding: Rounding
-    saturation: str
-    scaling: str
-    draw: Any  # the structure of the residuals
+    spec: BlockFormat
+    projection: Any  # its structure; the residuals are its leaves
 
     def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
-        draw: Draw | None = jax.tree.unflatten(self.draw, residuals)
-        random = random_of(draw, cotangent, self.rounding)
-        if self.scaling == "none":
-            return round_values(cotangent, self.fmt, self.rounding, self.saturation, random)
-        q, scale = quantized_values(cotangent, self.fmt, self.rounding, self.saturation, random)
-        return (q.astype(jnp.float32) * scale).astype(q.dtype)  # half types cannot hold the scale
+        projection: Projection = jax.tree.unflatten(self.projection, residuals)
+        if self.spec.scale is None:
+            return round_values(cotangent, self.spec.element, projection.drawn(cotangent.shape))
+        scales, nonzero = find_scales(cotangent, self.spec)
+        y = block_values(cotangent, self.spec, projection, scales, nonzero)
+        return in_dtype(y, cotangent.dtype)

@@ -6,10 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
+from qtoolkit.casts.internal import inside
 from qtoolkit.formats import Format
 from qtoolkit.gradients._linear import linear_with_transpose
 
@@ -137,41 +136,3 @@ class _Cotangent:
         _, x, q = residuals
         lower, upper = float(self.fmt.lowest), float(self.fmt.max_finite)
         return self.rule.cotangent(g, x, q, lower, upper, self.fmt)
-
-
-def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
-    """Whether lower <= x <= upper, also between subnormals, which XLA may compare as zeros."""
-    place = rank(widened(x))
-    return (place >= rank_of(lower, place.dtype)) & (place <= rank_of(upper, place.dtype))
-
-
-def widened(x: jax.Array) -> jax.Array:
-    """`x` in float32, float64 as it is; exactly, with bfloat16's subnormals."""
-    if x.dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << np.uint32(16)
-        return lax.bitcast_convert_type(bits, jnp.float32)
-    return x.astype(wide_dtype(x.dtype))
-
-
-def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """What slopes of that dtype are computed in: float32, float64 for float64."""
-    return np.dtype("float64" if dtype == jnp.float64 else "float32")
-
-
-def rank(x: jax.Array) -> jax.Array:
-    """The place of float32 or float64 in their order, as integers: 0 for both zeros, NaN beyond."""
-    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
-    bits = lax.bitcast_convert_type(x, integer)
-    return jnp.where(bits < 0, np.array(np.iinfo(integer).min, integer) - bits, bits)
-
-
-def rank_of(value: float, dtype: np.dtype) -> np.ndarray:
-    """`rank` of a constant, which the float as wide as the integer `dtype` must hold."""
-    bits = int(np.array(value, f"float{8 * dtype.itemsize}").view(dtype))
-    return np.array(bits if bits >= 0 else np.iinfo(dtype).min - bits, dtype)
-
-
-def from_rank(place: jax.Array) -> jax.Array:
-    """The number whose `rank` is `place`."""
-    bits = jnp.where(place < 0, np.array(np.iinfo(place.dtype).min, place.dtype) - place, place)
-    return lax.bitcast_convert_type(bits, f"float{8 * place.dtype.itemsize}")

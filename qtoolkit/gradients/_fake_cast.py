@@ -6,14 +6,11 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import (
-    Draw,
-    Rounding,
-    Stochastic,
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
-    random_of,
     round_values,
 )
 from qtoolkit.formats import Format
@@ -57,38 +54,25 @@ def fake_cast(
     Source: arXiv:2209.05433 (the formats); arXiv:1308.3432 (straight-through estimator).
     """
     x = check_differentiable("fake_cast", x)
-    fmt, rounding, draw = check_arguments(
+    fmt, projection = check_arguments(
         "fake_cast", x, fmt, rounding, saturation, key, random_bits, index_offset
     )
     check_holds("fake_cast", fmt, x.dtype)
-    rule = estimator("fake_cast", gradient)
-    return _fake_cast_jitted(x, draw, fmt, rounding, saturation, rule)
+    return _fake_cast_jitted(x, projection, fmt, estimator("fake_cast", gradient))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
-def _fake_cast(
-    x: jax.Array,
-    draw: Draw | None,
-    fmt: Format,
-    rounding: Rounding,
-    saturation: str,
-    rule: Estimator,
-) -> jax.Array:
-    return round_values(x, fmt, rounding, saturation, random_of(draw, x, rounding))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _fake_cast(x: jax.Array, projection: Projection, fmt: Format, rule: Estimator) -> jax.Array:
+    return round_values(x, fmt, projection.drawn(x.shape))
 
 
 @_fake_cast.defjvp
 def _fake_cast_jvp(
-    fmt: Format,
-    rounding: Rounding,
-    saturation: str,
-    rule: Estimator,
-    primals: Any,
-    tangents: Any,
+    fmt: Format, rule: Estimator, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    (x, draw), (x_dot, _) = primals, tangents
-    q = _fake_cast(x, draw, fmt, rounding, saturation, rule)
+    (x, projection), (x_dot, _) = primals, tangents
+    q = _fake_cast(x, projection, fmt, rule)
     return q, tangent(rule, x, q, x_dot, fmt)
 
 
-_fake_cast_jitted = jax.jit(_fake_cast, static_argnums=(2, 3, 4, 5))
+_fake_cast_jitted = jax.jit(_fake_cast, static_argnums=(2, 3))

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import Draw, Stochastic, random_of
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import in_dtype
 from qtoolkit.formats import BlockFormat
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
-from qtoolkit.scaling import (
-    Rounder,
+from qtoolkit.scaling.internal import (
     Scales,
     block_values,
     check_quantize,
+    element_values,
     find_scales,
-    in_dtype,
     kept_range,
     scaled_values,
 )
@@ -58,32 +58,33 @@ def fake_quantize(
     Gradient: the tangent times the estimator's slope, by `custom_jvp`. Scales, those that `x` gives
     and given ones, count as constants; `qtoolkit.gradients.lsq` learns them.
     """
-    x, given, draw, how = check_quantize(
+    x, spec, given, projection = check_quantize(
         "fake_quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
-    return _fake_quantize_jitted(x, given, draw, how, estimator("fake_quantize", gradient))
+    rule = estimator("fake_quantize", gradient)
+    return _fake_quantize_jitted(x, given, projection, spec, rule)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _fake_quantize(
-    x: jax.Array, given: Scales, draw: Draw | None, how: Rounder, rule: Estimator
+    x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat, rule: Estimator
 ) -> jax.Array:
-    scales, busy = find_scales(x, how.spec, given)
-    return in_dtype(block_values(x, scales, busy, draw, how), x.dtype)
+    scales, nonzero = find_scales(x, spec, given)
+    return in_dtype(block_values(x, spec, projection, scales, nonzero), x.dtype)
 
 
 @_fake_quantize.defjvp
 def _fake_quantize_jvp(
-    how: Rounder, rule: Estimator, primals: Any, tangents: Any
+    spec: BlockFormat, rule: Estimator, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    (x, given, draw), (x_dot, _, _) = primals, tangents
-    y = _fake_quantize(x, given, draw, how, rule)
-    scales, _ = find_scales(x, how.spec, given)
-    u = scaled_values(x, scales, how.spec)
-    q = how.values(u, None, random_of(draw, x, how.rounding))
-    u = _unclamped(u, how.spec)
-    y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), how.spec.element)
+    (x, given, projection), (x_dot, _, _) = primals, tangents
+    y = _fake_quantize(x, given, projection, spec, rule)
+    scales, _ = find_scales(x, spec, given)
+    u = scaled_values(x, spec, scales)
+    q = element_values(u, spec, projection.drawn(x.shape), None)
+    u = _unclamped(u, spec)
+    y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), spec.element)
     return y, y_dot.astype(x.dtype)
 
 

@@ -17,10 +17,24 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from qtoolkit.casts import check_differentiable, product, quotient, round_values
+from qtoolkit.casts.internal import (
+    FINITE,
+    FLOATS,
+    POSITIVE,
+    Domain,
+    check_differentiable,
+    exact_float32,
+    in_dtype,
+    inside,
+    ordinal,
+    parameter,
+    product,
+    quotient,
+    round_values,
+    settled,
+)
 from qtoolkit.formats import BlockFormat, Format, IntFormat, format
-from qtoolkit.gradients._estimators import inside, rank, times_slope, widened
-from qtoolkit.scaling import in_dtype, scaled
+from qtoolkit.gradients._estimators import times_slope
 
 _LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
@@ -34,8 +48,8 @@ def lsq(
 ) -> jax.Array:
     """Rounds `x / scale` to the values of `fmt`, times `scale`, and learns the scale (LSQ).
 
-    The bits of `fake_quantize(x, BlockFormat.tensor(fmt), scale=scale)`: one reciprocal, one
-    product, one rounding to nearest even that saturates, one product, rounded to the dtype of `x`.
+    The bits of `fake_quantize(x, BlockFormat.tensor(fmt), scale=scale)`: one division, one rounding
+    to nearest even that saturates, one product, rounded to the dtype of `x`.
     NaN becomes what the format makes of it: NaN if it has one, else 0 or its largest value.
 
     Args:
@@ -72,7 +86,7 @@ def lsq(
     Source: arXiv:1902.08153, equations 1 and 2 (y), 3 (scale), 5 (data), section 2.2 (factor).
     """
     x, fmt = _checked("lsq", x, fmt)
-    scale = _parameter("lsq", "scale", scale, x, positive=True)
+    scale = _parameter("lsq", "scale", scale, x)
     factor = _factor("lsq", "gradient_factor", gradient_factor, x, scale, fmt)
     return _learned_jitted(x, scale, None, fmt, (factor, 0.0))
 
@@ -112,8 +126,8 @@ def lsq_plus(
     Source: arXiv:2004.09576, section 3.1.
     """
     x, fmt = _checked("lsq_plus", x, fmt)
-    scale = _parameter("lsq_plus", "scale", scale, x, positive=True)
-    offset = _parameter("lsq_plus", "offset", offset, x, positive=False)
+    scale = _parameter("lsq_plus", "scale", scale, x)
+    offset = _parameter("lsq_plus", "offset", offset, x, FINITE)
     factor = _factor("lsq_plus", "gradient_factor", gradient_factor, x, scale, fmt)
     name = "offset_gradient_factor"
     offset_factor = _factor("lsq_plus", name, offset_gradient_factor, x, offset, fmt)
@@ -153,7 +167,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
     x = _checked_data("pact", x)
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:
         raise ValueError(f"pact: bits={bits!r}, expected an integer from 1 to {_MAX_PACT_BITS}")
-    return _pact_jitted(x, _parameter("pact", "alpha", alpha, x, positive=True), bits)
+    return _pact_jitted(x, _parameter("pact", "alpha", alpha, x), bits)
 
 
 def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -> jax.Array:
@@ -251,47 +265,11 @@ def _checked_data(where: str, x: ArrayLike) -> jax.Array:
 
 
 def _parameter(
-    where: str, name: str, value: ArrayLike, x: jax.Array, *, positive: bool
+    where: str, name: str, value: ArrayLike, x: jax.Array, domain: Domain = POSITIVE
 ) -> jax.Array:
-    """`value` as float32 that broadcasts to `x`, checked as far as it is known."""
-    if isinstance(value, int | float):
-        value = _number(value)
-    dtype = getattr(value, "dtype", type(value).__name__)
-    known = dict.fromkeys(("float32", str(x.dtype)))
-    is_weak = str(dtype) == "float64" and getattr(value, "weak_type", False)  # a traced number
-    if str(dtype) not in known and not is_weak:
-        raise TypeError(
-            f"{where}: {name} has dtype {dtype}, expected {' or '.join(known)}; convert it first, "
-            f"e.g. jnp.asarray({name}, jnp.float32)"
-        )
-    shape = np.shape(value)
-    try:
-        fits = np.broadcast_shapes(shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{where}: {name} has shape {shape}, expected one that broadcasts to that of x, "
-            f"{x.shape}"
-        )
-    if not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True):
-        _check_values(where, name, np.asarray(value).astype(np.float32), positive)
-    return jnp.asarray(value).astype(jnp.float32)
-
-
-def _number(value: float) -> np.float32:
-    try:
-        with np.errstate(over="ignore", under="ignore"):
-            return np.float32(value)
-    except OverflowError:  # of integers
-        return np.float32(math.inf if value > 0 else -math.inf)
-
-
-def _check_values(where: str, name: str, values: np.ndarray, positive: bool) -> None:
-    good = np.isfinite(values) & ((values >= _LEAST) | (not positive))
-    if not good.all():
-        wanted = "positive finite numbers, 2**-126 or more" if positive else "finite numbers"
-        raise ValueError(f"{where}: {name} holds {values[~good][0]}, expected {wanted}")
+    """`value` as an array that broadcasts to `x`, checked as far as it is known."""
+    array = jnp.asarray(parameter(where, name, value, x, domain, dtypes=("float32", x.dtype)))
+    return array if array.dtype in FLOATS else array.astype(jnp.float32)
 
 
 def _factor(
@@ -315,13 +293,13 @@ def _rounded(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What is rounded, its rounding, and y in float32."""
-    wide = x.astype(jnp.float32)
+    wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
-        # The product keeps the subtraction out of a product that x may come from.
-        wide = product(wide, jnp.ones((), jnp.float32)) - offset
+        offset = exact_float32(offset)
+        wide = settled(wide) - offset  # apart from a product that x may come from
     scale = jnp.where(scale < _LEAST, _LEAST, scale)  # keeps NaN
-    u = scaled(wide, scale)
-    q = round_values(u, fmt, "nearest_even", "finite")
+    u = quotient(wide, scale)
+    q = round_values(u, fmt)
     y = product(q, scale)
     return u, q, y if offset is None else y + offset
 
@@ -347,18 +325,18 @@ def _learned_jvp(
     if not isinstance(x_dot, SymbolicZero):
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     if not isinstance(scale_dot, SymbolicZero):
-        # u is a guarded product, so that the difference is rounded once.
         slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
-        y_dot += _times(slope, scale_dot * factors[0], y.dtype)
+        y_dot += _times(slope, scale_dot, factors[0], y.dtype)
     if offset is not None and not isinstance(offset_dot, SymbolicZero):
         slope = (is_number & ~is_inside).astype(jnp.float32)
-        y_dot += _times(slope, offset_dot * factors[1], y.dtype)
+        y_dot += _times(slope, offset_dot, factors[1], y.dtype)
     return y, y_dot
 
 
-def _times(slope: jax.Array, dot: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _times(slope: jax.Array, dot: jax.Array, factor: float, dtype: DTypeLike) -> jax.Array:
     """Their product in `dtype`; cotangents are multiplied and summed in float32."""
-    return times_slope(slope, jnp.broadcast_to(dot, slope.shape)).astype(dtype)
+    wide = jnp.broadcast_to(dot.astype(jnp.float32) * factor, slope.shape)
+    return times_slope(slope, wide).astype(dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)
@@ -375,21 +353,22 @@ def _pact(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
 
 
 def _bound(alpha: jax.Array, bits: int) -> jax.Array:
-    least = np.float32(2**bits - 1) * _LEAST
-    return jnp.where(alpha < least, least, alpha)
+    least, wide = np.float32(2**bits - 1) * _LEAST, exact_float32(alpha)
+    return jnp.where(wide < least, least, wide)
 
 
 def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, alpha), (x_dot, alpha_dot) = primals, tangents
     y = _pact(x, alpha, bits)
-    place, end = (rank(widened(a)) for a in lax.stop_gradient((x, _bound(alpha, bits))))
+    held = lax.stop_gradient((x, _bound(alpha, bits)))
+    place, end = (ordinal(exact_float32(a)) for a in held)
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
         is_inside = (place >= 0) & (place < end)
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     if not isinstance(alpha_dot, SymbolicZero):
         is_above = (place >= end) & (x == x)
-        y_dot += _times(is_above.astype(jnp.float32), alpha_dot, y.dtype)
+        y_dot += _times(is_above.astype(jnp.float32), alpha_dot, 1.0, y.dtype)
     return y, y_dot
 
 
@@ -401,7 +380,7 @@ class _Finite:
     """The finite elements of an array, and their sums over `axis`."""
 
     def __init__(self, x: jax.Array, axis: int | tuple[int, ...] | None):
-        x = lax.stop_gradient(x).astype(jnp.float32)
+        x = exact_float32(lax.stop_gradient(x))
         self.axis, self.keepdims = axis, axis is not None
         self.is_finite = jnp.isfinite(x)
         self.values = jnp.where(self.is_finite, x, jnp.zeros_like(x))
@@ -461,7 +440,7 @@ def _of_activations(
 
     def fit(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scale, offset = found
-        q = round_values((finite.values - offset) / scale, fmt, "nearest_even", "finite")
+        q = round_values((finite.values - offset) / scale, fmt)
         mean_q, mean_x = finite.mean(q), finite.mean(finite.values)
         variance = finite.mean(jnp.square(q - mean_q))
         covariance = finite.mean((q - mean_q) * (finite.values - mean_x))

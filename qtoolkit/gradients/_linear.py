@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 Linear = Callable[[tuple[jax.Array, ...], jax.Array], jax.Array]
 
@@ -48,6 +50,44 @@ def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         lax.pcast(x, tuple(every - along), to="varying") if along != every else x
         for x, along in zip(arrays, varying, strict=True)
     )
+
+
+def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`coefficient * x`, in float32 and then in `dtype`; linear in `x`, which broadcasts.
+
+    Its transpose sums in float32, and coefficients under a cotangent of 0 add 0, whatever they are:
+    not the NaN that 0 times a NaN or an infinity is.
+
+    Args:
+      coefficient: float32.
+      x: Any float dtype, of the rank of `coefficient`.
+    """
+    transpose = _ProductTransposed(x.shape, x.dtype)
+    return linear_with_transpose(_Product(jnp.dtype(dtype)), transpose, (coefficient,), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    dtype: DTypeLike
+
+    def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        return (residuals[0] * x.astype(jnp.float32)).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProductTransposed:
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+
+    def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
+        wide = cotangent.astype(jnp.float32)
+        terms = jnp.where(wide == 0, np.float32(0), residuals[0] * wide)
+        summed = [
+            i
+            for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))
+            if n != wide_n
+        ]
+        return jnp.sum(terms, axis=summed, keepdims=True).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import round_values
-from qtoolkit.formats import Format
-from qtoolkit.gradients._estimators import (
-    from_rank,
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import (
+    from_ordinal,
     inside,
-    rank,
-    rank_of,
-    wide_dtype,
+    ordinal,
+    ordinal_of,
+    round_values,
     widened,
 )
+from qtoolkit.formats import Format
+from qtoolkit.gradients._widths import differentiable_widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Ramp:
         _check(self, "width", "a finite number above 0", lambda width: width > 0)
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
-        wide = x.astype(wide_dtype(x.dtype))
+        wide = differentiable_widened(x)
         # Halves, since the length of a range may overflow.
         half = jnp.where(wide > upper, wide / 2 - upper / 2, lower / 2 - wide / 2)
         length = self.width * (upper / 2 - lower / 2)
@@ -131,13 +132,14 @@ class EWGS:
         fmt: Format,
     ) -> jax.Array:
         is_inside = inside(x, lower, upper)
-        wide = wide_dtype(x.dtype)
-        half_error = x.astype(wide) / 2 - q.astype(wide) / 2
+        half_error = differentiable_widened(x) / 2 - differentiable_widened(q) / 2
         half_error = jnp.where(is_inside, half_error, jnp.zeros_like(half_error))
         change = self.delta * _over(half_error, upper / 2 - lower / 2)
         # Binds nowhere, and keeps the compiler from fusing the product with the sum.
+        wide = change.dtype
         change = lax.clamp(np.array(-self.delta, wide), change, np.array(self.delta, wide))
-        scaled = (g.astype(wide) * (1 + jnp.sign(g).astype(wide) * change)).astype(g.dtype)
+        g_wide = differentiable_widened(g)
+        scaled = (g_wide * (1 + jnp.sign(g_wide) * change)).astype(g.dtype)
         return jnp.where(is_inside, scaled, jnp.zeros_like(scaled))
 
 
@@ -236,27 +238,28 @@ def _neighbours(
     x: jax.Array, lower: float, upper: float, fmt: Format
 ) -> tuple[jax.Array, jax.Array]:
     """The values of `fmt` with below <= x < above; beyond the range, the outermost two."""
-    place = rank(widened(x))
-    first, last = rank_of(lower, place.dtype), rank_of(upper, place.dtype)
+    wide = widened(x)
+    place = ordinal(wide)
+    first, last = ordinal_of(lower, wide.dtype), ordinal_of(upper, wide.dtype)
     place = jnp.clip(place, first, last - 1)
-    below = round_values(from_rank(place), fmt, "toward_negative", "finite")
-    above = round_values(from_rank(place + 1), fmt, "toward_positive", "finite")
-    below = jnp.where(rank(below) <= place, below, lower)  # bool has 1 for all but 0, both ways
+    down, up = Projection("toward_negative"), Projection("toward_positive")
+    below = round_values(from_ordinal(place, wide.dtype), fmt, down)
+    above = round_values(from_ordinal(place + 1, wide.dtype), fmt, up)
+    below = jnp.where(ordinal(below) <= place, below, lower)  # bool has 1 for all but 0, both ways
     return below, above
 
 
 def _rescaled(x: jax.Array, below: jax.Array, above: jax.Array) -> tuple[jax.Array, ...]:
     """All three times one power of two, by which their differences neither vanish nor overflow."""
     info = jnp.finfo(x.dtype)
-    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
-    limit = rank_of(2.0**-64, np.dtype(integer))
-    is_small = jnp.maximum(jnp.abs(rank(below)), jnp.abs(rank(above))) < limit
+    limit = ordinal_of(2.0**-64, x.dtype)
+    is_small = jnp.maximum(jnp.abs(ordinal(below)), jnp.abs(ordinal(above))) < limit
 
     def rescaled(v: jax.Array) -> jax.Array:
-        place = rank(v)  # a subnormal number is this many of the smallest, to XLA it may be zero
+        place = ordinal(v)  # a subnormal number is this many of the smallest, to XLA it may be zero
         subnormal = place.astype(x.dtype) * 2.0 ** int(64 + info.minexp - info.nmant)
         normal = v * 2.0**64
-        is_subnormal = jnp.abs(place) < rank_of(float(info.tiny), place.dtype)
+        is_subnormal = jnp.abs(place) < ordinal_of(float(info.tiny), x.dtype)
         return jnp.where(is_small, jnp.where(is_subnormal, subnormal, normal), v / 4)
 
     return rescaled(x), rescaled(below), rescaled(above)

@@ -103,7 +103,7 @@ def wrap(model: Model, recipe: Recipe | Rules[Recipe] | None = None) -> Model:
     _check_rules(rules, layers, modules)
     changes: dict[str, dict[str, Any]] = {}
     for found in layers:
-        chosen = rules.find(found.paths, found.kinds)
+        chosen = rules.lookup(found.paths, found.kinds)
         if chosen is not None:
             attributes = _attributes(found, chosen)
             changes.update(dict.fromkeys(found.paths, attributes))

@@ -101,7 +101,7 @@ def _shape(spec: BlockFormat) -> tuple[int, ...]:
     """A shape with room for whole blocks along every axis that `spec` tells about."""
     axes = spec.axes if spec.axes is not None else tuple(range(-len(spec.block), 0))
     rank = max([1, *(a + 1 if a >= 0 else -a for a in axes)])
-    if spec.block and spec.block != (None,) and spec.rest is None:
+    if spec.block and spec.block != (None,) and spec.other_axes is None:
         rank = max(rank, 2)  # by channel: the rest of the axes hold the elements of a block
     side = math.ceil(_ELEMENTS ** (1 / rank))
     sizes = [side] * rank

@@ -52,7 +52,7 @@ def number_line(
     if scale == "symlog":
         _symlog_axis(
             axes,
-            min(fmt.min_subnormal for fmt in resolved),
+            min(fmt.min_positive for fmt in resolved),
             max(max(fmt.max_finite, -fmt.lowest) for fmt in resolved),
             negative=any(fmt.lowest < 0 for fmt in resolved),
         )

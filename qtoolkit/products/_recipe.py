@@ -1,36 +1,50 @@
 """What a quantized product rounds its operands and cotangents to."""
 
 import dataclasses
+from typing import Any
 
-from qtoolkit.formats import E4M3FN, E5M2, Format, format
+from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, spec
 
-SCALINGS = ("tensor",)
+_FORWARD, _GRADIENT = BlockFormat.tensor(E4M3FN), BlockFormat.tensor(E5M2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Formats and scaling of a quantized product and of its derivatives. Frozen, hence hashable.
+    """Formats of a quantized product and of its derivatives. Frozen, hence hashable.
+
+    Every operand and cotangent is divided by its own current scale, which maps its largest finite
+    magnitude to that of the format. Nothing is kept from step to step.
 
     Attributes:
-      forward: Format of both operands, in the product and in the products of its derivatives; any
-        spelling is resolved. None leaves them as they are.
-      gradient: Format of the cotangent that flows back; None leaves it as it is.
-      scaling: "tensor": every operand and cotangent is divided by its own current scale, which maps
-        its largest finite magnitude to that of the format. Nothing is kept from step to step.
-        Formats of more than 8 bits are used without a scale.
+      forward: What both operands are rounded to, in the product and in the products of its
+        derivatives: whatever `qtoolkit.spec` takes that has one scale for the tensor, or none. An
+        element format of up to 8 bits stands for one scale, wider ones for none. None leaves them
+        as they are.
+      gradient: What the cotangent that flows back is rounded to; None leaves it as it is.
+
+    Raises:
+      ValueError: Unknown format, or one with a scale for each block, a second scale or zero points.
+      TypeError: No format.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
     """
 
-    forward: Format | None = E4M3FN
-    gradient: Format | None = E5M2
-    scaling: str = "tensor"
+    forward: BlockFormat | None = _FORWARD
+    gradient: BlockFormat | None = _GRADIENT
 
     def __post_init__(self) -> None:
         for field in ("forward", "gradient"):
             if getattr(self, field) is not None:
-                object.__setattr__(self, field, format(getattr(self, field)))
-        if self.scaling not in SCALINGS:
-            raise ValueError(
-                f"Recipe: scaling={self.scaling!r}, expected one of {', '.join(SCALINGS)}"
-            )
+                object.__setattr__(self, field, _one_scale(field, getattr(self, field)))
+
+
+def _one_scale(field: str, given: Any) -> BlockFormat:
+    found = spec(given)
+    is_tensor = found.scale is None or (found.block == () and found.other_axes is None)
+    if not is_tensor or found.tensor_scale is not None or found.zero_point or found.has_powers:
+        raise ValueError(
+            f"Recipe: {field}={found.name}, expected a format with one scale for the tensor; "
+            f"quantized products take no scales of blocks yet: use {found.element.name!r}, or "
+            "qtoolkit.fake_quantize on the operands"
+        )
+    return found

@@ -1,19 +1,12 @@
-"""The largest finite magnitude of an array, and its values with one scale for all of it."""
+"""The largest finite magnitude of an array."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 from jax import lax
 
-from qtoolkit.casts import Rounding, check_differentiable, exact_float32, round_values
-from qtoolkit.formats import Format
+from qtoolkit.casts.internal import check_differentiable, exact_float32
 from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._scales import scale_from_amax, scaled
-
-Result = TypeVar("Result")
 
 
 def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
@@ -39,58 +32,3 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
         )
     found = magnitude_max(x, tuple(sorted(a % x.ndim for a in axes)), nan_wins=False)
     return exact_float32(found.reshape(()) if axis is None else found)
-
-
-def quantized_values(
-    x: jax.Array,
-    fmt: Format,
-    rounding: Rounding = "nearest_even",
-    saturation: str = "finite",
-    random: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`x` as values of `fmt` and one scale for all of it: x ~ q * scale.
-
-    Args:
-      x: float32, float16 or bfloat16, any shape.
-      fmt: The format of q; its finite values must fit the dtype of `x`.
-      rounding, saturation: As in `qtoolkit.round_to_format`.
-      random: uint32 random bits in the shape of `x`, for stochastic rounding.
-
-    Returns:
-      q: Shape and dtype of `x`. NaN stays NaN; infinities follow `saturation`.
-      scale: float32 scalar, 1 for formats that need none.
-    """
-    x = lax.stop_gradient(x)
-    if not fmt.needs_scale:
-        return round_values(x, fmt, rounding, saturation, random), jnp.float32(1)
-
-    def rounded(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scale = scale_from_amax(amax, fmt)
-        q = round_values(scaled(x, scale), fmt, rounding, saturation, random)
-        return q.astype(x.dtype), scale
-
-    return _with_amax(x, rounded)
-
-
-def _with_amax(x: jax.Array, use: Callable[[jax.Array, jax.Array], Result]) -> Result:
-    """`use(x, amax)`. On CPU in a branch of its own, which pays twice.
-
-    XLA's CPU reduces a bare |x| in one pass and a masked one in two, the mask being written out;
-    and it would otherwise fuse `use` into every transposed copy that a product makes of it.
-    """
-    largest = ml_dtypes.finfo(x.dtype).max
-
-    def plain(x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x), initial=0)
-
-    def masked(x: jax.Array) -> Result:
-        finite = jnp.where(jnp.abs(x) <= largest, x, jnp.zeros_like(x))
-        return use(x, plain(finite).astype(jnp.float32))
-
-    def plain_first(x: jax.Array) -> Result:
-        amax = plain(x)
-        return lax.cond(
-            jnp.all(amax <= largest), lambda x: use(x, amax.astype(jnp.float32)), masked, x
-        )
-
-    return lax.platform_dependent(lax.stop_gradient(x), cpu=plain_first, default=masked)

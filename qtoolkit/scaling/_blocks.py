@@ -7,10 +7,15 @@ from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+
+from qtoolkit.casts.internal import (
+    from_magnitude_ordinal,
+    infinity_ordinal,
+    magnitude_ordinal,
+)
 
 _STAGE = 32  # elements that XLA's CPU reduces in one loop with what makes them
 _VECTOR = 8  # neighbours that should remain beside each other, so that the loop is vectorized
@@ -31,12 +36,14 @@ class Blocks:
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of blocks along each axis: the shape of the scales."""
-        return tuple(-(-n // b) for n, b in zip(self.shape, self.lengths, strict=True))
+        return tuple(
+            1 if b == n else -(-n // b) for n, b in zip(self.shape, self.lengths, strict=True)
+        )
 
     @property
     def is_split(self) -> tuple[bool, ...]:
-        """For each axis, whether the view splits it in two."""
-        return tuple(1 < b < n for n, b in zip(self.shape, self.lengths, strict=True))
+        """For each axis, whether the view splits it in two: neither one block nor one for each."""
+        return tuple(b not in (1, n) for n, b in zip(self.shape, self.lengths, strict=True))
 
     def split(self, x: jax.Array) -> jax.Array:
         """The view of an array; ragged ends are padded with zeros.
@@ -75,7 +82,7 @@ class Blocks:
         axes, at = [], 0
         for length, is_split in zip(self.lengths, self.is_split, strict=True):
             at += is_split
-            if length > 1:
+            if length != 1:
                 axes.append(at)
             at += 1
         return tuple(axes)
@@ -183,16 +190,13 @@ def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
 def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
     """The largest finite |x| over `axes`, which keep length 1, in the dtype of `view`.
 
-    Integers compare the patterns, so that subnormals count. Zero where nothing is finite; where
+    Compared as integers, so that subnormals count. Zero where nothing is finite; where
     `nan_wins`, NaN where one is among the elements.
     """
-    info = ml_dtypes.finfo(view.dtype)
-    unsigned = np.dtype(f"uint{info.bits}")
-    inf = np.asarray(np.inf, view.dtype).view(unsigned)[()]
-    bits = lax.bitcast_convert_type(view, unsigned) & unsigned.type(2 ** (info.bits - 1) - 1)
-    skipped = bits == inf if nan_wins else bits >= inf
-    finite = jnp.where(skipped, unsigned.type(0), bits)
-    return lax.bitcast_convert_type(_max(finite, axes, explicit_spec(view)), view.dtype)
+    places, inf = magnitude_ordinal(view), infinity_ordinal(view.dtype)
+    skipped = places == inf if nan_wins else places >= inf
+    finite = jnp.where(skipped, np.zeros_like(inf), places)
+    return from_magnitude_ordinal(_max(finite, axes, explicit_spec(view)), view.dtype)
 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
@@ -203,7 +207,10 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.A
     if not axes:
         return x
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))
-    axis = axes[-1] if axes[-1] == x.ndim - 1 else max(axes, key=lambda axis: x.shape[axis])
+    known = [axis for axis in axes if isinstance(x.shape[axis], int)]  # not symbolic
+    if not known:
+        return jnp.max(x, axis=axes, initial=0).reshape(shape)
+    axis = known[-1] if known[-1] == x.ndim - 1 else max(known, key=lambda axis: x.shape[axis])
     is_last = axis == x.ndim - 1
     step = _divisor(x.shape[axis], _VECTOR if is_last else _STAGE + 1)
     if step > 1 and sharded[axis] is None:

@@ -25,14 +25,16 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import (
+from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
+    from_magnitude_ordinal,
     from_stored,
     is_zero,
+    magnitude_ordinal,
     product,
     quotient,
-    stored,
+    to_stored,
 )
 from qtoolkit.formats import BlockFormat
 from qtoolkit.formats import spec as resolved_spec
@@ -208,7 +210,7 @@ def _scale(state: Observer) -> Array:
     spec, amax = state.spec, state._found()
     assert spec.scale is not None
     scale = scale_from(amax, spec, stored_tensor_scale(state))
-    one = stored(jnp.ones_like(amax), spec.scale)
+    one = to_stored(jnp.ones_like(amax), spec.scale)
     return jnp.where(is_zero(amax), from_stored(one, spec.scale), from_stored(scale, spec.scale))
 
 
@@ -262,12 +264,7 @@ def amax_bits(x: Array, spec: BlockFormat) -> Array:
     """The float32 pattern of the amax of each block, in the shape of the scales."""
     blocks = Blocks(x.shape, spec.block_lengths(x.shape))
     amax = magnitude_max(blocks.split(x), blocks.places, nan_wins=False)
-    return bits_of(exact_float32(blocks.gather(amax)))
-
-
-def bits_of(x: Array) -> Array:
-    """float32 as uint32 patterns; those of magnitudes compare as the magnitudes do."""
-    return lax.bitcast_convert_type(x, jnp.uint32)
+    return magnitude_ordinal(exact_float32(blocks.gather(amax)))
 
 
 def _shown(count: Any) -> str:
@@ -277,7 +274,8 @@ def _shown(count: Any) -> str:
 
 
 def from_bits(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    """The float32 magnitudes of `amax_bits`."""
+    return from_magnitude_ordinal(bits, jnp.float32)
 
 
 @jax.tree_util.register_dataclass

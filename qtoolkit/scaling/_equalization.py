@@ -1,13 +1,21 @@
 """Factors that move range from one operand of a product to the other, channel by channel."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import check_differentiable
+from qtoolkit.casts.internal import (
+    check_differentiable,
+    exact_float32,
+    in_dtype,
+    nearest_power_of_two,
+    product,
+    quotient,
+)
 from qtoolkit.scaling._amax import amax
 
 _LARGEST_EXPONENT = 126  # 2**126 and its reciprocal are both normal float32 numbers
@@ -133,26 +141,40 @@ def equalize(
                 f"{array.shape}, and factors have shape {factors.shape}, expected "
                 f"({array.shape[axis]},); choose the axis with {name}_axis="
             )
-    return _equalized(x, w, factors, *axes)
+    return _equalized_jitted(x, w, factors, *axes)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _equalized(
     x: jax.Array, w: jax.Array, factors: jax.Array, x_axis: int, w_axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    def along(array: jax.Array, axis: int) -> jax.Array:
-        shape = [1] * array.ndim
-        shape[axis] = -1
-        return factors.astype(jnp.float32).reshape(shape)
+    wide = exact_float32(factors)
+    divided = quotient(exact_float32(x), _along(wide, x, x_axis))
+    multiplied = product(exact_float32(w), _along(wide, w, w_axis))
+    return in_dtype(divided, x.dtype), in_dtype(multiplied, w.dtype)
 
-    divided = x.astype(jnp.float32) / along(x, x_axis)
-    multiplied = w.astype(jnp.float32) * along(w, w_axis)
-    return divided.astype(x.dtype), multiplied.astype(w.dtype)
+
+@_equalized.defjvp
+def _equalized_jvp(x_axis: int, w_axis: int, primals: Any, tangents: Any) -> Any:
+    def plain(x: jax.Array, w: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = factors.astype(jnp.float32)
+        divided = x.astype(jnp.float32) / _along(wide, x, x_axis)
+        multiplied = w.astype(jnp.float32) * _along(wide, w, w_axis)
+        return divided.astype(x.dtype), multiplied.astype(w.dtype)
+
+    return _equalized(*primals, x_axis, w_axis), jax.jvp(plain, primals, tangents)[1]
+
+
+_equalized_jitted = jax.jit(_equalized, static_argnums=(3, 4))
+
+
+def _along(factors: jax.Array, array: jax.Array, axis: int) -> jax.Array:
+    return lax.expand_dims(factors, [a for a in range(array.ndim) if a != axis])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bool) -> jax.Array:
-    first, second = (lax.stop_gradient(a).astype(jnp.float32) for a in (first, second))
+    first, second = (exact_float32(lax.stop_gradient(a)) for a in (first, second))
     balanced = (first > 0) & (second > 0) & jnp.isfinite(first) & jnp.isfinite(second)
     one = jnp.ones_like(first)
     first, second = jnp.where(balanced, first, one), jnp.where(balanced, second, one)
@@ -160,14 +182,7 @@ def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bo
     quotient = first ** np.float32(alpha) / second ** np.float32(1 - alpha)
     limit = np.float32(2.0**_LARGEST_EXPONENT)
     factors = jnp.clip(quotient, 1 / limit, limit)
-    return _nearest_power(factors) if power_of_two else factors
-
-
-def _nearest_power(x: jax.Array) -> jax.Array:
-    """Positive normal numbers from 2**-126 to 2**126, rounded to a power of two by logarithm."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    to_sqrt2 = np.uint32((1 << 23) - 0x3504F4)  # mantissas above that of sqrt(2) carry
-    return lax.bitcast_convert_type((bits + to_sqrt2) & np.uint32(0x7F800000), jnp.float32)
+    return nearest_power_of_two(factors) if power_of_two else factors
 
 
 def _channel_amax(w: jax.Array, axis: int) -> jax.Array:

@@ -2,13 +2,14 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import check_differentiable
+from qtoolkit.casts.internal import check_differentiable, exact_float32, in_dtype, product
 
 
 def hadamard_transform(
@@ -63,28 +64,51 @@ def hadamard_transform(
             f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[axis]}, "
             f"expected a multiple of block={block}; pad it with zeros or use a shorter block"
         )
-    return _transformed(x, key, int(block), axis % x.ndim, bool(inverse))
+    return _transformed_jitted(x, key, int(block), axis % x.ndim, bool(inverse))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _transformed(
     x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool
 ) -> jax.Array:
+    y = _summed(exact_float32(x), key, block, axis, inverse)
+    return in_dtype(product(y, np.float32(1 / math.sqrt(block))), x.dtype)
+
+
+@_transformed.defjvp
+def _transformed_jvp(
+    block: int, axis: int, inverse: bool, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (x, key), (x_dot, _) = primals, tangents
+    y_dot = _summed(x_dot.astype(jnp.float32), key, block, axis, inverse)
+    y_dot = (y_dot * np.float32(1 / math.sqrt(block))).astype(x.dtype)
+    return _transformed_jitted(x, key, block, axis, inverse), y_dot
+
+
+_transformed_jitted = jax.jit(_transformed, static_argnums=(2, 3, 4))
+
+
+def _summed(x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool) -> jax.Array:
+    """The transform of float32 before it is divided by sqrt(block)."""
     before, after = (*x.shape[:axis], x.shape[axis] // block), x.shape[axis + 1 :]
-    y = x.astype(jnp.float32).reshape(*before, block, *after)
-    signs = None
+    y = x.reshape(*before, block, *after)
+    signs = jnp.ones((), jnp.float32)
     if key is not None:
         signs = jax.random.rademacher(key, (block,), jnp.float32)
-        signs = signs.reshape(block, *(1,) * len(after))
-    if signs is not None and not inverse:
-        y = y * signs
+    signs = signs.reshape(*signs.shape, *(1,) * len(after))
+    if not inverse:
+        y = y * _ranked(signs, y.ndim)
     halvings = block.bit_length() - 1
     y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
     for at in range(len(before), len(before) + halvings):
         first, second = (lax.index_in_dim(y, i, at, keepdims=False) for i in (0, 1))
         # What is stacked is written out: fused, each step would compute those before it twice.
         y = jnp.stack([first + second, first - second], at)
-    y = y.reshape(*before, block, *after) * np.float32(1 / math.sqrt(block))
-    if signs is not None and inverse:
-        y = y * signs
-    return y.reshape(x.shape).astype(x.dtype)
+    y = y.reshape(*before, block, *after)
+    if inverse:
+        y = y * _ranked(signs, y.ndim)
+    return y.reshape(x.shape)
+
+
+def _ranked(x: jax.Array, rank: int) -> jax.Array:
+    return lax.expand_dims(x, range(rank - x.ndim))

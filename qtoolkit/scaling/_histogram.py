@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts import codes_of, exact_float32, power_of_two, product, quotient, round_values
+from qtoolkit.casts.internal import (
+    codes_of,
+    exact_float32,
+    floor_log2,
+    magnitude_ordinal,
+    power_of_two,
+    quotient,
+    round_values,
+)
 from qtoolkit.formats import BlockFormat, Format, TableFormat
 from qtoolkit.scaling._calibration import (
     COUNT,
@@ -23,7 +31,6 @@ from qtoolkit.scaling._calibration import (
     Observer,
     added,
     amax_bits,
-    bits_of,
     from_bits,
     start,
     stored_tensor_scale,
@@ -80,7 +87,7 @@ class Bins:
 
     def index(self, x: Array) -> Array:
         """The bins that the magnitudes of `x`, float32, lie in: int32."""
-        magnitude = bits_of(x) & np.uint32(0x7FFFFFFF)
+        magnitude = magnitude_ordinal(x)
         place = ((magnitude - np.uint32(1)) >> np.uint32(self._shift)).astype(jnp.int32)
         index = jnp.clip(
             place - np.int32(self._place(self.lowest)) + np.int32(2), 1, self.count - 1
@@ -339,15 +346,14 @@ def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element
     unit = _unit(amax)
     x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
     step = scale * unit
-    u = product(x, jnp.broadcast_to(quotient(jnp.ones_like(step), step), x.shape))
-    q = round_values(u, element, "nearest_even", "finite", None)
+    u = quotient(x, step)
+    q = round_values(u, element)
     return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
 
 
 def _unit(amax: Array) -> Array:
     """2**-E for amax in [2**E, 2 * 2**E), as far as that is normal."""
-    field = (bits_of(amax) >> np.uint32(23)).astype(jnp.int32)
-    return power_of_two(np.int32(127) - jnp.clip(field, 1, 253))
+    return power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
 
 
 def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
@@ -360,8 +366,7 @@ def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: F
     reference = kept.at[last].add(jnp.sum(jnp.where(is_kept, np.float32(0), counts)))
 
     centre = jnp.minimum((low + high) * np.float32(0.5), amax)
-    u = product(centre, jnp.broadcast_to(quotient(jnp.ones_like(scale), scale), centre.shape))
-    code = codes_of(u, element, "nearest_even", "finite", None).astype(jnp.int32)
+    code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
     by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
     filled = jnp.where(kept > 0, high - low, np.float32(0))
     density = by_code(kept) / jnp.maximum(by_code(filled), _TINY)

@@ -12,19 +12,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import (
-    Draw,
-    Stochastic,
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
+    floor_log2,
     is_zero,
+    power_of_two,
     product,
     times_power_of_two,
 )
+from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
-from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._rounding import (
-    Rounder,
+from qtoolkit.scaling._engine import (
     Scales,
     block_codes,
     blocks_of,
@@ -32,6 +32,7 @@ from qtoolkit.scaling._rounding import (
     find_scales,
     scaled_values,
 )
+from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import kept_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
@@ -118,11 +119,11 @@ def metrics(
 
     Gradient: zero. Under `vmap`, one set of metrics for each array.
     """
-    x, given, draw, how = check_quantize(
+    x, spec, given, projection = check_quantize(
         "metrics", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
-    return _metrics(lax.stop_gradient(x), lax.stop_gradient(given), draw, how)
+    return _metrics(lax.stop_gradient(x), lax.stop_gradient(given), projection, spec)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -158,12 +159,11 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _metrics(x: jax.Array, given: Scales, draw: Draw | None, how: Rounder) -> Metrics:
-    spec = how.spec
-    scales, busy = find_scales(x, spec, given)
-    codes = block_codes(x, scales, busy, draw, how)
+def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat) -> Metrics:
+    scales, nonzero = find_scales(x, spec, given)
+    codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
-    u = scaled_values(x, scales, spec)
+    u = scaled_values(x, spec, scales)
     x = exact_float32(x)
     distance, largest, cosine = _distances(x, y)
     lowest, highest = kept_range(spec)
@@ -189,9 +189,10 @@ def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     compared = jnp.isfinite(x) & jnp.isfinite(y)
     x, y = (jnp.where(compared, a, np.float32(0)) for a in (x, y))
     every = tuple(range(x.ndim))
-    amax = jnp.maximum(*(_bits(magnitude_max(a, every, nan_wins=False)) for a in (x, y)))
-    is_tiny = amax.reshape(()) < np.float32(2.0**-_LIFT).view(np.uint32)
-    x, y = (jnp.where(is_tiny, _lifted(a), a) for a in (x, y))
+    amax = jnp.maximum(*(magnitude_max(a, every, nan_wins=False).reshape(()) for a in (x, y)))
+    is_tiny = amax < np.float32(2.0**-_LIFT)
+    lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
+    x, y = (lax.cond(is_tiny, times_power_of_two, lambda a, _: a, a, lift) for a in (x, y))
     error = x - y
     largest = jnp.max(jnp.abs(error))
     (x, x_unit), (y, _), (noise, noise_unit) = map(_normalized, (x, y, error))
@@ -207,27 +208,15 @@ def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     both_zero = (signal == 0) & (image == 0)
     return (
         jnp.where(noise > 0, decibels, exact),
-        times_power_of_two(largest, jnp.where(is_tiny, np.int32(-_LIFT), np.int32(0))),
+        times_power_of_two(largest, -lift),
         jnp.where(both_zero, np.float32(1), cosine),
     )
 
 
-def _lifted(x: jax.Array) -> jax.Array:
-    """`x` * 2**_LIFT for numbers that are small, subnormal ones included."""
-    bits = _bits(x)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    subnormal = magnitude.astype(jnp.float32) * np.float32(2.0 ** (_LIFT - 149))
-    subnormal = jnp.where(bits != magnitude, -subnormal, subnormal)
-    is_subnormal = magnitude < np.uint32(1 << 23)
-    return jnp.where(is_subnormal, subnormal, x * np.float32(2.0**_LIFT))
-
-
 def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`x` with a largest magnitude from 1 to 2, or all zero, and the exponent it was divided by."""
-    field = _bits(jnp.max(jnp.abs(x))) >> np.uint32(23)
-    field = jnp.clip(field.astype(jnp.int32), 1, 253)  # the factor is a normal number, too
-    factor = lax.bitcast_convert_type((254 - field) << 23, jnp.float32)
-    return x * factor, field - 127
+    exponent = jnp.clip(floor_log2(jnp.max(jnp.abs(x))), -126, 126)  # its reciprocal is normal
+    return x * power_of_two(-exponent), exponent
 
 
 def _sums(*terms: jax.Array) -> list[jax.Array]:
@@ -257,10 +246,6 @@ def _histogram(codes: jax.Array, bits: int) -> jax.Array:
     sharded = any(entry is not None for entry in explicit_spec(codes))
     where: dict[str, Any] = {"out_sharding": PartitionSpec()} if sharded else {}
     return jnp.zeros(2**bits, jnp.uint32).at[codes].add(np.uint32(1), **where)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -13,11 +13,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts import FLOATS, from_stored_codes, pack, unpack
+from qtoolkit.casts import pack, unpack
+from qtoolkit.casts.internal import FLOATS, dtype_from_codes
 from qtoolkit.formats import BlockFormat, FloatFormat
 from qtoolkit.scaling._blocks import Blocks
-from qtoolkit.scaling._rounding import Scales, dequantized
-from qtoolkit.scaling._scales import smooth_scale
+from qtoolkit.scaling._engine import Scales, dequantized
+from qtoolkit.scaling._scales import differentiable_scale
 
 _LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
 
@@ -116,7 +117,7 @@ class QArray:
         element = self.spec.element
         if element.dtype is None or (element.bits < 8 and element.bits not in (2, 4)):
             raise TypeError(f"QArray: JAX has no arrays of {element.name}; use .unpack().codes")
-        return from_stored_codes(self.unpack().codes, element)
+        return dtype_from_codes(self.unpack().codes, element)
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The numbers: (q - zero point) * scale, rounded once to float32, then to `dtype`.
@@ -426,7 +427,7 @@ def _dequantize_jvp(
 
     def product(moving: dict[str, jax.Array]) -> jax.Array:
         q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
-        scale = smooth_scale(
+        scale = differentiable_scale(
             moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale)
         )
         return blocks.join(blocks.split(q) * blocks.spread(scale))

@@ -1,6 +1,6 @@
 """`quantize`: numbers to codes and the scales of their blocks."""
 
-from fractions import Fraction
+import functools
 from typing import Any
 
 import jax
@@ -8,20 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import (
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import (
     FLOATS,
     WIDTHS,
-    Draw,
-    Stochastic,
+    Domain,
     check_arguments,
     check_differentiable,
+    check_domain,
+    check_dtype,
     check_holds,
-    stored,
+    exact_float32,
+    number,
+    to_stored,
+    without_derivative,
 )
-from qtoolkit.formats import BlockFormat, FloatFormat
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
 from qtoolkit.formats import spec as resolve
+from qtoolkit.scaling._engine import Scales, block_codes, find_scales
 from qtoolkit.scaling._qarray import QArray
-from qtoolkit.scaling._rounding import Rounder, Scales, block_codes, find_scales
 from qtoolkit.scaling._scales import least_scale
 
 
@@ -41,9 +46,9 @@ def quantize(
 ) -> QArray:
     """Rounds `x` to codes and a scale for each block: x ~ q * scale.
 
-    The scale is rounded first, and it is the rounded one that divides: by one reciprocal and a
-    multiplication in float32, and exactly where scales are powers of two by their format (E8M0).
-    Then each element is rounded once, as `encode` does. The same bits eager, under `jit`, in any
+    The scale is rounded to its format first, and it is the rounded one that divides: codes are
+    `encode(x / scale)` with IEEE's float32 division, exact where scales are powers of two by their
+    format (E8M0). The same bits eager, under `jit`, in any
     fusion and on any mesh; float32 subnormals are exact beside E8M0 scales only.
 
     A block of zeros gives exact zeros, and no scale is ever infinite or zero. Infinities do not
@@ -72,26 +77,28 @@ def quantize(
 
     Source: OCP Microscaling Formats (MX) 1.0; arXiv:2509.25149 (NVFP4); arXiv:2412.19437 (tiles).
     """
-    x, given, draw, how = check_quantize(
+    x, spec, given, projection = check_quantize(
         "quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
-    if packed and how.spec.element.bits not in WIDTHS:
+    if packed and spec.element.bits not in WIDTHS:
         raise ValueError(
-            f"quantize: packed=True for {how.spec.name}, whose elements have "
-            f"{how.spec.element.bits} bits; expected {', '.join(map(str, WIDTHS))}"
+            f"quantize: packed=True for {spec.name}, whose elements have {spec.element.bits} bits; "
+            f"expected {', '.join(map(str, WIDTHS))}"
         )
     if packed and x.ndim == 0:
         raise ValueError("quantize: packed=True for a scalar, expected at least one axis")
-    codes, scales = _quantize_jitted(x, given, draw, how, packed)
+    codes, scales = _quantize(
+        without_derivative(x, _NO_DERIVATIVE), given, projection, spec, packed
+    )
     return QArray(
         codes,
         scales.scale,
-        how.spec,
+        spec,
         scales.tensor_scale,
         scales.zero_point,
         x.dtype,
-        how.spec.block_lengths(x.shape),
+        spec.block_lengths(x.shape),
         x.shape[-1] if packed else None,
     )
 
@@ -108,11 +115,11 @@ def check_quantize(
     key: Any,
     random_bits: ArrayLike | None,
     index_offset: Any,
-) -> tuple[jax.Array, Scales, Draw | None, Rounder]:
+) -> tuple[jax.Array, BlockFormat, Scales, Projection]:
     """The arguments that `quantize` and its kin share, checked and resolved."""
     x = check_differentiable(where, x, wide=False)
     spec = resolve(spec)
-    _, rounding, draw = check_arguments(
+    _, projection = check_arguments(
         where, x, spec.element, rounding, saturation, key, random_bits, index_offset
     )
     check_holds(where, spec.element, np.float32)
@@ -131,7 +138,7 @@ def check_quantize(
     )
     if given.scale is not None and spec.tensor_scale is not None and given.tensor_scale is None:
         raise ValueError(f"{where}: scale without tensor_scale for {spec.name}, expected both")
-    return x, given, draw, Rounder(spec, rounding, saturation)
+    return x, spec, given, projection
 
 
 def _given_scale(
@@ -146,47 +153,31 @@ def _given_scale(
         return None
     if fmt is None:
         raise ValueError(f"{where}: {name} is given, and {spec.name} has none; leave it out")
-    array: Any = value
+    domain = _domain(name, fmt, spec)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with np.errstate(over="ignore", under="ignore"):
-            array = np.float32(min(max(value, -1e300), 1e300))
-    dtype = getattr(array, "dtype", None)
-    own = dtype is not None and dtype == (fmt.dtype or fmt.code_dtype)
-    is_weak = dtype == np.float64 and getattr(value, "weak_type", False)  # a traced number
-    if not own and not is_weak and dtype not in FLOATS:
-        known = dict.fromkeys(map(str, (*FLOATS, fmt.dtype or fmt.code_dtype)))
-        raise TypeError(
-            f"{where}: {name} has {dtype or type(value).__name__}, expected one of "
-            f"{', '.join(known)}; convert it first, e.g. jnp.asarray({name}, jnp.float32)"
-        )
-    array = _in_shape(where, name, jnp.asarray(array), shape, spec)
+        value = number(where, name, value, np.float32, domain)
+    own = fmt.dtype or fmt.code_dtype
+    check_dtype(where, name, value, (*FLOATS, own))
+    array = _in_shape(where, name, jnp.asarray(value), shape, spec)
     if not isinstance(array, jax.core.Tracer):
-        _check_values(where, name, np.asarray(array), fmt, spec, is_code=own and fmt.dtype is None)
-    if own:
+        is_code = fmt.dtype is None and array.dtype == own
+        check_domain(where, name, fmt.values()[np.asarray(array)] if is_code else array, domain)
+    if array.dtype == own:
         return array
-    numbers = jnp.maximum(array.astype(jnp.float32), np.float32(float(least_scale(fmt))))
-    return stored(numbers, fmt)
+    wide = array.astype(jnp.float32) if array.dtype not in FLOATS else exact_float32(array)
+    return to_stored(jnp.maximum(wide, np.float32(float(least_scale(fmt)))), fmt)
 
 
-def _check_values(
-    where: str, name: str, array: np.ndarray, fmt: FloatFormat, spec: BlockFormat, *, is_code: bool
-) -> None:
-    """Scales that may divide: with their second scale, normal numbers with normal reciprocals."""
+def _domain(name: str, fmt: FloatFormat, spec: BlockFormat) -> Domain:
+    """Scales that may divide: with their second scale, normal numbers of float32."""
     assert spec.scale is not None
-    values = fmt.values()[array] if is_code else array.astype(np.float32)
     lowest, largest = least_scale(fmt), fmt.max_finite
     if name == "tensor_scale":
-        lowest = max(lowest, Fraction(1, 2**126) / least_scale(spec.scale))
-        largest = min(largest, 2**126 / spec.scale.max_finite)
-    elif spec.largest >= 4 and not spec.has_powers:
-        largest = min(largest, Fraction(2**126))
-    bad = ~((values >= float(lowest)) & (values <= float(largest)))
-    if bad.any():
-        at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(
-            f"{where}: {name} is {values[at]} at {at}, expected positive numbers from "
-            f"{float(lowest):.3g} to {float(largest):.3g}; {bad.sum()} of {values.size} are not"
-        )
+        lowest = max(lowest, FLOAT32.min_normal / least_scale(spec.scale))
+        largest = min(largest, FLOAT32.max_finite / spec.scale.max_finite)
+    first, last = float(lowest), float(largest)
+    wanted = f"a positive number from {first:.3g} to {last:.3g}"
+    return Domain(wanted, lambda values: (values >= first) & (values <= last))
 
 
 def _given_zero_point(
@@ -228,7 +219,7 @@ def _in_shape(
 ) -> jax.Array:
     if array.shape == shape:
         return array
-    if array.ndim == 0 and np.prod(shape, dtype=int) == 1:
+    if array.ndim == 0 and all(n == 1 for n in shape):
         return array.reshape(shape)
     of = "the tensor" if name == "tensor_scale" else "each block"
     raise ValueError(
@@ -236,20 +227,15 @@ def _in_shape(
     )
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "packed"))
 def _quantize(
-    x: jax.Array, given: Scales, draw: Draw | None, how: Rounder, packed: bool
+    x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat, packed: bool
 ) -> tuple[jax.Array, Scales]:
-    scales, busy = find_scales(x, how.spec, given)
-    return block_codes(x, scales, busy, draw, how, packed), scales
+    scales, nonzero = find_scales(x, spec, given)
+    return block_codes(x, spec, projection, scales, nonzero, packed=packed), scales
 
 
-def _no_derivative(*_: Any) -> Any:
-    raise TypeError(
-        "quantize: has no derivative; differentiate fake_quantize, which returns the same numbers, "
-        "or pass jax.lax.stop_gradient(x) to quantize"
-    )
-
-
-_without_derivative = jax.custom_jvp(_quantize, nondiff_argnums=(3, 4))
-_without_derivative.defjvp(_no_derivative)
-_quantize_jitted = jax.jit(_without_derivative, static_argnums=(3, 4))
+_NO_DERIVATIVE = (
+    "quantize: has no derivative; differentiate fake_quantize, which returns the same numbers, or "
+    "pass jax.lax.stop_gradient(x) to quantize"
+)

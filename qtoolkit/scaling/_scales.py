@@ -1,7 +1,7 @@
 """The scales of blocks: from amax by a rule, stored in their format, divided by, multiplied with.
 
 Scales are used as they are stored, that is rounded. Powers of two are exponents: data, scales and
-results may be subnormal. All others are float32 numbers, by one reciprocal and a multiplication.
+results may be subnormal. All others are float32 numbers, by IEEE division and multiplication.
 """
 
 from fractions import Fraction
@@ -9,21 +9,20 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from qtoolkit.casts import (
+from qtoolkit.casts.internal import (
     binary_parts,
     from_stored,
     is_zero,
     power_of_two,
     product,
     quotient,
-    stored,
     times_power_of_two,
+    to_stored,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, TableFormat
 
-_LEAST = Fraction(1, 2**126)  # float32's lowest normal number; its reciprocal is finite
+_LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
 _SAFE = 100  # the largest exponent e for which 2**e and 2**-e leave room on either side
 
 
@@ -36,8 +35,8 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 
     Returns:
       Shape of `amax`, float32. 1 where `amax` is zero: zeros stay exact zeros, and infinities
-      beside them saturate to the largest finite value. Else at least 2**-126: a tiny `amax` never
-      gives a scale whose reciprocal is infinite.
+      beside them saturate to the largest finite value. Else at least 2**-126, float32's lowest
+      normal number: XLA's CPU would take a smaller scale for zero and divide by that.
 
     Raises:
       TypeError: `fmt` is a block format, whose rules `quantize` follows.
@@ -48,11 +47,6 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
             "quantize(x, fmt).scale has the scales of block formats"
         )
     return _quotient_scale(amax, fmt.max_finite, _LEAST)
-
-
-def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """X / scale in float32, by one reciprocal and a multiplication; `scale` broadcasts."""
-    return product(x.astype(jnp.float32), quotient(jnp.ones_like(scale), scale))
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
@@ -67,28 +61,28 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
       Shape of `amax`; the dtype of the scale format, or its codes where it has none.
     """
     assert spec.scale is not None
-    if spec.least_amax:
-        amax = jnp.where(amax < np.float32(spec.least_amax), np.float32(spec.least_amax), amax)
+    if spec.amax_epsilon:
+        amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
     if spec.rule != "amax":
-        return stored(_power_scale(amax, spec), spec.scale)
+        return to_stored(_power_scale(amax, spec), spec.scale)
     least = least_scale(spec.scale)
     if tensor_scale is None:
-        return stored(_quotient_scale(amax, spec.largest, least), spec.scale)
+        return to_stored(_quotient_scale(amax, spec.largest, least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
     assert spec.tensor_scale is not None
     second = from_stored(tensor_scale, spec.tensor_scale)
     scale = quotient(scale, jnp.ones_like(scale) * second)
-    return stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
+    return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The second scale, float32 as stored in its format, for the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
-    # Its product with the least scale of a block has a finite reciprocal.
+    # Its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
-    return stored(scale, spec.tensor_scale)
+    return to_stored(scale, spec.tensor_scale)
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:
@@ -104,8 +98,7 @@ def asymmetric(
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole may be infinite
     scale = _quotient_scale(half, Fraction(last - first) / 2, least_scale(spec.scale))
-    scale = jnp.minimum(scale, np.float32(2.0**126))
-    kept = stored(scale, spec.scale)
+    kept = to_stored(scale, spec.scale)
     place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
     zero_point = jnp.clip(np.float32(first) - place, np.float32(first), np.float32(last))
     return kept, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
@@ -127,7 +120,7 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
     return value
 
 
-def smooth_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
+def differentiable_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
     """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
     value = scale.astype(jnp.float32)
@@ -141,15 +134,6 @@ def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
     return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
 
 
-def divided(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """`scaled` for scales of any size: beyond 2**126, where reciprocals are subnormal, x and scale
-    are made smaller first.
-    """
-    is_large = scale > np.float32(2.0**64)
-    factor = jnp.where(is_large, np.float32(2.0**-8), np.float32(1))
-    return scaled(x * factor, scale * factor)
-
-
 def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
     """Of scales that are powers of two: the exponent of an element's unit, and which are NaN."""
     assert spec.scale is not None
@@ -158,10 +142,8 @@ def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array
 
 
 def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
-    """X * 2**exponent in float32 as IEEE has it, NaN where `is_nan`; both broadcast."""
-    y = lax.bitcast_convert_type(times_power_of_two(x, exponent), jnp.uint32)
-    nan = jnp.where(is_nan, np.float32(np.nan).view(np.uint32), np.uint32(0))
-    return lax.bitcast_convert_type(y | nan, jnp.float32)
+    """`x` * 2**exponent in float32 as IEEE has it, NaN where `is_nan`; both broadcast."""
+    return jnp.where(is_nan, np.float32(np.nan), times_power_of_two(x, exponent))
 
 
 def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,23 +156,11 @@ def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Arra
     return one / power_of_two(exponent), one / power_of_two(-exponent)
 
 
-def at_least_sticky(u: jax.Array, x: jax.Array) -> jax.Array:
-    """Scaled values of `x`, those that became zero or subnormal as the least normal number.
-
-    Directed roundings tell it from zero, and no element format has a step as small.
-    """
-    bits = lax.bitcast_convert_type(u, jnp.uint32)
-    sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x80000000)
-    least = np.float32(2.0**-126).view(np.uint32)
-    vanished = ((bits & np.uint32(0x7FFFFFFF)) < least) & ~is_zero(x)
-    return lax.bitcast_convert_type(jnp.where(vanished, sign | least, bits), jnp.float32)
-
-
 def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
     """Whether `factors` serve: elements times 2**exponent are normal numbers, and subnormal data,
     which products read as zero, lie below half the least element.
     """
-    lowest = -min(_SAFE, 125 + _binary(spec.element.min_subnormal)[0])
+    lowest = -min(_SAFE, 125 + _binary(spec.element.min_positive)[0])
     return (exponent >= lowest) & (exponent <= _SAFE)
 
 
@@ -208,7 +178,7 @@ def kept_range(spec: BlockFormat) -> tuple[float, float]:
     first = last = Fraction(1)
     if isinstance(element, FloatFormat):
         last = highest - element.magnitude(element.max_code - 1)
-        first = last if element.signed else element.min_subnormal
+        first = last if element.signed else element.min_positive
         first = first if element.has_zero else 2 * lowest  # zero is no step below the lowest
     elif isinstance(element, TableFormat):
         values = [Fraction(value) for value in element.finite]

@@ -217,7 +217,7 @@ def test_large_formats_get_a_density_line(name):
     assert max(line) == "█"
     assert marks.startswith("  |")
     ends = [labels.split()[0], labels.split()[-1]]
-    assert number(ends[0]) == fmt.min_subnormal
+    assert number(ends[0]) == fmt.min_positive
     assert number(ends[1]) <= fmt.max_finite < 2 * number(ends[1])
 
 

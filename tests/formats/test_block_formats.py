@@ -60,11 +60,11 @@ def test_published_formats(name):
     assert names == list(ROWS[name])
     assert fmt.name == str(fmt) == name
     assert fmt.axes is None
-    assert fmt.rest == 1
+    assert fmt.other_axes == 1
     assert not fmt.zero_point
     assert fmt.element_exponent == (-6 if name == "mxint8" else 0)
     assert fmt.narrow_range == (name == "mxint8")
-    assert fmt.least_amax == (1e-4 if name.startswith("deepseek") else 0)
+    assert fmt.amax_epsilon == (1e-4 if name.startswith("deepseek") else 0)
     assert fmt.has_powers == (fmt.scale == E8M0FNU)
     assert fmt is getattr(formats, name.upper())
     assert spec(name.upper()) is fmt
@@ -76,20 +76,20 @@ def test_all_published_formats_are_in_the_table():
 
 
 def test_defaults():
-    fmt = BlockFormat(element="int8", rest=None)
+    fmt = BlockFormat(element="int8", other_axes=None)
     fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
     assert fields == {
         "element": INT8,
         "block": (),
         "axes": None,
-        "rest": None,
+        "other_axes": None,
         "scale": FLOAT32,
         "rule": "amax",
         "tensor_scale": None,
         "zero_point": False,
         "element_exponent": 0,
         "narrow_range": False,
-        "least_amax": 0.0,
+        "amax_epsilon": 0.0,
     }
 
 
@@ -126,9 +126,9 @@ def test_any_spelling_is_resolved():
 
 
 def test_tensor_channel_and_token():
-    assert BlockFormat.tensor("int8") == BlockFormat(element=INT8, rest=None)
+    assert BlockFormat.tensor("int8") == BlockFormat(element=INT8, other_axes=None)
     channel = BlockFormat.channel("int8", axis=0)
-    assert channel == BlockFormat(element=INT8, block=(1,), axes=(0,), rest=None)
+    assert channel == BlockFormat(element=INT8, block=(1,), axes=(0,), other_axes=None)
     token = BlockFormat.token("e4m3fn", scale="e8m0")
     assert token == BlockFormat(element=E4M3FN, block=(None,), axes=(-1,), scale=E8M0FNU)
     shape = (4, 6, 10)
@@ -157,7 +157,7 @@ def test_tensor_channel_and_token():
     ],
 )
 def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scales):
-    fmt = BlockFormat(element="int8", block=block, axes=axes, rest=rest)
+    fmt = BlockFormat(element="int8", block=block, axes=axes, other_axes=rest)
     assert fmt.block_lengths(shape) == lengths
     assert fmt.scale_shape(shape) == scales
 
@@ -209,9 +209,9 @@ def test_along():
         ({"block": (2, 2), "axes": (1, 1)}, "expected different integers"),
         ({"block": (2,), "axes": (0, 1)}, "2 axes, .* for a block with 1 lengths"),
         ({"block": (2,), "axes": ()}, "0 axes"),
-        ({"rest": 2}, "rest=2, expected 1 or None"),
-        ({"rest": 0}, "rest=0, expected 1 or None"),
-        ({"rest": "all"}, "rest='all', expected 1 or None"),
+        ({"other_axes": 2}, "other_axes=2, expected 1 or None"),
+        ({"other_axes": 0}, "other_axes=0, expected 1 or None"),
+        ({"other_axes": "all"}, "other_axes='all', expected 1 or None"),
         ({"scale": "int8"}, "scale=int8 cannot be a scale; expected a float format with a NaN"),
         ({"scale": "e2m1fn"}, "scale=e2m1fn cannot be a scale"),
         ({"scale": "nf4"}, "scale=nf4 cannot be a scale"),
@@ -225,12 +225,15 @@ def test_along():
         ({"scale": None, "tensor_scale": "float32"}, "tensor_scale needs a scale with rule='amax'"),
         ({"scale": "e8m0", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
         ({"rule": "floor", "tensor_scale": "float32"}, "tensor_scale needs a scale"),
-        ({"least_amax": -1.0}, r"least_amax=-1.0, expected a float32 from 0 up"),
-        ({"least_amax": float("inf")}, "least_amax=inf, expected a float32"),
-        ({"least_amax": float("nan")}, "least_amax=nan, expected a float32"),
-        ({"least_amax": "1"}, "least_amax='1', expected a float32"),
-        ({"least_amax": 1.0, "zero_point": True}, "zero_point needs .*least_amax"),
-        ({"rest": 1}, "make a scale for each element; expected a block, or BlockFormat.tensor"),
+        ({"amax_epsilon": -1.0}, r"amax_epsilon=-1.0, expected a float32 from 0 up"),
+        ({"amax_epsilon": float("inf")}, "amax_epsilon=inf, expected a float32"),
+        ({"amax_epsilon": float("nan")}, "amax_epsilon=nan, expected a float32"),
+        ({"amax_epsilon": "1"}, "amax_epsilon='1', expected a float32"),
+        ({"amax_epsilon": 1.0, "zero_point": True}, "zero_point needs .*amax_epsilon"),
+        (
+            {"other_axes": 1},
+            "make a scale for each element; expected a block, or BlockFormat.tensor",
+        ),
         ({"element": "float32"}, "element=float32 cannot be scaled: .*or scale=None"),
         ({"element": "bfloat16"}, "element=bfloat16 cannot be scaled"),
         ({"element": "e8m0"}, "element=e8m0fnu cannot be scaled"),
@@ -256,7 +259,7 @@ def test_along():
 )
 def test_what_is_refused(fields, message):
     with pytest.raises(ValueError, match=f"^BlockFormat of .*: .*{message}"):
-        BlockFormat(**({"element": "int8", "rest": None} | fields))
+        BlockFormat(**({"element": "int8", "other_axes": None} | fields))
 
 
 @pytest.mark.parametrize("fields", [{"block": 32}, {"block": (32,), "axes": 0}, {"block": None}])
@@ -326,32 +329,32 @@ def test_each_field_counts():
         {"element": INT4},
         {"block": (32,)},
         {"axes": (0,)},
-        {"rest": None},
+        {"other_axes": None},
         {"scale": UE4M3},
         {"rule": "floor"},
         {"tensor_scale": FLOAT32},
         {"zero_point": True},
         {"narrow_range": True},
-        {"least_amax": 1.0},
+        {"amax_epsilon": 1.0},
         {"scale": E8M0FNU, "rule": "floor"},
         {"scale": E8M0FNU, "rule": "floor", "element_exponent": -6},
     ]
     others = [dataclasses.replace(base, **change) for change in changes]
     assert len({base, *others}) == len(changes) + 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        base.rest = None
+        base.other_axes = None
 
 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"rest": None}, "int8 by tensor"),
-        ({"block": (1,), "rest": None}, "int8 by channel"),
+        ({"other_axes": None}, "int8 by tensor"),
+        ({"block": (1,), "other_axes": None}, "int8 by channel"),
         ({"block": (None,)}, "int8 by token"),
         ({"block": (16, None)}, "int8 by blocks of 16xall"),
         ({"block": (16,), "scale": "e8m0"}, "int8 by blocks of 16, scale=e8m0fnu"),
         ({"scale": None}, "int8, unscaled"),
-        ({"block": (2,), "rest": None}, "int8 by blocks of 2 across all others"),
+        ({"block": (2,), "other_axes": None}, "int8 by blocks of 2 across all others"),
         (
             {"block": (2,), "axes": (0,), "zero_point": True},
             "int8 by blocks of 2@0, zero_point=True",

@@ -134,7 +134,7 @@ DTYPES = {
 # ml_dtypes has these for FP6, but JAX has not, so they are not the formats' own dtypes.
 ORACLES = DTYPES | {"e2m3fn": ml_dtypes.float6_e2m3fn, "e3m2fn": ml_dtypes.float6_e3m2fn}
 SMALL = [name for name in FLOATS if name not in ("float64", "float32", "tf32")]
-EXACT = ("max_finite", "lowest", "min_normal", "min_subnormal", "epsilon")
+EXACT = ("max_finite", "lowest", "min_normal", "min_positive", "min_subnormal", "epsilon")
 INTS = [f"{u}int{bits}" for u in ("", "u") for bits in (2, 4, 8, 16, 32, 64)]
 
 
@@ -239,12 +239,12 @@ def test_integers_of_every_width(bits, signed):
     assert fmt == qt.format(name.upper())
     assert (fmt.name, fmt.bits, fmt.signed, fmt.is_bool) == (name, bits, signed, False)
     assert (fmt.lowest, fmt.max_finite, fmt.finite_count) == (lowest, highest, 2**bits)
-    assert (fmt.min_subnormal, fmt.needs_scale) == (1, True)
+    assert (fmt.min_positive, fmt.needs_scale) == (1, True)
     widths = [w for w in (8, 16, 32, 64) if w >= bits]
     assert fmt.code_dtype == np.dtype(f"uint{widths[0]}")
     own = bits in (2, 4, 8, 16, 32, 64)
     assert fmt.dtype == (np.dtype(name) if own else None)
-    assert type(fmt.max_finite) is type(fmt.lowest) is type(fmt.min_subnormal) is Fraction
+    assert type(fmt.max_finite) is type(fmt.lowest) is type(fmt.min_positive) is Fraction
     assert (fmt.value(0), fmt.value(2**bits - 1)) == (0, -1 if signed else highest)
     assert fmt.value(2 ** (bits - 1)) == (lowest if signed else 2 ** (bits - 1))
     # A float of that many bits after the leading one holds every value, one of fewer does not.
@@ -395,7 +395,7 @@ def test_frozen_hashable_and_equal_whatever_the_spellings(fmt):
         assert other == fmt
         assert hash(other) == hash(fmt)
     assert dataclasses.replace(fmt, name="other") != fmt
-    if fmt.dtype is not None and not getattr(fmt, "is_bool", False):
+    if fmt.dtype is not None:
         assert dataclasses.replace(fmt, dtype_name=None) != fmt
     assert len({fmt, bare}) == 1
 
@@ -453,7 +453,7 @@ def test_formats_of_ones_own(exponent_bits, mantissa_bits, bias):
         assert fmt.finite_count == len(np.unique(values[np.isfinite(values)]))
         assert fmt.nan_codes == tuple(np.flatnonzero(np.isnan(values)))
         assert fmt.max_finite == magnitudes[finite - 1]
-        assert fmt.min_subnormal == magnitudes[1]
+        assert fmt.min_positive == fmt.min_subnormal == magnitudes[1]
         assert (
             Fraction(2) ** fmt.max_exponent
             <= fmt.max_finite
@@ -532,8 +532,17 @@ def test_bad_integer_constructions_raise(bits):
 
 @pytest.mark.parametrize("fields", [{"bits": 2, "signed": False}, {"bits": 1}, {"bits": 8}])
 def test_bools_of_more_than_a_bit_raise(fields):
-    with pytest.raises(ValueError, match=r"^IntFormat 'made': dtype_name='bool' with bits="):
-        IntFormat(name="made", dtype_name="bool", **fields)
+    with pytest.raises(ValueError, match=r"^IntFormat 'made': is_bool=True with bits="):
+        IntFormat(name="made", is_bool=True, **fields)
+
+
+def test_the_dtype_bool_is_for_truth_values_alone():
+    with pytest.raises(ValueError, match=r"dtype_name='bool' with is_bool=False, expected is_bool"):
+        IntFormat(name="made", bits=1, signed=False, dtype_name="bool")
+    with pytest.raises(ValueError, match=r"dtype_name='uint8' has values from 0.0 to 255.0"):
+        IntFormat(name="made", bits=1, signed=False, is_bool=True, dtype_name="uint8")
+    made = IntFormat(name="made", bits=1, signed=False, is_bool=True)
+    assert (made.is_bool, made.dtype, made.code_dtype) == (True, None, np.dtype("uint8"))
 
 
 def test_a_dtype_of_another_width_raises():

@@ -69,7 +69,7 @@ def test_hifloat8_landmarks():
     assert fmt is formats.HIFLOAT8
     assert (fmt.value(0x08), fmt.value(0x88), fmt.value(0x6E)) == (1, -1, 2**15)
     assert (fmt.max_finite, fmt.lowest) == (2**15, -(2**15))
-    assert (fmt.min_subnormal, fmt.value(0x7E)) == (Fraction(1, 2**22), Fraction(1, 2**15))
+    assert (fmt.min_positive, fmt.value(0x7E)) == (Fraction(1, 2**22), Fraction(1, 2**15))
     assert (fmt.inf_code, fmt.nan_code, fmt.nan_codes, fmt.max_code) == (0x6F, 0x80, (0x80,), 0x6E)
     assert (fmt.finite_count, fmt.overflow, fmt.beyond) == (253, Overflow.INF, 49152)
     assert fmt.mantissa_bits == 3
@@ -80,7 +80,7 @@ def test_hifloat8_landmarks():
 def test_posit8_landmarks_and_ties():
     fmt = formats.POSIT8
     assert (fmt.value(0x40), fmt.value(0xC0), fmt.max_finite) == (1, -1, 2**24)
-    assert (fmt.min_subnormal, fmt.nan_codes, fmt.finite_count) == (
+    assert (fmt.min_positive, fmt.nan_codes, fmt.finite_count) == (
         Fraction(1, 2**24),
         (0x80,),
         255,
@@ -117,7 +117,7 @@ def test_nf4():
     np.testing.assert_allclose(fmt.values(), expected, atol=1e-6)
     assert (fmt.bits, fmt.signed, fmt.has_nan, fmt.has_inf) == (4, True, False, False)
     assert (fmt.nan_code, fmt.inf_code, fmt.overflow) == (None, None, Overflow.MAX)
-    assert (fmt.max_finite, fmt.lowest, fmt.min_subnormal) == (1, -1, Fraction(fmt.finite[8]))
+    assert (fmt.max_finite, fmt.lowest, fmt.min_positive) == (1, -1, Fraction(fmt.finite[8]))
     assert (fmt.ties, fmt.beyond, fmt.mantissa_bits) == (None, None, 23)
 
 

@@ -53,8 +53,8 @@ RULES = Rules([("(^|/)head/", None), (Wide, "wide"), ("kernel$", 1), (Layer, 2)]
     ],
 )
 def test_the_first_rule_that_matches_decides(path, kind, which, value):
-    assert RULES.which(path, kind) == which
-    assert RULES.find(path, kind) == value
+    assert RULES.match_index(path, kind) == which
+    assert RULES.lookup(path, kind) == value
 
 
 def test_every_order_of_every_pair_against_re_search():
@@ -68,7 +68,7 @@ def test_every_order_of_every_pair_against_re_search():
             rules = Rules({first: 1, second: 2}, default=3)
             for path in paths:
                 expected = 1 if re.search(first, path) else 2 if re.search(second, path) else 3
-                assert rules.find(path) == expected
+                assert rules.lookup(path) == expected
 
 
 def test_rules_are_frozen_hashable_data():
@@ -81,11 +81,11 @@ def test_rules_are_frozen_hashable_data():
     assert dataclasses.replace(RULES, default=4) == Rules(RULES.rules, 4)
     for other in (copy.deepcopy(RULES), pickle.loads(pickle.dumps(RULES))):
         assert other == RULES
-        assert other.find("x/kernel") == 1
+        assert other.lookup("x/kernel") == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         RULES.default = None
     assert repr(Rules({"a": 1})) == "Rules(rules=(('a', 1),), default=None)"
-    assert Rules({}).find("anything") is None
+    assert Rules({}).lookup("anything") is None
 
 
 def test_rules_that_match_nothing_are_found():

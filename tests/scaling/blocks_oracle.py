@@ -41,21 +41,21 @@ SOURCES = {
 class Blocks:
     """A block format, typed by hand: names are those of the tables of `casts_oracle`.
 
-    `block` are the lengths along the last axes, or along `axes`; None is the whole axis; `rest`
-    is the length along all other ones.
+    `block` are the lengths along the last axes, or along `axes`; None is the whole axis;
+    `other_axes` is the length along all other ones.
     """
 
     element: str
     block: tuple[int | None, ...] = ()
     axes: tuple[int, ...] | None = None
-    rest: int | None = 1
+    other_axes: int | None = 1
     scale: str | None = "float32"
     rule: str = "amax"
     tensor_scale: bool = False
     zero_point: bool = False
     element_exponent: int = 0
     narrow_range: bool = False
-    least_amax: float = 0.0
+    amax_epsilon: float = 0.0
 
     @property
     def spec(self) -> Float | Int | Table:
@@ -102,7 +102,7 @@ class Blocks:
     def lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         axes = self.axes if self.axes is not None else range(-len(self.block), 0)
         given = {axis % len(shape): length for axis, length in zip(axes, self.block, strict=True)}
-        wanted = [given.get(axis, self.rest) for axis in range(len(shape))]
+        wanted = [given.get(axis, self.other_axes) for axis in range(len(shape))]
         return tuple(n if w is None else w for n, w in zip(shape, wanted, strict=True))
 
     def counts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,13 +125,13 @@ PRESETS = {
     "mxint8": Blocks("int8", rule="floor", element_exponent=-6, narrow_range=True, **_MX),
     # arXiv:2509.25149; arXiv:2412.19437 and its kernels; arXiv:2305.14314.
     "nvfp4": Blocks("e2m1fn", block=(16,), scale="e4m3fn", tensor_scale=True),
-    "deepseek_1x128": Blocks("e4m3fn", block=(1, 128), least_amax=1e-4),
-    "deepseek_128x128": Blocks("e4m3fn", block=(128, 128), least_amax=1e-4),
+    "deepseek_1x128": Blocks("e4m3fn", block=(1, 128), amax_epsilon=1e-4),
+    "deepseek_128x128": Blocks("e4m3fn", block=(128, 128), amax_epsilon=1e-4),
     "deepseek_1x128_e8m0": Blocks(
-        "e4m3fn", block=(1, 128), scale="e8m0fnu", rule="rceil", least_amax=1e-4
+        "e4m3fn", block=(1, 128), scale="e8m0fnu", rule="rceil", amax_epsilon=1e-4
     ),
     "deepseek_128x128_e8m0": Blocks(
-        "e4m3fn", block=(128, 128), scale="e8m0fnu", rule="rceil", least_amax=1e-4
+        "e4m3fn", block=(128, 128), scale="e8m0fnu", rule="rceil", amax_epsilon=1e-4
     ),
     "int8_group128": Blocks("int8", block=(128,)),
     "int4_group32": Blocks("int4", block=(32,)),
@@ -293,7 +293,7 @@ def _of_blocks(wide, blocks: Blocks) -> tuple[np.ndarray, ...]:
     for at in np.ndindex(counts):
         block = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, lengths, strict=True))
         low[at], high[at] = min(finite[block].min(), 0), max(finite[block].max(), 0)
-        amax[at] = max(-low[at], high[at], F32(blocks.least_amax))
+        amax[at] = max(-low[at], high[at], F32(blocks.amax_epsilon))
         poisoned[at] = nan[block].any()
     return amax, low, high, poisoned
 

@@ -278,9 +278,9 @@ def test_nvfp4_scales_are_two_quotients():
 # All the other ways to say what shares a scale and how.
 
 OTHERS = {
-    "tensor": Blocks("e4m3fn", rest=None),
-    "channel": Blocks("int8", block=(1,), axes=(-1,), rest=None),
-    "channel of axis 0": Blocks("e5m2", block=(1,), axes=(0,), rest=None),
+    "tensor": Blocks("e4m3fn", other_axes=None),
+    "channel": Blocks("int8", block=(1,), axes=(-1,), other_axes=None),
+    "channel of axis 0": Blocks("e5m2", block=(1,), axes=(0,), other_axes=None),
     "token": Blocks("e4m3fn", block=(None,), axes=(-1,)),
     "int2": Blocks("int2", block=(16,)),
     "int16": Blocks("int16", block=(None,)),
@@ -308,18 +308,18 @@ OTHERS = {
     "elements of 2**3": Blocks(
         "e4m3fn", block=(16,), element_exponent=3, scale="e8m0fnu", rule="even"
     ),
-    "least amax": Blocks("e4m3fn", block=(16,), least_amax=0.5),
+    "least amax": Blocks("e4m3fn", block=(16,), amax_epsilon=0.5),
     "least amax of powers": Blocks(
-        "int8", block=(16,), least_amax=0.3, scale="e8m0fnu", rule="ceil"
+        "int8", block=(16,), amax_epsilon=0.3, scale="e8m0fnu", rule="ceil"
     ),
-    "unscaled": Blocks("bfloat16", rest=None, scale=None),
-    "unscaled e4m3": Blocks("e4m3fn", rest=None, scale=None),
+    "unscaled": Blocks("bfloat16", other_axes=None, scale=None),
+    "unscaled e4m3": Blocks("e4m3fn", other_axes=None, scale=None),
 }
 ASYMMETRIC = {
     f"{element} by {name}": Blocks(element, zero_point=True, **fields)
     for element in ("uint8", "int8", "int4", "uint4")
     for name, fields in {
-        "tensor": {"rest": None},
+        "tensor": {"other_axes": None},
         "token": {"block": (None,)},
         "blocks": {"block": (16,)},
     }.items()
@@ -413,7 +413,7 @@ def test_shapes_and_axes(first):
     cases, xs = [], []
     for seed, (shape, block, axes, rest) in list(enumerate(SHAPES))[first::2]:
         base = BASES[seed % len(BASES)]
-        blocks = dataclasses.replace(base, block=block, axes=axes, rest=rest)
+        blocks = dataclasses.replace(base, block=block, axes=axes, other_axes=rest)
         cases.append((blocks, blocks.as_format(), {}))
         xs.append(numbers(shape, seed=seed, low=-4, high=4))
     check(xs, cases, ("float32",))
@@ -578,7 +578,7 @@ def test_given_scales_are_rounded_and_used():
     check(x, [(blocks, blocks.as_format(), extra) for blocks, extra in cases], ("float32",))
 
 
-TENSOR_INT8 = Blocks("int8", rest=None)
+TENSOR_INT8 = Blocks("int8", other_axes=None)
 
 
 @pytest.mark.quick

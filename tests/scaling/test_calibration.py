@@ -38,7 +38,7 @@ SPECS = {
     "mxfp4 floor": BlockFormat(element="e2m1fn", block=(32,), scale="e8m0fnu", rule="floor"),
     "mxint8": spec("mxint8").along(0),
     "nvfp4": spec("nvfp4"),
-    "square": BlockFormat(element="e4m3fn", block=(4, 16), least_amax=1e-4),
+    "square": BlockFormat(element="e4m3fn", block=(4, 16), amax_epsilon=1e-4),
 }
 SPECS["mxint8"] = dataclasses.replace(SPECS["mxint8"], block=(4,))
 ASYMMETRIC = {
@@ -104,7 +104,7 @@ def numpy_scale(fmt, amax):
         scale = (amax / F32(largest)) / second
         scale = np.clip(scale, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(F32)
     elif fmt.rule == "amax":
-        scale = np.maximum(np.maximum(amax, F32(fmt.least_amax)) / F32(largest), F32(2.0**-126))
+        scale = np.maximum(np.maximum(amax, F32(fmt.amax_epsilon)) / F32(largest), F32(2.0**-126))
     else:
         exponents = [_exponent(Fraction(float(a)), Fraction(largest), fmt.rule) for a in amax.flat]
         scale = np.ldexp(1.0, np.reshape(exponents, amax.shape)).astype(F32)

@@ -1,0 +1,292 @@
+"""The one engine that quantizes: scales found, elements divided by them and rounded, and back.
+
+x is float32, float16 or bfloat16, read as exact float32 through a view with its blocks (`Blocks`).
+q is x / scale: one IEEE division by the scale as it is stored, one rounding. `quantize`,
+`fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of checkpoints
+all call what stands here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from qtoolkit.casts import Projection, pack
+from qtoolkit.casts.internal import (
+    NEAREST,
+    codes_of,
+    exact_float32,
+    in_dtype,
+    is_zero,
+    kept_from_zero,
+    product,
+    quotient,
+    round_values,
+    values_of,
+)
+from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.scaling._blocks import Blocks, magnitude_max
+from qtoolkit.scaling._scales import (
+    are_safe,
+    asymmetric,
+    effective,
+    exponents,
+    factors,
+    scale_from,
+    shifted,
+    tensor_scale_from,
+)
+
+Array = jax.Array
+Map = Callable[[Array], Array]
+# What integers are rounded to before their zero point is added: room for both.
+_BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
+_DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
+
+
+class Scales(NamedTuple):
+    """What a block format keeps beside its codes; None for what it has not.
+
+    Attributes:
+      scale: One for each block, as stored: the dtype of the scale format, or its codes.
+      tensor_scale: The second scale, a scalar, as stored.
+      zero_point: int32, one for each block.
+    """
+
+    scale: Array | None = None
+    tensor_scale: Array | None = None
+    zero_point: Array | None = None
+
+
+NOT_GIVEN = Scales()
+
+
+def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
+    return Blocks(x.shape, spec.block_lengths(x.shape))
+
+
+def find_scales(
+    x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN, *, holds_nan: bool | None = None
+) -> tuple[Scales, Array | None]:
+    """The scales of `x`, those of `given` as they are, and which blocks have an amax above zero.
+
+    Args:
+      holds_nan: Whether a NaN stays that of its own element. If not, it makes the scale of its
+        block NaN. None: where the element format has a NaN.
+
+    Returns:
+      The latter in the view's shape; None where it was not looked for.
+    """
+    if spec.scale is None or given.scale is not None:
+        return given, None
+    blocks = blocks_of(x, spec)
+    view = blocks.split(x)
+    if spec.zero_point:
+        scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.places), spec)
+        return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
+    nan_wins = not (spec.element.has_nan if holds_nan is None else holds_nan)
+    amax = exact_float32(magnitude_max(view, blocks.places, nan_wins=nan_wins))
+    tensor_scale = given.tensor_scale
+    if spec.tensor_scale is not None and tensor_scale is None:
+        tensor_scale = tensor_scale_from(_tensor_amax(x, amax), spec)
+    scale = blocks.gather(scale_from(amax, spec, tensor_scale))
+    return Scales(scale, tensor_scale), ~is_zero(amax)
+
+
+def block_codes(
+    x: Array,
+    spec: BlockFormat,
+    projection: Projection,
+    scales: Scales,
+    nonzero: Array | None = None,
+    *,
+    packed: bool = False,
+) -> Array:
+    """The codes of `x`, in its shape or packed along the last axis.
+
+    Args:
+      scales, nonzero: As `find_scales` gives them.
+    """
+    blocks = blocks_of(x, spec)
+    projection = projection.drawn(x.shape).reshaped(blocks.split)
+
+    def round_scaled(u: Array, unscale: Map) -> Array:
+        return blocks.join(element_codes(u, spec, projection, blocks.spread(scales.zero_point)))
+
+    codes = _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
+    if not packed:
+        return codes
+    # Fused into the strides of packing, XLA's CPU would not vectorize the rounding.
+    return pack(lax.optimization_barrier(codes), spec.element)
+
+
+def block_values(
+    x: Array,
+    spec: BlockFormat,
+    projection: Projection,
+    scales: Scales,
+    nonzero: Array | None = None,
+) -> Array:
+    """The values of those codes times their scales: float32, in the shape of `x`."""
+    blocks = blocks_of(x, spec)
+    projection = projection.drawn(x.shape).reshaped(blocks.split)
+    if nonzero is not None and spec.has_powers:
+        # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
+        # becomes 448 * 2**-127: such a block is not one of zeros.
+        nonzero |= lax.cond(jnp.all(nonzero), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
+
+    def round_scaled(u: Array, unscale: Map) -> Array:
+        q = element_values(u, spec, projection, blocks.spread(scales.zero_point))
+        return blocks.join(unscale(q))
+
+    return _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
+
+
+def operand_values(
+    x: Array, spec: BlockFormat, projection: Projection = NEAREST
+) -> tuple[Array, Array | None]:
+    """`x` as values q of the element format and one scale for all of it: x ~ q * scale.
+
+    Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
+    wherever that of x is not.
+
+    Args:
+      spec: With one scale for the tensor, or none. The dtype of `x` holds its elements.
+
+    Returns:
+      q: Shape and dtype of `x`.
+      scale: float32 scalar; None where `spec` has none.
+    """
+    scales, _ = find_scales(x, spec, holds_nan=True)
+    u = wide = exact_float32(x)
+    scale = None
+    if scales.scale is not None:
+        scale = effective(scales.scale, None, spec).reshape(())
+        u = quotient(wide, scale)
+    q = element_values(u, spec, projection.drawn(x.shape), None)
+    q = jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
+    # Without the barrier XLA's CPU repeats the rounding in every transposed copy of q that a
+    # product asks for.
+    return lax.optimization_barrier(q), scale
+
+
+def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
+    """What is rounded: `x` divided by its scales, plus the zero point; float32, shape of `x`."""
+    blocks = blocks_of(x, spec)
+
+    def unrounded(u: Array, unscale: Map) -> Array:
+        zero_point = blocks.spread(scales.zero_point)
+        return blocks.join(u if zero_point is None else u + zero_point.astype(jnp.float32))
+
+    return _with_scales(blocks.split(x), spec, NEAREST, scales, blocks, None, unrounded)
+
+
+def dequantized(
+    codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
+) -> Array:
+    """The numbers that codes and scales stand for, in the shape of `codes`."""
+    q = blocks.split(values_of(codes, spec.element, jnp.float32))
+    zero_point = blocks.spread(scales.zero_point)
+    q = q if zero_point is None else q - zero_point.astype(jnp.float32)
+    y = _with_scales(q, spec, NEAREST, scales, blocks, None, lambda _, unscale: unscale(q))
+    return in_dtype(blocks.join(y), dtype)
+
+
+def element_codes(
+    u: Array, spec: BlockFormat, projection: Projection, zero_point: Array | None
+) -> Array:
+    """The codes of scaled values, as `element.code_dtype`; the projection is drawn for them."""
+    element = spec.element
+    if zero_point is not None:
+        return codes_of(_with_zero_point(u, spec, projection, zero_point), element)
+    codes = codes_of(u, element, projection)
+    if not spec.narrow_range:
+        return codes
+    lowest = codes.dtype.type(int(element.lowest) % 2**element.bits)
+    return jnp.where(codes == lowest, lowest + codes.dtype.type(1), codes)
+
+
+def element_values(
+    u: Array, spec: BlockFormat, projection: Projection, zero_point: Array | None
+) -> Array:
+    """The values of those codes, float32, less the zero point."""
+    if zero_point is not None:
+        moved = _with_zero_point(u, spec, projection, zero_point)
+        return moved - zero_point.astype(jnp.float32)
+    q = round_values(u, spec.element, projection)
+    if not spec.narrow_range:
+        return q
+    return jnp.maximum(q, np.float32(float(spec.element.lowest + 1)))
+
+
+def _with_zero_point(
+    u: Array, spec: BlockFormat, projection: Projection, zero_point: Array
+) -> Array:
+    """Rounded to integers, moved by the zero point, clamped to the element format."""
+    first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
+    clamping = Projection(projection.rounding, "finite", projection.draw)
+    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(jnp.float32)
+    return jnp.clip(moved, np.float32(first), np.float32(last))
+
+
+def _with_scales(
+    view: Array,
+    spec: BlockFormat,
+    projection: Projection,
+    scales: Scales,
+    blocks: Blocks,
+    nonzero: Array | None,
+    round_scaled: Callable[[Array, Map], Array],
+) -> Array:
+    """`round_scaled(u, unscale)` of the scaled values u and the multiplication by the scales."""
+    x = exact_float32(view)
+    is_directed = projection.rounding in _DIRECTED
+
+    def call(u: Array, unscale: Map) -> Array:
+        return round_scaled(kept_from_zero(u, x) if is_directed else u, unscale)
+
+    if scales.scale is None:
+        return round_scaled(x, lambda q: q)
+    if not spec.has_powers:
+        scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
+        return call(quotient(x, scale), lambda q: product(q, scale))
+    exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
+    down, up = factors(exponent, is_nan)
+
+    def exactly() -> Array:
+        return call(shifted(x, -exponent, is_nan), lambda q: shifted(q, exponent, is_nan))
+
+    def by_factors() -> Array:
+        return call(x * down, lambda q: q * up)
+
+    safe = are_safe(exponent, spec) | is_nan
+    return lax.cond(jnp.all(safe if nonzero is None else safe | ~nonzero), by_factors, exactly)
+
+
+def _nowhere(x: Array) -> Array:
+    return jnp.zeros_like(x, dtype=bool, shape=())  # of x: in `shard_map` it varies as x does
+
+
+def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """The least and the largest finite element of each block and zero; NaN where one is NaN."""
+    finite = jnp.where(jnp.isfinite(view), view, np.float32(0))
+    poison = jnp.any(jnp.isnan(view), axis=axes, keepdims=True)
+    ends = (f(finite, axis=axes, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
+    lowest, largest = (jnp.where(poison, np.float32(np.nan), end) for end in ends)
+    return lowest, largest
+
+
+def _tensor_amax(x: Array, amax: Array) -> Array:
+    """The largest finite |x| of all, from those of the blocks, some of which may be NaN."""
+    poisoned = jnp.isnan(amax)
+
+    def anew() -> Array:
+        found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
+        return exact_float32(found).reshape(())
+
+    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.zeros_like(amax, shape=()))
+    return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)
