@@ -29,7 +29,7 @@ import typer
 from scipy import optimize, special  # jax depends on it
 
 import qtoolkit as qt
-from qtoolkit.cli._tables import table as print_table
+from qtoolkit.cli.internal import table as print_table
 from qtoolkit.formats import BlockFormat, Format, Overflow, Specials, spec
 
 SAMPLES = 2**22

@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from qtoolkit.cli._language_model import load_corpus, train_pair
+from qtoolkit.demo import load_corpus, train_pair
 from qtoolkit.products import Recipe
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--format", default="e4m3fn")
     arguments = parser.parse_args()
     corpus, recipe = load_corpus(), Recipe(forward=arguments.format)
-    formats = f"{recipe.forward.name} forward, {recipe.gradient.name} gradients"
+    formats = f"{recipe.forward.element.name} forward, {recipe.gradient.element.name} gradients"
     print(f"{corpus.description}; {arguments.steps} steps; {formats}")
     print("seed  float32  FP8     gap       step-time ratio")
     gaps = []

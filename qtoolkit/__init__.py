@@ -2,77 +2,27 @@
 
 A low-precision number format is data, and every conversion is one exact, jitted, differentiable
 rounding of it. Names load on first use, so that `import qtoolkit` costs nothing and the command's
-`--help` does not load JAX.
+`--help` does not load JAX. Type checkers read `__init__.pyi`; a test compares it with the table.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
 from qtoolkit._version import __version__
 
-if TYPE_CHECKING:
-    from qtoolkit import (
-        casts,
-        checkpoints,
-        formats,
-        gradients,
-        nnx,
-        onnx,
-        openvino,
-        plots,
-        products,
-        pypto,
-        scaling,
-    )
-    from qtoolkit.casts import (
-        Stochastic,
-        cast,
-        cast_tree,
-        decode,
-        encode,
-        pack,
-        round_to_format,
-        unpack,
-    )
-    from qtoolkit.formats import (
-        BlockFormat,
-        FloatFormat,
-        IntFormat,
-        Rules,
-        TableFormat,
-        format,
-        p3109,
-        promote,
-        spec,
-    )
-    from qtoolkit.gradients import fake_cast, fake_convert, fake_quantize, round_cotangent
-    from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
-    from qtoolkit.scaling import QArray, metrics, quantize
-
-_HOMES = {
+# The public packages, each with those of its names that stand at the top level too.
+_NAMES_BY_PACKAGE = {
+    "formats": (
+        *("BlockFormat", "FloatFormat", "IntFormat", "Rules", "TableFormat"),
+        *("format", "p3109", "promote", "spec"),
+    ),
     "casts": (
-        "Stochastic",
-        "cast",
-        "cast_tree",
-        "decode",
-        "encode",
-        "pack",
-        "round_to_format",
+        *("Stochastic", "cast", "cast_tree", "decode", "encode", "pack", "round_to_format"),
         "unpack",
     ),
-    "formats": (
-        "BlockFormat",
-        "FloatFormat",
-        "IntFormat",
-        "Rules",
-        "TableFormat",
-        "format",
-        "p3109",
-        "promote",
-        "spec",
-    ),
+    "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
     "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
-    "scaling": ("QArray", "metrics", "quantize"),
     "onnx": (),
     "openvino": (),
     "pypto": (),
@@ -80,56 +30,13 @@ _HOMES = {
     "checkpoints": (),
     "plots": (),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
-__all__ = [
-    "BlockFormat",
-    "FloatFormat",
-    "IntFormat",
-    "QArray",
-    "Recipe",
-    "Rules",
-    "Stochastic",
-    "TableFormat",
-    "__version__",
-    "cast",
-    "cast_tree",
-    "casts",
-    "checkpoints",
-    "conv_general_dilated",
-    "decode",
-    "dot_general",
-    "einsum",
-    "encode",
-    "fake_cast",
-    "fake_convert",
-    "fake_quantize",
-    "format",
-    "formats",
-    "gradients",
-    "metrics",
-    "nnx",
-    "onnx",
-    "openvino",
-    "p3109",
-    "pack",
-    "plots",
-    "products",
-    "promote",
-    "pypto",
-    "quantize",
-    "round_cotangent",
-    "round_to_format",
-    "scaling",
-    "spec",
-    "unpack",
-]
+__all__ = ["__version__", *_NAMES_BY_PACKAGE, *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name in _HOMES:
+    if name in _NAMES_BY_PACKAGE:
         return importlib.import_module(f"qtoolkit.{name}")
     if name in _HOME_OF:
         value = getattr(importlib.import_module(f"qtoolkit.{_HOME_OF[name]}"), name)

@@ -22,18 +22,19 @@ LAYERS = (
     ("products",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
     ("plots",),
+    ("demo",),
     ("cli",),
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 EXEMPT = ("__init__", "_version", "__main__")  # top-level files
 # Heavy packages, and the layers that may import them.
 ONLY_IN = {
-    "jax": set(LEVEL) - {"formats"},
-    "jaxlib": set(LEVEL) - {"formats"},
+    "jax": set(LEVEL) - {"formats", "cli"},
+    "jaxlib": set(LEVEL) - {"formats", "cli"},
     "matplotlib": {"plots"},
-    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "cli"},
-    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "cli"},
-    "orbax": {"checkpoints", "cli"},
+    "flax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "optax": {"nnx", "linen", "optim", "checkpoints", "plots", "demo"},
+    "orbax": {"checkpoints"},
 }
 
 
@@ -151,6 +152,145 @@ def test_the_check_finds_a_wrong_arrow(tmp_path, file, source, arrow):
     assert found.startswith(f"pkg/{file}: ")
 
 
+# Two tiers of names: `__init__` for users, `internal.py` for the packages above it. All other files
+# of a package are its own.
+
+
+def attributes_of_imports(path: Path) -> set[str]:
+    """What the file reads of imported modules: `from pkg import casts; casts._bits` in full."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {
+        f"{module}{chain.removeprefix(local)}"
+        for local, module in modules.items()
+        for chain in chains
+        if chain.startswith(f"{local}.") and chain.replace(".", "").isidentifier()
+    }
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def private_names_of_others(folder: Path, package: str) -> list[str]:
+    """Where a file under `folder` uses a private name of another part of `package` than its own."""
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        own, *rest = path.relative_to(folder).with_suffix("").parts
+        holder = (package, own, *rest[:-1]) if rest else (package,)
+        for name in sorted(imported_names(path, holder) | attributes_of_imports(path)):
+            first, *parts = name.split(".")
+            if first == package and parts[:1] != [own] and any(map(is_private, parts[1:])):
+                wrong.append(f"{path.relative_to(folder).as_posix()}: {name}")
+    return wrong
+
+
+@pytest.mark.quick
+def test_nobody_uses_a_private_name_of_another_package():
+    assert private_names_of_others(PACKAGE, "qtoolkit") == []
+    assert private_names_of_others(ROOT / "experiments", "qtoolkit") == []
+    tiers = {"__init__.py", "internal.py"}
+    inside = {path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE}
+    assert {path for path in inside if path.name not in tiers and path.name[0] != "_"} == set()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("file", "source", "name"),
+    [
+        ("cli/_a.py", "from pkg.casts._bits import pattern", "pkg.casts._bits.pattern"),
+        ("cli/_a.py", "from pkg.casts import _bits", "pkg.casts._bits"),
+        ("cli/_a.py", "from pkg.casts.internal import _pattern", "pkg.casts.internal._pattern"),
+        ("cli/_a.py", "import pkg.casts._bits as bits", "pkg.casts._bits"),
+        ("cli/_a.py", "from ..casts import _bits", "pkg.casts._bits"),
+        ("cli/_a.py", "def f():\n    from pkg.casts import _bits", "pkg.casts._bits"),
+        ("cli/_a.py", "__import__('pkg.casts._bits')", "pkg.casts._bits"),
+        ("cli/_a.py", "from pkg import casts as c\nc._bits", "pkg.casts._bits"),
+        ("cli/deep/_a.py", "from ...casts._bits import pattern", "pkg.casts._bits.pattern"),
+        ("casts/__init__.py", "from pkg.formats import _names", "pkg.formats._names"),
+        ("plots.py", "from .casts import _bits", "pkg.casts._bits"),
+        ("run.py", "import pkg.casts\npkg.casts._bits", "pkg.casts._bits"),
+    ],
+)
+def test_the_check_finds_a_private_name(tmp_path, file, source, name):
+    sound = {
+        "__init__.py": "from pkg._version import __version__",
+        "casts/_casts.py": "from pkg.casts import _bits\nfrom pkg.casts._bits import pattern",
+        "casts/deep/_a.py": "from .._bits import pattern\nimport pkg.casts._bits",
+        "cli/_app.py": "from pkg import casts\nfrom pkg.casts.internal import pattern\n"
+        "casts.__name__, casts.cast(x)._own, _private._name",
+    }
+    for path, text in {**sound, file: ""}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert private_names_of_others(tmp_path, "pkg") == []
+    (tmp_path / file).write_text(source)
+    assert private_names_of_others(tmp_path, "pkg") == [f"{file}: {name}"]
+
+
+# Bits: one layer reads them, and two operators whose published pages are about bit patterns.
+MAY_READ_BITS = ("casts/", "onnx/_bit_cast.py", "openvino/_reference.py")
+# Being cleaned; a file leaves this set with its last bit cast, and the set goes when it is empty.
+STILL = {
+    "gradients/_estimators.py",
+    *("openvino/_convert.py", "openvino/_fake_convert.py", "openvino/_range.py"),
+    *("scaling/_blocks.py", "scaling/_calibration.py", "scaling/_equalization.py"),
+    *("scaling/_metrics.py", "scaling/_scales.py"),
+}
+
+
+def files_with_bit_casts(package: Path) -> set[str]:
+    """The files under `package`, but for those that may, whose code names bitcast_convert_type."""
+    found = set()
+    for path in package.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        names = {
+            name
+            for node in nodes
+            for name in (getattr(node, field, None) for field in ("id", "attr", "name", "value"))
+            if isinstance(name, str)
+        }
+        if "bitcast_convert_type" in names:
+            found.add(path.relative_to(package).as_posix())
+    return {file for file in found if not file.startswith(MAY_READ_BITS)}
+
+
+@pytest.mark.quick
+def test_only_casts_reads_bits():
+    assert files_with_bit_casts(PACKAGE) == STILL
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from jax import lax\nlax.bitcast_convert_type(x, dtype)",
+        "import jax\ndef f(x):\n    return jax.lax.bitcast_convert_type",
+        "from jax.lax import bitcast_convert_type as bits",
+        "getattr(lax, 'bitcast_convert_type')",
+    ],
+)
+def test_the_check_finds_a_bit_cast(tmp_path, source):
+    for file, text in {
+        "casts/_bits.py": source,
+        "onnx/_bit_cast.py": source,
+        "openvino/_reference.py": source,
+        "openvino/_a.py": '"""Not a `bitcast_convert_type`."""  # bitcast_convert_type',
+        "scaling/_a.py": "",
+    }.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert files_with_bit_casts(tmp_path) == set()
+    (tmp_path / "scaling/_a.py").write_text(source)
+    assert files_with_bit_casts(tmp_path) == {"scaling/_a.py"}
+
+
 def run(code: str, *, cwd: Path) -> str:
     """The output of `code` in a fresh interpreter that knows nothing of this one."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
@@ -226,7 +366,7 @@ def test_help_of_the_command(tmp_path):
         assert name in done.stdout
 
 
-# The top level: an explicit list, a lazy table, and imports for tools. All three agree.
+# The top level: a lazy table for Python, a stub for type checkers.
 
 
 @pytest.mark.quick
@@ -239,31 +379,33 @@ def test_every_public_name_resolves(name):
         assert value is getattr(getattr(qtoolkit, home), name)
 
 
-@pytest.mark.quick
-def test_the_lists_of_public_names_agree():
-    homes = qtoolkit._HOMES
-    listed = [name for names in homes.values() for name in names]
-    assert len(set(listed)) == len(listed)
-    assert sorted(qtoolkit.__all__) == sorted([*homes, *listed, "__version__"])
-    assert len(set(qtoolkit.__all__)) == len(qtoolkit.__all__)
-    assert set(dir(qtoolkit)) >= set(qtoolkit.__all__)
+def stub_homes(stub: str) -> dict[str, str]:
+    """The module that a stub imports each name from; only `from x import y as y` re-exports y."""
+    homes = {}
+    for node in ast.parse(stub).body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        for alias in node.names:
+            assert node.level == 0, ast.unparse(node)
+            assert alias.asname == alias.name, ast.unparse(node)
+            assert alias.name not in homes, ast.unparse(node)
+            homes[alias.name] = node.module
+    return homes
 
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    blocks = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    (block,) = blocks
-    for_tools = {}
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
-        assert node.level == 0
-        assert all(alias.asname in (None, alias.name) for alias in node.names)
-        for_tools[node.module] = {alias.name for alias in node.names}
-    assert for_tools.pop("qtoolkit") == set(homes)
-    table = {f"qtoolkit.{home}": set(names) for home, names in homes.items() if names}
-    assert for_tools == table
+
+@pytest.mark.quick
+def test_the_stub_has_the_names_and_homes_of_the_lazy_table():
+    table = {"__version__": "qtoolkit._version"}
+    table |= dict.fromkeys(qtoolkit._NAMES_BY_PACKAGE, "qtoolkit")
+    table |= {name: f"qtoolkit.{home}" for name, home in qtoolkit._HOME_OF.items()}
+    assert stub_homes((PACKAGE / "__init__.pyi").read_text(encoding="utf-8")) == table
+
+
+@pytest.mark.quick
+def test_no_top_level_name_is_given_twice():
+    assert len(set(qtoolkit.__all__)) == len(qtoolkit.__all__)
+    listed = sum(map(len, qtoolkit._NAMES_BY_PACKAGE.values()))  # a name with two homes has one key
+    assert listed == len(qtoolkit._HOME_OF)
+    assert dir(qtoolkit) == sorted(qtoolkit.__all__)
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ import optax
 from _timing import interleaved, print_table
 from flax import nnx
 
-from qtoolkit.cli._language_model import Block
+from qtoolkit.demo import Block
 from qtoolkit.nnx import wrap
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 512, 8, 2, 8, 128

@@ -17,7 +17,7 @@ from jax import lax
 _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
+def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     """`a * b` of floats: of `a` as it was rounded, and rounded before anything is added to it.
 
     Args:

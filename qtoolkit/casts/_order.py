@@ -67,7 +67,7 @@ def from_magnitude_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(place, dtype)
 
 
-def infinity_ordinal(dtype: DTypeLike) -> np.generic:
+def infinity_ordinal(dtype: DTypeLike) -> np.unsignedinteger:
     """`magnitude_ordinal` of the infinities of `dtype`."""
-    bits = ml_dtypes.finfo(dtype).bits
-    return np.asarray(np.inf, dtype).view(np.dtype(f"uint{bits}"))[()]
+    unsigned = np.dtype(f"uint{ml_dtypes.finfo(dtype).bits}")
+    return unsigned.type(np.asarray(np.inf, dtype).view(unsigned))

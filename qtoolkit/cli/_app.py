@@ -1,20 +1,28 @@
 """The commands: arguments in, one call, a table out."""
 
 import enum
-import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from qtoolkit import checkpoints
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints import CheckpointError, Report, SafetensorsFile
-from qtoolkit.checkpoints._header import shown
-from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.checkpoints import CheckpointError, SafetensorsFile
+from qtoolkit.checkpoints.internal import check_target, shown
+from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
+from qtoolkit.cli._summaries import (
+    PLAN_HEADER,
+    dimensions,
+    plan_rows,
+    plan_summary,
+    report_summary,
+    tensor_count,
+)
 from qtoolkit.cli._tables import page_width, prints_unicode, progress, table
-from qtoolkit.formats import Format, Rules
+from qtoolkit.formats import BLOCK_FORMATS, Format, Rules
+from qtoolkit.formats import format as resolve
 
 app = typer.Typer(
     name="qtoolkit",
@@ -41,14 +49,14 @@ def main() -> None:
 
 def _known_format(name: str | None) -> str | None:
     """The format's own name, whatever the spelling."""
-    from qtoolkit.formats import format
-
     try:
-        if name is None:
-            return None
-        return format(name).name
+        return None if name is None else resolve(name).name
     except ValueError as error:
-        raise typer.BadParameter(str(error).removeprefix("format: ")) from error
+        raise _misuse(error, "--format: ") from error
+
+
+def _misuse(error: ValueError, where: str = "") -> typer.Exit:
+    return failure(f"{where}{str(error).removeprefix('format: ')}", 2)
 
 
 _FORMAT = typer.Option(
@@ -109,6 +117,9 @@ def convert(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
+    ] = False,
 ) -> None:
     """Quantize the weights of a safetensors file.
 
@@ -118,18 +129,29 @@ def convert(
     if format is not None and rules is not None:
         raise typer.BadParameter("--format and --rules exclude each other; give one of them")
     with one_line_errors(f"{dst} was not written"):
+        options: dict[str, Any] = {
+            "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
+            "scaling": scaling.value,
+            "skip": skip or (),
+        }
+        if dry_run:
+            check_target(dst, overwrite)
+            _show_plan(src, dst, options)
+            return
         with progress("converting") as callback:
             report = checkpoints.convert(
-                src,
-                dst,
-                format=(format or "e4m3fn") if rules is None else _read_rules(rules),
-                scaling=scaling.value,
-                skip=skip or (),
-                overwrite=overwrite,
-                progress=callback,
+                src, dst, overwrite=overwrite, progress=callback, **options
             )
-        for line in _summary(report):
+        for line in report_summary(report):
             typer.echo(line)
+
+
+def _show_plan(src: Path, dst: Path, options: dict[str, Any]) -> None:
+    with SafetensorsFile(src) as source:
+        plan = checkpoints.make_plan(source, **options)
+    table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
+    for line in plan_summary(plan, dst):
+        typer.echo(line)
 
 
 def _read_rules(file: Path) -> Rules[Format]:
@@ -139,37 +161,6 @@ def _read_rules(file: Path) -> Rules[Format]:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def _summary(report: Report) -> list[str]:
-    reasons = [tensor.reason for tensor in report.kept]
-    counts = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
-    share = 100 * report.bytes_after / max(report.bytes_before, 1)
-    scales = "" if report.scaling == "none" else f", a scale per {report.scaling}"
-    lines = [
-        f"{report.target}: {report.format}{scales}",
-        f"  quantized  {_tensors(len(report.quantized))}",
-        f"  kept       {_tensors(len(report.kept))}" + (f" ({counts})" if counts else ""),
-        f"  bytes      {report.bytes_before:,} -> {report.bytes_after:,} ({share:.1f} %)",
-    ]
-    if report.mean_sqnr_db is not None:
-        worst = min(
-            (tensor for tensor in report.quantized if tensor.sqnr_db is not None),
-            key=lambda tensor: tensor.sqnr_db or 0.0,
-        )
-        lines.append(f"  mean SQNR  {_decibels(report.mean_sqnr_db)}")
-        lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
-    if report.nonfinite:
-        lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
-    return lines
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
-
-
-def _decibels(value: float) -> str:
-    return f"{value:.2f} dB" if math.isfinite(value) else "exact"
-
-
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file.")],
@@ -177,17 +168,13 @@ def inspect(
     """List the tensors of a safetensors file."""
     with one_line_errors("nothing was changed"), SafetensorsFile(file) as source:
         tensors = source.tensors.values()
-        rows = [[shown(t.name), t.dtype, _shape(t.shape), f"{t.nbytes:,}"] for t in tensors]
+        rows = [[shown(t.name), t.dtype, dimensions(t.shape), f"{t.nbytes:,}"] for t in tensors]
         size = sum(t.size for t in tensors)
         nbytes = sum(t.nbytes for t in tensors)
         table(("tensor", "dtype", "shape", "bytes"), rows, right=("bytes",))
-        typer.echo(f"{_tensors(len(rows))}, {size:,} elements, {nbytes:,} bytes")
+        typer.echo(f"{tensor_count(len(rows))}, {size:,} elements, {nbytes:,} bytes")
         for key, value in source.metadata.items():
             typer.echo(f"metadata {shown(key)}: {shown(value)}")
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 @app.command()
@@ -199,26 +186,27 @@ def formats(
 ) -> None:
     """List the number formats and block formats, with their properties, or show one of them."""
     with one_line_errors("nothing was changed"):
-        if name is None:
-            for header, rows, right in format_tables():
-                table(header, rows, right=right)
-                typer.echo()
-            typer.echo(FOOTNOTE)
+        if name is not None:
+            _print_page(name)
             return
-        from qtoolkit.formats import BLOCK_FORMATS, format
+        for header, rows, right in format_tables():
+            table(header, rows, right=right)
+            typer.echo()
+        typer.echo(FOOTNOTE)
 
-        ascii_only = not prints_unicode()
-        blocks = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
-        try:
-            if blocks is not None:
-                page = block_page(blocks, page_width(), ascii_only=ascii_only)
-            else:
-                page = format_page(format(name), page_width(), ascii_only=ascii_only)
-        except ValueError as error:
-            typer.echo(f"qtoolkit: {str(error).removeprefix('format: ')}", err=True)
-            raise typer.Exit(2) from None
-        for line in page:
-            typer.echo(line)
+
+def _print_page(name: str) -> None:
+    width, ascii_only = page_width(), not prints_unicode()
+    block = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
+    try:
+        if block is not None:
+            page = block_page(block, width, ascii_only=ascii_only)
+        else:
+            page = format_page(resolve(name), width, ascii_only=ascii_only)
+    except ValueError as error:
+        raise _misuse(error) from error
+    for line in page:
+        typer.echo(line)
 
 
 @app.command()
@@ -235,6 +223,6 @@ def demo(
     The float32 model is then converted, as `qtoolkit convert` does it, and evaluated too.
     """
     with one_line_errors(f"{out} may be incomplete"):
-        from qtoolkit.cli._demo import run  # loads JAX, Flax and optax
+        from qtoolkit.demo import run  # loads JAX, Flax and optax
 
         run(steps=steps, out=out, seed=seed, format=format)

@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -17,10 +18,11 @@ from qtoolkit.checkpoints import CheckpointError
 def one_line_errors(interrupted: str) -> Iterator[None]:
     """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1.
 
-    Ctrl-C exits with 130 and a termination signal with 143, both after the clean-up of what they
-    interrupted, and both saying `interrupted`. Bugs keep their traceback.
+    Ctrl-C exits with 130 and says `interrupted; <interrupted>`, a termination signal with 143 and
+    `terminated; <interrupted>`, each after the clean-up of what it stopped. Bugs keep their
+    traceback.
     """
-    with _termination_raises():
+    with _signals_raise():
         try:
             yield
             sys.stdout.flush()
@@ -29,9 +31,9 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except CheckpointError as error:
-            raise _failure(str(error), 1) from error
+            raise failure(str(error), 1) from error
         except OSError as error:
-            raise _failure(_os_message(error), 1) from error
+            raise failure(_os_message(error), 1) from error
         except KeyboardInterrupt:
             _leave(f"interrupted; {interrupted}", 130)
         except _TerminatedError:
@@ -43,18 +45,36 @@ class _TerminatedError(BaseException):
 
 
 @contextlib.contextmanager
-def _termination_raises() -> Iterator[None]:
+def _signals_raise() -> Iterator[None]:
+    """Makes a termination signal raise as Ctrl-C does, and neither of them get lost."""
+
     def handler(*_: Any) -> None:
         raise _TerminatedError
 
-    previous = signal.signal(signal.SIGTERM, handler)
+    previous_handler = signal.signal(signal.SIGTERM, handler)
+    previous_hook, sys.unraisablehook = sys.unraisablehook, _signal_again
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        sys.unraisablehook = previous_hook
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _failure(message: str, code: int) -> typer.Exit:
+def _signal_again(lost: Any) -> None:
+    """The `sys.unraisablehook`: sends a signal again whose exception Python had to drop.
+
+    It drops what is raised in a `__del__` or in a callback of the garbage collector. JAX has such a
+    callback, and a Ctrl-C that fell into it left the demo training.
+    """
+    number = {KeyboardInterrupt: signal.SIGINT, _TerminatedError: signal.SIGTERM}.get(lost.exc_type)
+    if number is None:
+        sys.__unraisablehook__(lost)
+    else:  # a little later: raised from within this hook, it would be dropped again
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+
+
+def failure(message: str, code: int) -> typer.Exit:
+    """Says `message` in one line. Raise what it returns, which ends the command with `code`."""
     _say(message)
     return typer.Exit(code)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat
 
-LISTED = 128  # values from zero up; of more, only the density is drawn
+LISTED = 128  # the most values from zero up that are listed; more are drawn as a density
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = " .:-=+*%#"
 
@@ -25,7 +25,10 @@ def number_line(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:
 
 
 def _listed(fmt: Format) -> tuple[dict[Fraction, int], str]:
-    """Values, rising, with their codes; and how to get the negative ones, if they are left out."""
+    """Codes by value, rising; and, where negative values are left out, how to get their codes.
+
+    E4M3FN lists 127 values and says "; negative values: code + 0x80".
+    """
     pairs = [(fmt.value(code), code) for code in range(1 << fmt.bits)]
     # Fractions alone: the negative zero is a float, as infinities and NaN are.
     codes = dict(sorted((value, code) for value, code in pairs if isinstance(value, Fraction)))
@@ -65,7 +68,7 @@ def _rows(fmt: Format, values: dict[Fraction, int], negatives: str, width: int) 
     cell_width = max(len(cell) for row in rows.values() for cell in row) + 2
     columns = max(1, (width - label_width) // cell_width)
     if grouped and columns > 1:
-        columns = 1 << (columns.bit_length() - 1)  # so that rows that go on are alike
+        columns = 1 << (columns.bit_length() - 1)  # a binade of 2**n values fills its lines evenly
     for label, row in rows.items():
         for start in range(0, len(row), columns):
             shown = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
@@ -85,7 +88,10 @@ def _binade(fmt: Format, value: Fraction) -> str:
 
 
 def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
-    """One bar for each power of two, or for some of them; a step up is twice as many values."""
+    """A bar for each binade, or for each few where they are too many for the width.
+
+    A bar's height is the logarithm of the number of values in a binade.
+    """
     lowest, highest = floor_log2(fmt.min_positive), floor_log2(fmt.max_finite)
     room = width - 4
     binades = highest - lowest + 1
@@ -157,7 +163,7 @@ def exact(value: Fraction) -> str:
 
 
 def decimal(value: Fraction) -> str:
-    """In decimal digits: as many as name this float32, or float64, and no other."""
+    """The shortest decimal that reads back as this float32, or else as this float64."""
     if value.denominator == 1:
         return str(value.numerator)
     with np.errstate(over="ignore", under="ignore"):
@@ -166,7 +172,10 @@ def decimal(value: Fraction) -> str:
 
 
 def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:
-    """Spells neighbours alike: as decimals if all are short, else in steps of a power of two."""
+    """All values as decimals if those are short, else all as multiples of one power of two.
+
+    1, 1.125, 1.25; but 2^-9, 2*2^-9, 3*2^-9.
+    """
     if all(len(decimal(value)) <= 7 and value < 10**6 for value in values):
         return [decimal(value) for value in values]
     step = Fraction(1, max(value.denominator for value in values))

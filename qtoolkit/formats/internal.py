@@ -1,5 +1,6 @@
-"""What the packages above need of formats and users do not."""
+"""What other packages of qtoolkit need of formats, and users do not."""
 
+from qtoolkit.formats._float import unsigned_dtype
 from qtoolkit.formats._granularity import scaled_by
 
-__all__ = ["scaled_by"]
+__all__ = ["scaled_by", "unsigned_dtype"]

@@ -11,13 +11,8 @@ from qtoolkit.gradients._estimators import (
 from qtoolkit.gradients._fake_cast import fake_cast
 from qtoolkit.gradients._fake_convert import fake_convert
 from qtoolkit.gradients._fake_quantize import fake_quantize
-from qtoolkit.gradients._learned import (
-    lsq,
-    lsq_plus,
-    lsq_plus_scale_offset,
-    lsq_scale,
-    pact,
-)
+from qtoolkit.gradients._initial_scales import lsq_plus_scale_offset, lsq_scale
+from qtoolkit.gradients._learned import lsq, lsq_plus, pact
 from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
 

@@ -7,7 +7,6 @@ float32, whatever the dtype of x, and so are the sums of the gradients of the pa
 import functools
 import math
 import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,9 +35,8 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import BlockFormat, Format, IntFormat, format
 from qtoolkit.gradients._estimators import times_slope
 
-_LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
+LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
-_KINDS = ("activations", "weights")
 
 Factors = tuple[float, float]
 
@@ -85,7 +83,7 @@ def lsq(
 
     Source: arXiv:1902.08153, equations 1 and 2 (y), 3 (scale), 5 (data), section 2.2 (factor).
     """
-    x, fmt = _checked("lsq", x, fmt)
+    x, fmt = check_data_format("lsq", x, fmt)
     scale = _parameter("lsq", "scale", scale, x)
     factor = _factor("lsq", "gradient_factor", gradient_factor, x, scale, fmt)
     return _learned_jitted(x, scale, None, fmt, (factor, 0.0))
@@ -125,7 +123,7 @@ def lsq_plus(
 
     Source: arXiv:2004.09576, section 3.1.
     """
-    x, fmt = _checked("lsq_plus", x, fmt)
+    x, fmt = check_data_format("lsq_plus", x, fmt)
     scale = _parameter("lsq_plus", "scale", scale, x)
     offset = _parameter("lsq_plus", "offset", offset, x, FINITE)
     factor = _factor("lsq_plus", "gradient_factor", gradient_factor, x, scale, fmt)
@@ -170,83 +168,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
     return _pact_jitted(x, _parameter("pact", "alpha", alpha, x), bits)
 
 
-def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -> jax.Array:
-    """The scale that LSQ starts from: 2 * mean(|x|) / sqrt(Qp).
-
-    Args:
-      x: float32, float16 or bfloat16, any shape: initial weights, or a first batch of activations.
-        Infinities and NaNs are left out.
-      fmt: As in `lsq`, with the largest value Qp.
-      axis: The axes that share a scale; None for all.
-
-    Returns:
-      float32: the rank of `x`, axes that share a scale with length 1; a scalar where `axis` is
-      None. 1 where all of x is zero, else at least 2**-126.
-
-    Raises:
-      TypeError, ValueError: As `lsq`.
-
-    Gradient: none; the scale is a constant of `x`.
-
-    Source: arXiv:1902.08153, section 2.1.
-    """
-    x, fmt = _checked("lsq_scale", x, fmt)
-    return _lsq_scale(x, fmt, _axes(axis))
-
-
-def lsq_plus_scale_offset(
-    x: ArrayLike,
-    fmt: Any,
-    axis: int | Sequence[int] | None = None,
-    *,
-    of: str = "activations",
-    steps: int = 50,
-) -> tuple[jax.Array, jax.Array]:
-    """The scale and the offset that LSQ+ starts from.
-
-    Of activations: scale = (max(x) - min(x)) / (p - n) and offset = min(x) - n * scale, for the
-    lowest and largest value n and p of `fmt`; from there on towards the paper's
-    argmin ||y - x||**2, by alternating steps: x is rounded, and least squares fit scale and offset
-    to what it was rounded to. No step makes the error larger; where they end is a local minimum.
-    (The paper names no method.)
-
-    Of weights, which stay symmetric: scale = max(|mean - 3 * std|, |mean + 3 * std|) / Qn, where
-    Qn = 2**(bits - 1) for integers and minus the lowest value else; offset = 0.
-
-    Args:
-      x, fmt, axis: As in `lsq_scale`.
-      of: "activations" or "weights".
-      steps: For activations, how often to fit; 0 leaves the scale and offset of the range.
-
-    Returns:
-      Scale and offset, each as from `lsq_scale`. Scales that would be 0 are 1; then, activations
-      that have but one value have it as their offset.
-
-    Raises:
-      TypeError, ValueError: As `lsq`; `of` is unknown; weights with a format without a sign;
-        `steps` is no integer of at least 0.
-
-    Gradient: none; both are constants of `x`.
-
-    Source: arXiv:2004.09576, section 3.2.
-    """
-    where = "lsq_plus_scale_offset"
-    x, fmt = _checked(where, x, fmt)
-    if of not in _KINDS:
-        raise ValueError(f"{where}: of={of!r}, expected one of {', '.join(_KINDS)}")
-    if of == "weights" and fmt.lowest >= 0:
-        raise ValueError(
-            f"{where}: of='weights' with {fmt.name}, which has no negative values; expected a "
-            "signed format, or of='activations'"
-        )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
-    if of == "weights":
-        return _of_weights(x, fmt, _axes(axis))
-    return _of_activations(x, fmt, _axes(axis), steps)
-
-
-def _checked(where: str, x: ArrayLike, fmt: Any) -> tuple[jax.Array, Format]:
+def check_data_format(where: str, x: ArrayLike, fmt: Any) -> tuple[jax.Array, Format]:
     x, element = _checked_data(where, x), format(fmt)
     try:
         BlockFormat.tensor(element)
@@ -285,10 +207,6 @@ def _factor(
     return float(value)
 
 
-def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    return axis if axis is None or isinstance(axis, int) else tuple(axis)
-
-
 def _rounded(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -297,7 +215,7 @@ def _rounded(
     if offset is not None:
         offset = exact_float32(offset)
         wide = settled(wide) - offset  # apart from a product that x may come from
-    scale = jnp.where(scale < _LEAST, _LEAST, scale)  # keeps NaN
+    scale = jnp.where(scale < LEAST, LEAST, scale)  # keeps NaN
     u = quotient(wide, scale)
     q = round_values(u, fmt)
     y = product(q, scale)
@@ -353,7 +271,7 @@ def _pact(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
 
 
 def _bound(alpha: jax.Array, bits: int) -> jax.Array:
-    least, wide = np.float32(2**bits - 1) * _LEAST, exact_float32(alpha)
+    least, wide = np.float32(2**bits - 1) * LEAST, exact_float32(alpha)
     return jnp.where(wide < least, least, wide)
 
 
@@ -374,78 +292,3 @@ def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
 
 _pact.defjvp(_pact_jvp, symbolic_zeros=True)
 _pact_jitted = jax.jit(_pact, static_argnums=2)
-
-
-class _Finite:
-    """The finite elements of an array, and their sums over `axis`."""
-
-    def __init__(self, x: jax.Array, axis: int | tuple[int, ...] | None):
-        x = exact_float32(lax.stop_gradient(x))
-        self.axis, self.keepdims = axis, axis is not None
-        self.is_finite = jnp.isfinite(x)
-        self.values = jnp.where(self.is_finite, x, jnp.zeros_like(x))
-        count = jnp.sum(self.is_finite, axis, dtype=jnp.float32, keepdims=self.keepdims)
-        self.count = jnp.maximum(count, np.float32(1))
-
-    def mean(self, of: jax.Array) -> jax.Array:
-        kept = jnp.where(self.is_finite, of, jnp.zeros_like(of))
-        return jnp.sum(kept, self.axis, keepdims=self.keepdims) / self.count
-
-    def least(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(np.inf))
-        return _or_zero(jnp.min(kept, self.axis, keepdims=self.keepdims))
-
-    def largest(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
-        return _or_zero(jnp.max(kept, self.axis, keepdims=self.keepdims))
-
-
-def _or_zero(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
-
-
-def _positive(scale: jax.Array, is_zero: jax.Array) -> jax.Array:
-    return jnp.where(is_zero, jnp.ones_like(scale), jnp.maximum(scale, _LEAST))
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
-def _lsq_scale(x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None) -> jax.Array:
-    finite = _Finite(x, axis)
-    mean = finite.mean(jnp.abs(finite.values))
-    return _positive(mean * (2 / math.sqrt(fmt.max_finite)), mean == 0)
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
-def _of_weights(
-    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None
-) -> tuple[jax.Array, jax.Array]:
-    finite = _Finite(x, axis)
-    mean = finite.mean(finite.values)
-    deviation = jnp.sqrt(finite.mean(jnp.square(finite.values - mean)))
-    largest = jnp.abs(mean) + 3 * deviation  # max(|a - b|, |a + b|) for b >= 0
-    scale = _positive(largest / -float(fmt.lowest), largest == 0)
-    return scale, jnp.zeros_like(scale)
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "axis", "steps"))
-def _of_activations(
-    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None, steps: int
-) -> tuple[jax.Array, jax.Array]:
-    finite = _Finite(x, axis)
-    n, p = float(fmt.lowest), float(fmt.max_finite)
-    least, largest = finite.least(), finite.largest()
-    is_one = largest == least
-    scale = _positive((largest - least) / (p - n), is_one)
-    offset = jnp.where(is_one, least, least - n * scale)
-
-    def fit(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        scale, offset = found
-        q = round_values((finite.values - offset) / scale, fmt)
-        mean_q, mean_x = finite.mean(q), finite.mean(finite.values)
-        variance = finite.mean(jnp.square(q - mean_q))
-        covariance = finite.mean((q - mean_q) * (finite.values - mean_x))
-        fits = (variance > 0) & (covariance > 0)
-        new = jnp.maximum(covariance / jnp.where(fits, variance, jnp.ones_like(variance)), _LEAST)
-        return jnp.where(fits, new, scale), jnp.where(fits, mean_x - new * mean_q, offset)
-
-    return lax.fori_loop(0, steps, fit, (scale, offset))

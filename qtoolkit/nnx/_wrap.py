@@ -71,7 +71,7 @@ def wrap(model: Model, recipe: Recipe | Rules[Recipe] | None = None) -> Model:
     Every `nnx.Linear`, `nnx.LinearGeneral` (attention's projections are four of them),
     `nnx.Einsum` and `nnx.Conv`, and any subclass that uses their hook, gets a quantized product by
     attribute. Everything else stays as it is: embeddings, normalisation, softmax, and attention's
-    own two products.
+    own two products. Under `nnx.vmap` each example has scales of its own: `qtoolkit.dot_general`.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models

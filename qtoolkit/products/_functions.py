@@ -31,13 +31,18 @@ def dot_general(
     Operands are divided by their current scales, rounded to `recipe.forward`, multiplied with
     float32 accumulation, and scaled back: emulation, any backend. It computes in the dtype of
     `lhs`; `rhs` may have another one and is rounded from that, so that float32 weights beside
-    bfloat16 activations are rounded once.
+    bfloat16 activations are rounded once. No step overflows or underflows where the result does
+    not. Infinities and NaNs stay: the result, and either gradient, is not finite exactly where that
+    of the plain product is not.
+
+    A scale belongs to an operand of one call. So `jax.vmap` of a product scales each example by
+    itself, other than one call with a batch dimension, whose operands have one scale for all.
 
     Args:
       lhs, rhs: float32, float16 or bfloat16; shapes as for `jax.lax.dot_general`.
       dimension_numbers, precision, out_sharding: As for `jax.lax.dot_general`.
       preferred_element_type: Dtype of the result; None for that of `lhs`.
-      recipe: Formats and scaling.
+      recipe: What operands and cotangents are rounded to.
 
     Returns:
       The shape that `jax.lax.dot_general` gives.

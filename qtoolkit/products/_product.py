@@ -9,6 +9,7 @@ where those of the plain product are not: loss scalers and skipped steps rely on
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -149,7 +150,9 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
     )
 
 
-def _combined(function: Bilinear, first: Operand, second: Operand) -> jax.Array:
+def _combined(
+    function: Callable[[jax.Array, jax.Array], jax.Array], first: Operand, second: Operand
+) -> jax.Array:
     """`function` of two operands, float32.
 
     Scales multiply the result where both operands have one: q is as far from the ends of float32 as

@@ -1,11 +1,12 @@
 """Which scale: x ~ q * scale. Block formats, quantized arrays. Derivative-free."""
 
 from qtoolkit.scaling._amax import amax
-from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage, Observer
+from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
 from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smoothing_factors
 from qtoolkit.scaling._hadamard import hadamard_transform
 from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
 from qtoolkit.scaling._metrics import Metrics, metrics, sqnr_db
+from qtoolkit.scaling._observer import Observer
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._quantize import quantize
 from qtoolkit.scaling._scales import scale_from_amax

@@ -24,7 +24,7 @@ from qtoolkit.casts.internal import (
     round_values,
 )
 from qtoolkit.formats import BlockFormat, Format, TableFormat
-from qtoolkit.scaling._calibration import (
+from qtoolkit.scaling._observer import (
     COUNT,
     MAX,
     STATIC,

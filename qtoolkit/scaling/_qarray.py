@@ -2,23 +2,20 @@
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from types import EllipsisType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from qtoolkit.casts import pack, unpack
 from qtoolkit.casts.internal import FLOATS, dtype_from_codes
 from qtoolkit.formats import BlockFormat, FloatFormat
+from qtoolkit.scaling import _views as views
 from qtoolkit.scaling._blocks import Blocks
-from qtoolkit.scaling._engine import Scales, dequantized
-from qtoolkit.scaling._scales import differentiable_scale
+from qtoolkit.scaling._dequantize import dequantize
+from qtoolkit.scaling._engine import Scales
 
 _LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
 
@@ -36,7 +33,7 @@ class QArray:
         shape of the array; or packed by `pack` along its last axis, uint8.
       scale: One for each block, in the dtype of `spec.scale`, or its codes where it has none; the
         rank of the array. None where `spec` has no scale.
-      spec: The formats. `lengths` says where the blocks lie.
+      spec: The formats, and where blocks lie; `lengths` says it for this very array.
       tensor_scale: In the dtype of `spec.tensor_scale`; a scalar, or one for each index of the
         first axes where arrays were stacked, as `vmap` does.
       zero_point: int32, the shape of `scale`.
@@ -137,23 +134,25 @@ class QArray:
         codes have none.
         """
         wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
-        plain = self._replaced().unpack()  # checked anew
+        plain = dataclasses.replace(
+            self,
+        ).unpack()  # checked anew
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
-        return _dequantize_jitted(plain.codes, scales, self.blocks, self.spec, wanted)
+        return dequantize(plain.codes, scales, self.blocks, self.spec, wanted)
 
     def pack(self) -> "QArray":
         """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
         if self.packed_size is not None:
             return self
         codes = pack(self.codes, self.spec.element)
-        return self._replaced(codes=codes, packed_size=self.shape[-1])
+        return dataclasses.replace(self, codes=codes, packed_size=self.shape[-1])
 
     def unpack(self) -> "QArray":
         """The same array with a code to a byte."""
         if self.packed_size is None:
             return self
         codes = unpack(self.codes, self.spec.element, self.packed_size)
-        return self._replaced(codes=codes, packed_size=None)
+        return dataclasses.replace(self, codes=codes, packed_size=None)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -176,60 +175,11 @@ class QArray:
         Raises:
           IndexError: An index is out of range, crosses blocks, or leaves nothing.
         """
-        if isinstance(index, jax.core.Tracer) or (hasattr(index, "dtype") and np.ndim(index)):
-            return self._rows(jnp.asarray(index))
-        items = self._index_of_each_axis(index)
-        codes, scale, lengths = [], [], []
-        for axis, (item, count, length) in enumerate(
-            zip(items, self.blocks.counts, self.blocks.lengths, strict=True)
-        ):
-            n = self.shape[axis]
-            is_whole = isinstance(item, slice) and item.indices(n) == (0, n, 1)
-            is_packed = self.packed_size is not None and axis == self.ndim - 1
-            if not is_whole and (is_packed or 1 < length < n):
-                raise IndexError(
-                    f"QArray: index {item} of axis {axis}, which "
-                    + ("is packed" if is_packed else f"has {count} blocks of {length}")
-                    + ", expected the whole axis, ':'; "
-                    + ("unpack() first" if is_packed else "dequantize() first")
-                )
-            codes.append(item)
-            scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
-            if isinstance(item, slice):
-                kept = len(range(*item.indices(n)))
-                if not kept:
-                    raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
-                lengths.append(length if 1 <= length < n else kept)
-        return self._replaced(
-            codes=self.codes[tuple(codes)],
-            scale=None if self.scale is None else self.scale[tuple(scale)],
-            tensor_scale=self._tensor_scale(lambda t: t[tuple(codes[: t.ndim])]),
-            zero_point=None if self.zero_point is None else self.zero_point[tuple(scale)],
-            lengths=tuple(lengths),
-        )
+        return views.indexed(self, index)
 
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
         """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes."""
-        order = tuple(range(self.ndim))[::-1] if axes in ((), (None,)) else _flat(axes)
-        in_range = all(-self.ndim <= axis < self.ndim for axis in order)
-        if not in_range or sorted(axis % self.ndim for axis in order) != list(range(self.ndim)):
-            raise ValueError(f"QArray: transpose{order} of an array with {self.ndim} axes")
-        order = tuple(axis % self.ndim for axis in order)
-        batch = getattr(self.tensor_scale, "ndim", 0)
-        if sorted(order[:batch]) != list(range(batch)):
-            raise ValueError(
-                f"QArray: transpose{order} mixes the first {batch} axes, each index of which has a "
-                "tensor scale of its own, with others; dequantize() first"
-            )
-        if self.packed_size is not None and order[-1] != self.ndim - 1:
-            raise ValueError(f"QArray: transpose{order} moves the packed last axis; unpack() first")
-        return self._replaced(
-            codes=self.codes.transpose(order),
-            scale=None if self.scale is None else self.scale.transpose(order),
-            tensor_scale=self._tensor_scale(lambda t: t.transpose(order[:batch])),
-            zero_point=None if self.zero_point is None else self.zero_point.transpose(order),
-            lengths=tuple(self.blocks.lengths[axis] for axis in order),
-        )
+        return views.transposed(self, axes)
 
     @property
     def T(self) -> "QArray":  # noqa: N802
@@ -245,27 +195,7 @@ class QArray:
         Raises:
           ValueError: A block would be torn; or codes are packed and the last axis changes.
         """
-        wanted = self._resolved(_flat(shape))
-        blocks = self.blocks.reshaped(wanted)
-        batch = getattr(self.tensor_scale, "ndim", 0)
-        if wanted[:batch] != self.shape[:batch]:
-            raise ValueError(
-                f"QArray: reshape{wanted} of shape {self.shape} changes the first {batch} axes, "
-                "each index of which has a tensor scale of its own; dequantize() first"
-            )
-        codes_shape = wanted
-        if self.packed_size is not None:
-            if not wanted or wanted[-1] != self.shape[-1]:
-                raise ValueError(
-                    f"QArray: reshape{wanted} changes the packed last axis; unpack() first"
-                )
-            codes_shape = (*wanted[:-1], self.codes.shape[-1])
-        return self._replaced(
-            codes=self.codes.reshape(codes_shape),
-            scale=None if self.scale is None else self.scale.reshape(blocks.counts),
-            zero_point=None if self.zero_point is None else self.zero_point.reshape(blocks.counts),
-            lengths=blocks.lengths,
-        )
+        return views.reshaped(self, shape)
 
     def __repr__(self) -> str:
         leaves = (
@@ -287,12 +217,6 @@ class QArray:
         for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(new, name, value)
         return new
-
-    def _replaced(self, **changes: Any) -> "QArray":
-        return dataclasses.replace(self, **changes)
-
-    def _tensor_scale(self, change: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
-        return None if self.tensor_scale is None else change(self.tensor_scale)
 
     def _check_lengths(self) -> None:
         lengths, rank = self.lengths, len(self.shape)
@@ -347,103 +271,6 @@ class QArray:
                 f"QArray: {name} has shape {tuple(value.shape)}, expected {shape} for an array of "
                 f"shape {self.shape} in blocks of {self.blocks.lengths}"
             )
-
-    def _rows(self, rows: jax.Array) -> "QArray":
-        length = self.blocks.lengths[0] if self.shape else 0
-        is_one_block = length > 1 and length == self.shape[0] and rows.ndim <= 1
-        fits = (length == 1 or is_one_block) and rows.size
-        fits = fits and not (self.ndim == 1 and self.packed_size is not None)
-        if not fits or not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise IndexError(
-                f"QArray: {rows.dtype}{list(rows.shape)} as index, expected integers and a first "
-                f"axis that no block crosses; this one is {self!r}"
-            )
-
-        def chosen(scale: jax.Array | None) -> jax.Array | None:
-            if scale is None or (is_one_block and rows.ndim):
-                return scale  # the one of all
-            return scale[0] if is_one_block else scale[rows]
-
-        return self._replaced(
-            codes=self.codes[rows],
-            scale=chosen(self.scale),
-            tensor_scale=self._tensor_scale(lambda t: t[rows] if t.ndim else t),
-            zero_point=chosen(self.zero_point),
-            lengths=(rows.shape if is_one_block else (1,) * rows.ndim) + self.blocks.lengths[1:],
-        )
-
-    def _index_of_each_axis(self, index: Any) -> list[int | slice]:
-        items = list(index) if isinstance(index, tuple) else [index]
-        for place, item in enumerate(items):
-            if hasattr(item, "dtype") and not isinstance(item, jax.core.Tracer):
-                items[place] = item = np.asarray(item)[()]
-            is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
-            if not is_integer and not isinstance(item, slice | EllipsisType):
-                raise IndexError(
-                    f"QArray: index {item!r}, expected integers, slices, '...', or one array of "
-                    "integers; dequantize() first for others"
-                )
-        missing = self.ndim - sum(item is not Ellipsis for item in items)
-        if missing < 0 or sum(item is Ellipsis for item in items) > 1:
-            raise IndexError(f"QArray: index {index!r} of an array with {self.ndim} axes")
-        at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-        items[at : at + 1] = [slice(None)] * missing
-        for axis, item in enumerate(items):
-            if isinstance(item, slice):
-                continue
-            if not -self.shape[axis] <= item < self.shape[axis]:
-                raise IndexError(
-                    f"QArray: index {item} of axis {axis} with {self.shape[axis]} elements"
-                )
-            items[axis] = int(item) % self.shape[axis]
-        return items
-
-    def _resolved(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        known = math.prod(n for n in shape if n != -1)
-        if shape.count(-1) == 1 and known and self.size % known == 0:
-            shape = tuple(self.size // known if n == -1 else n for n in shape)
-        if math.prod(shape) != self.size or min(shape, default=1) < 1:
-            raise ValueError(f"QArray: reshape{shape} of an array of shape {self.shape}")
-        return shape
-
-
-_differentiable = jax.custom_jvp(dequantized, nondiff_argnums=(2, 3, 4))
-
-
-def _dequantize_jvp(
-    blocks: Blocks, spec: BlockFormat, dtype: Any, primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    (codes, scales), (_, dots) = primals, tangents
-    y = _differentiable(codes, scales, blocks, spec, dtype)
-    floats = {"scale": scales.scale, "tensor_scale": scales.tensor_scale}
-    moving = {n: a for n, a in floats.items() if not isinstance(getattr(dots, n), SymbolicZero)}
-    moving = {name: a for name, a in moving.items() if a is not None}
-    for name, a in moving.items():
-        if a.dtype not in FLOATS:
-            raise TypeError(
-                f"dequantize: {name} has dtype {a.dtype}, which has no derivative; learn a float32 "
-                "scale, e.g. with qtoolkit.gradients.lsq"
-            )
-
-    def product(moving: dict[str, jax.Array]) -> jax.Array:
-        q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
-        scale = differentiable_scale(
-            moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale)
-        )
-        return blocks.join(blocks.split(q) * blocks.spread(scale))
-
-    _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
-    return y, y_dot.astype(y.dtype)
-
-
-_differentiable.defjvp(_dequantize_jvp, symbolic_zeros=True)
-_dequantize_jitted = jax.jit(_differentiable, static_argnums=(2, 3, 4))
-
-
-def _flat(given: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    """Integers that were given one by one, or in one sequence."""
-    nested = (item if isinstance(item, Sequence) else (item,) for item in given)
-    return tuple(operator.index(n) for items in nested for n in items)
 
 
 def _float_dtype(where: str, dtype: Any) -> np.dtype:

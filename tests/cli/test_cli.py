@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
 
 import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
 from qtoolkit.cli._app import app
@@ -75,6 +75,35 @@ def test_convert_skips_what_it_is_told_to(source, tmp_path):
     assert load(tmp_path / "out")["layers/0/kernel"].dtype == np.float32
 
 
+def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
+    arguments = ["convert", source, tmp_path / "out", "--scaling", "channel"]
+    result = run(*arguments, "--dry-run")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["tensor", "dtype", "becomes", "scale", "bytes", "kept", "because"]
+    # Of 32 x 16 codes and 16 scales: 512 + 4 * 16 bytes.
+    assert [line.split(maxsplit=5) for line in lines[1:4]] == [
+        ["embed/embedding", "F32", "F32", "1,024", "skipped", "by default"],
+        ["layers/0/bias", "F32", "F32", "64", "fewer", "than two dimensions"],
+        ["layers/0/kernel", "F32", "F8_E4M3", "[1,", "16]", "576"],
+    ]
+    assert lines[4].endswith("out: e4m3fn, a scale per channel; a dry run, nothing was written")
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    done = run(*arguments).stdout.splitlines()
+    assert lines[5:] == done[1:4]  # the same counts and bytes
+    written = load(tmp_path / "out")
+    assert written["layers/0/kernel"].dtype == ml_dtypes.float8_e4m3fn
+    assert written["layers/0/kernel_scale"].shape == (1, 16)
+
+
+def test_a_dry_run_fails_where_the_conversion_would(source, tmp_path):
+    (tmp_path / "out").touch()
+    folder, name = tmp_path / "no" / "out", tmp_path / "new"
+    for arguments in ([tmp_path / "out"], [folder], [name, "--skip", "("]):
+        expected = fails("convert", source, *arguments)
+        assert fails("convert", source, *arguments, "--dry-run") == expected
+
+
 def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     missing, out = tmp_path / "missing", tmp_path / "out"
     assert fails("convert", missing, out) == f"{missing}: No such file or directory"
@@ -123,7 +152,6 @@ def test_a_folder_that_cannot_be_written_to(source):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "e4m4"], "unknown format 'e4m4'; did you mean"),
         (["--scaling", "row"], "'row' is not one of 'tensor', 'channel'"),
         (["--unknown"], "No such option: --unknown"),
     ],
@@ -132,6 +160,26 @@ def test_misuse_exits_with_2(source, tmp_path, arguments, message):
     result = run("convert", source, tmp_path / "out", *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("name", ["fp8", "e4m4", "float8", "mxfp4"])
+@pytest.mark.parametrize("command", [["convert", "src", "dst"], ["demo"]])
+def test_a_wrong_format_is_one_line_and_exits_with_2(command, name):
+    with pytest.raises(ValueError, match=f"'{name}'") as error:
+        qt.format(name)
+    result = run(*command, "--format", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    message = str(error.value).removeprefix("format: ")
+    assert result.stderr == f"qtoolkit: --format: {message}\n"
+
+
+def test_e4m3_as_a_format_is_one_line_that_names_e4m3fn(source, tmp_path):
+    result = run("convert", source, tmp_path / "out", "--format", "e4m3")
+    assert result.exit_code in (1, 2)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("qtoolkit: ")
+    assert "e4m3fn" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
@@ -147,21 +195,6 @@ def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
     ]
 
 
-def test_demo_passes_its_options_on(monkeypatch, tmp_path):
-    calls = []
-    stub = types.ModuleType("qtoolkit.cli._demo")
-    stub.run = lambda **options: calls.append(options)
-    monkeypatch.setitem(sys.modules, "qtoolkit.cli._demo", stub)
-    assert run("demo").exit_code == 0
-    result = run("demo", "--steps", 3, "--out", tmp_path, "--seed", 5, "--format", "f8e5m2")
-    assert result.exit_code == 0
-    assert [{**call, "out": str(call["out"])} for call in calls] == [
-        {"steps": 400, "out": "qtoolkit-demo", "seed": 0, "format": "e4m3fn"},
-        {"steps": 3, "out": str(tmp_path), "seed": 5, "format": "e5m2"},
-    ]
-    assert run("demo", "--steps", 0).exit_code == 2
-
-
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["convert", "--help"], ["formats"], ["--version"]]
 )
@@ -169,8 +202,11 @@ def test_looking_loads_neither_jax_nor_anything_heavy(arguments):
     assert not loaded_by(arguments) & HEAVY
 
 
-def test_inspecting_does_not_either(source):
+def test_inspecting_and_a_dry_run_do_not_either(source):
     assert not loaded_by(["inspect", str(source)]) & HEAVY
+    for name in ("e4m3fn", "F8_E5M2"):
+        arguments = ["convert", str(source), "out", "--dry-run", "--format", name]
+        assert not loaded_by(arguments) & HEAVY
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
@@ -206,22 +242,16 @@ def endless(path):
     ("sent", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
+def test_signals_leave_the_folder_as_it_was(start, tmp_path, sent, code, word):
     endless(tmp_path / "src")
     (tmp_path / "dst").write_bytes(b"precious")
-    with subprocess.Popen(
-        [*COMMAND, "convert", "src", "dst", "--overwrite"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
-        process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=60)
+    process = start("convert", "src", "dst", "--overwrite", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
+    process.send_signal(sent)
+    stdout, stderr = process.communicate(timeout=60)
     lines = [line for line in stderr.splitlines() if not line.startswith("converting")]
     assert lines == [f"qtoolkit: {word}; dst was not written"]
     assert (process.returncode, stdout) == (code, "")
@@ -249,15 +279,31 @@ with one_line_errors("nothing was changed"):
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
 
 
-def test_a_reader_that_hangs_up_is_no_error(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_python_drops_is_sent_again(sent):
+    script = f"""
+import os, time
+from qtoolkit.cli._errors import one_line_errors
+class Signals:
+    def __del__(self):
+        os.kill(os.getpid(), {int(sent)})  # Python drops what is raised here
+with one_line_errors("nothing was changed"):
+    Signals()
+    print("went on", flush=True)
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + sent, "went on\n")
+    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
+
+
+def test_a_reader_that_hangs_up_is_no_error(start, tmp_path):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
-    with subprocess.Popen(
-        [*COMMAND, "inspect", "f"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.read(10)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
+    process = start("inspect", "f", cwd=tmp_path)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1
 
 
 def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path):

@@ -60,6 +60,8 @@ def test_rules_from_a_file(source, tmp_path):
 
 def test_rules_that_keep_everything(source, tmp_path):
     rules = written(tmp_path / "rules.json", '{"rules": []}')
+    planned = run("convert", source, tmp_path / "dst", "--rules", rules, "--dry-run")
+    assert "dst: nothing; a dry run, nothing was written\n" in planned.stdout
     result = run("convert", source, tmp_path / "dst", "--rules", rules)
     assert result.exit_code == 0, result.output
     assert "dst: nothing\n" in result.stdout
@@ -69,7 +71,10 @@ def test_rules_that_keep_everything(source, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", 'rules.json: Rules: no JSON (Expecting value: line 1 column 1 (char 0)); expected {"'),
+        (
+            "",
+            "rules.json: Rules: invalid JSON (Expecting value: line 1 column 1 (char 0)); expected",
+        ),
         ("[]", "rules.json: Rules: expected {"),
         ('{"rules": [["(", null]]}', "rules.json: Rules: rule '(': invalid regular expression"),
         (

@@ -1,9 +1,11 @@
 """`qtoolkit demo`: FP8-aware training beside float32, then a converted checkpoint, in one table."""
 
-import dataclasses
 import importlib.util
 import math
+import os
+import platform
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from qtoolkit import checkpoints
-from qtoolkit.cli._language_model import (
+from qtoolkit.demo._language_model import (
     ByteTransformer,
     Corpus,
-    Pair,
+    TrainingPair,
     evaluate,
     load_corpus,
     train_pair,
     validation_windows,
 )
-from qtoolkit.formats import format
+from qtoolkit.demo._results import Results
+from qtoolkit.formats import format as resolve
 from qtoolkit.products import Recipe
 
 
@@ -38,8 +41,8 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
       seed: Of the initialisation and of the batches.
       format: What the operands of the forward products, and the converted weights, are rounded to.
     """
-    recipe = Recipe(forward=_format(format))
-    assert recipe.forward is not None
+    checkpoints.safetensors_dtype(format)  # refuses, before any training, what no file could hold
+    recipe = Recipe(forward=resolve(format))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -47,40 +50,21 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     console.print(f"text: {corpus.description}", highlight=False, markup=False)
     started = time.perf_counter()
     pair = _train(console, corpus, recipe, steps, seed)
-    wide_path = folder / "float32.safetensors"
-    converted_path = folder / f"{recipe.forward.name}.safetensors"
-    checkpoints.save(wide_path, parameters(pair.wide.model), overwrite=True)
-    report = checkpoints.convert(
-        wide_path, converted_path, format=recipe.forward.name, overwrite=True
-    )
-    restored = restore(pair.wide.model, checkpoints.dequantize(checkpoints.load(converted_path)))
-    results = Results(
-        wide=pair.wide.final_loss,
-        trained=pair.quantized.final_loss,
-        converted=float(evaluate(restored, validation_windows(corpus))),
-        wide_now=pair.wide.losses[-1],
-        step_seconds=(pair.wide.step_seconds, pair.quantized.step_seconds),
-        sizes=(wide_path.stat().st_size, converted_path.stat().st_size),
-        sqnr=report.mean_sqnr_db or math.nan,
-        format=recipe.forward.name,
-        gradient=recipe.gradient.name if recipe.gradient is not None else "float32",
-    )
-    headline = (
-        f"{steps} steps, seed {seed}, {time.perf_counter() - started:.0f} s, jax {jax.__version__}"
-    )
+    results, report = _convert(folder, corpus, recipe, pair)
+    headline = f"{steps} steps, seed {seed}, {time.perf_counter() - started:.0f} s, {_host()}"
     _print_table(console, results, headline)
     (folder / "table.md").write_text(results.markdown(f"{headline}; {corpus.description}"))
     _plot(console, folder, pair, report, results)
     console.print(f"written to {folder}/", highlight=False, markup=False, soft_wrap=True)
 
 
-def _format(name: str) -> Any:
-    fmt = format(name)
-    checkpoints.safetensors_dtype(fmt)  # refuses, before any training, what no file could hold
-    return fmt
+def _host() -> str:
+    """Where and when: what a reader needs to judge the milliseconds in the table."""
+    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    return f"jax {jax.__version__} on {jax.default_backend()} ({cores}), {date.today()}"
 
 
-def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: int) -> Pair:
+def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: int) -> TrainingPair:
     options = {"steps": steps, "seed": seed}
     if not console.is_terminal:
         return train_pair(corpus, recipe, report=_PlainLines(console, steps), **options)
@@ -90,7 +74,7 @@ def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: i
     task = progress.add_task("", total=steps)
     with Live(console=console, refresh_per_second=4) as live:
 
-        def show(step: int, pair: Pair) -> None:
+        def show(step: int, pair: TrainingPair) -> None:
             progress.update(task, completed=step)
             grid = Table.grid()
             grid.add_row(_side_by_side(pair))
@@ -100,7 +84,7 @@ def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: i
         return train_pair(corpus, recipe, report=show, **options)
 
 
-def _side_by_side(pair: Pair) -> Table:
+def _side_by_side(pair: TrainingPair) -> Table:
     table = Table("step", "float32", "quantized", "gap", title="validation loss, bits per byte")
     rows = zip(pair.evaluated_at, pair.wide.losses, pair.quantized.losses, strict=True)
     for step, wide, quantized in rows:
@@ -115,7 +99,7 @@ class _PlainLines:
         self.console, self.steps, self.shown = console, steps, 0
         console.print("validation loss in bits per byte", highlight=False)
 
-    def __call__(self, step: int, pair: Pair) -> None:
+    def __call__(self, step: int, pair: TrainingPair) -> None:
         if len(pair.evaluated_at) > self.shown:
             self.shown = len(pair.evaluated_at)
             wide, quantized = pair.wide.losses[-1], pair.quantized.losses[-1]
@@ -126,56 +110,28 @@ class _PlainLines:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """The figures of one demo: losses in bits per byte, sizes in bytes, SQNR in dB.
-
-    `wide` and `trained` are means of the last five evaluations, `wide_now` and `converted` the
-    final weights' loss before and after conversion.
-    """
-
-    wide: float
-    trained: float
-    wide_now: float
-    converted: float
-    step_seconds: tuple[float, float]
-    sizes: tuple[int, int]
-    sqnr: float
-    format: str
-    gradient: str
-
-    def rows(self) -> list[tuple[str, str]]:
-        """What is measured, and the figure, as they are printed."""
-        wide_seconds, seconds = self.step_seconds
-        wide_size, size = self.sizes
-        return [
-            ("float32, last five evaluations", f"{self.wide:.4f} bits/byte"),
-            (
-                f"trained in {self.format} / {self.gradient}, last five",
-                f"{self.trained:.4f} bits/byte ({self.trained / self.wide - 1:+.2%})",
-            ),
-            ("float32, final weights", f"{self.wide_now:.4f} bits/byte"),
-            (
-                f"the same, converted to {self.format}",
-                f"{self.converted:.4f} bits/byte ({self.converted / self.wide_now - 1:+.2%})",
-            ),
-            (
-                "step, float32 and quantized",
-                f"{wide_seconds * 1e3:.1f} and {seconds * 1e3:.1f} ms "
-                f"(ratio {seconds / wide_seconds:.2f})",
-            ),
-            (
-                f"checkpoint, float32 and {self.format}",
-                f"{wide_size:,} and {size:,} bytes (ratio {size / wide_size:.2f})",
-            ),
-            ("mean SQNR of the converted weights", f"{self.sqnr:.1f} dB"),
-        ]
-
-    def markdown(self, caption: str) -> str:
-        """The table for a README."""
-        lines = ["| measured | figure |", "| --- | --- |"]
-        lines += [f"| {name} | {figure} |" for name, figure in self.rows()]
-        return "\n".join([*lines, "", caption, ""])
+def _convert(
+    folder: Path, corpus: Corpus, recipe: Recipe, pair: TrainingPair
+) -> tuple[Results, checkpoints.Report]:
+    """Saves the float32 model, converts the file, and evaluates what the converted file holds."""
+    assert recipe.forward is not None
+    name = recipe.forward.element.name
+    wide_path, converted_path = (folder / f"{stem}.safetensors" for stem in ("float32", name))
+    checkpoints.save(wide_path, parameters(pair.wide.model), overwrite=True)
+    report = checkpoints.convert(wide_path, converted_path, format=name, overwrite=True)
+    restored = restore(pair.wide.model, checkpoints.dequantize(checkpoints.load(converted_path)))
+    results = Results(
+        wide=pair.wide.final_loss,
+        quantized=pair.quantized.final_loss,
+        wide_final=pair.wide.losses[-1],
+        converted=float(evaluate(restored, validation_windows(corpus))),
+        step_seconds=(pair.wide.step_seconds, pair.quantized.step_seconds),
+        sizes=(wide_path.stat().st_size, converted_path.stat().st_size),
+        sqnr_db=report.mean_sqnr_db or math.nan,
+        format=name,
+        gradient="float32" if recipe.gradient is None else recipe.gradient.element.name,
+    )
+    return results, report
 
 
 def _print_table(console: Console, results: Results, headline: str) -> None:
@@ -192,7 +148,7 @@ def _print_table(console: Console, results: Results, headline: str) -> None:
 
 
 def _plot(
-    console: Console, folder: Path, pair: Pair, report: checkpoints.Report, results: Results
+    console: Console, folder: Path, pair: TrainingPair, report: checkpoints.Report, results: Results
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         console.print(

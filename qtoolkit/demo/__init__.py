@@ -1,0 +1,31 @@
+"""A small language model trained in float32 and in FP8: the demo, and its parts for experiments."""
+
+from qtoolkit.demo._demo import parameters, restore, run
+from qtoolkit.demo._language_model import (
+    Block,
+    ByteTransformer,
+    Corpus,
+    TrainingPair,
+    TrainingRun,
+    evaluate,
+    load_corpus,
+    train_pair,
+    validation_windows,
+)
+from qtoolkit.demo._results import Results
+
+__all__ = [
+    "Block",
+    "ByteTransformer",
+    "Corpus",
+    "Results",
+    "TrainingPair",
+    "TrainingRun",
+    "evaluate",
+    "load_corpus",
+    "parameters",
+    "restore",
+    "run",
+    "train_pair",
+    "validation_windows",
+]

@@ -1,0 +1,176 @@
+"""Where learned scales and offsets start: from a first batch, or from initial weights."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from qtoolkit.casts.internal import (
+    exact_float32,
+    round_values,
+)
+from qtoolkit.formats import Format
+from qtoolkit.gradients._learned import LEAST, check_data_format
+
+_KINDS = ("activations", "weights")
+
+
+def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -> jax.Array:
+    """The scale that LSQ starts from: 2 * mean(|x|) / sqrt(Qp).
+
+    Args:
+      x: float32, float16 or bfloat16, any shape: initial weights, or a first batch of activations.
+        Infinities and NaNs are left out.
+      fmt: As in `lsq`, with the largest value Qp.
+      axis: The axes that share a scale; None for all.
+
+    Returns:
+      float32: the rank of `x`, axes that share a scale with length 1; a scalar where `axis` is
+      None. 1 where all of x is zero, else at least 2**-126.
+
+    Raises:
+      TypeError, ValueError: As `lsq`.
+
+    Gradient: none; the scale is a constant of `x`.
+
+    Source: arXiv:1902.08153, section 2.1.
+    """
+    x, fmt = check_data_format("lsq_scale", x, fmt)
+    return _lsq_scale(x, fmt, _axes(axis))
+
+
+def lsq_plus_scale_offset(
+    x: ArrayLike,
+    fmt: Any,
+    axis: int | Sequence[int] | None = None,
+    *,
+    of: str = "activations",
+    steps: int = 50,
+) -> tuple[jax.Array, jax.Array]:
+    """The scale and the offset that LSQ+ starts from.
+
+    Of activations: scale = (max(x) - min(x)) / (p - n) and offset = min(x) - n * scale, for the
+    lowest and largest value n and p of `fmt`; from there on towards the paper's
+    argmin ||y - x||**2, by alternating steps: x is rounded, and least squares fit scale and offset
+    to what it was rounded to. No step makes the error larger; where they end is a local minimum.
+    (The paper names no method.)
+
+    Of weights, which stay symmetric: scale = max(|mean - 3 * std|, |mean + 3 * std|) / Qn, where
+    Qn = 2**(bits - 1) for integers and minus the lowest value else; offset = 0.
+
+    Args:
+      x, fmt, axis: As in `lsq_scale`.
+      of: "activations" or "weights".
+      steps: For activations, how often to fit; 0 leaves the scale and offset of the range.
+
+    Returns:
+      Scale and offset, each as from `lsq_scale`. Scales that would be 0 are 1; then, activations
+      that have but one value have it as their offset.
+
+    Raises:
+      TypeError, ValueError: As `lsq`; `of` is unknown; weights with a format without a sign;
+        `steps` is no integer of at least 0.
+
+    Gradient: none; both are constants of `x`.
+
+    Source: arXiv:2004.09576, section 3.2.
+    """
+    where = "lsq_plus_scale_offset"
+    x, fmt = check_data_format(where, x, fmt)
+    if of not in _KINDS:
+        raise ValueError(f"{where}: of={of!r}, expected one of {', '.join(_KINDS)}")
+    if of == "weights" and fmt.lowest >= 0:
+        raise ValueError(
+            f"{where}: of='weights' with {fmt.name}, which has no negative values; expected a "
+            "signed format, or of='activations'"
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
+    if of == "weights":
+        return _of_weights(x, fmt, _axes(axis))
+    return _of_activations(x, fmt, _axes(axis), steps)
+
+
+def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    return axis if axis is None or isinstance(axis, int) else tuple(axis)
+
+
+class _Finite:
+    """The finite elements of an array, and their sums over `axis`."""
+
+    def __init__(self, x: jax.Array, axis: int | tuple[int, ...] | None):
+        x = exact_float32(lax.stop_gradient(x))
+        self.axis, self.keepdims = axis, axis is not None
+        self.is_finite = jnp.isfinite(x)
+        self.values = jnp.where(self.is_finite, x, jnp.zeros_like(x))
+        count = jnp.sum(self.is_finite, axis, dtype=jnp.float32, keepdims=self.keepdims)
+        self.count = jnp.maximum(count, np.float32(1))
+
+    def mean(self, of: jax.Array) -> jax.Array:
+        kept = jnp.where(self.is_finite, of, jnp.zeros_like(of))
+        return jnp.sum(kept, self.axis, keepdims=self.keepdims) / self.count
+
+    def least(self) -> jax.Array:
+        kept = jnp.where(self.is_finite, self.values, np.float32(np.inf))
+        return _or_zero(jnp.min(kept, self.axis, keepdims=self.keepdims))
+
+    def largest(self) -> jax.Array:
+        kept = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
+        return _or_zero(jnp.max(kept, self.axis, keepdims=self.keepdims))
+
+
+def _or_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _positive(scale: jax.Array, is_zero: jax.Array) -> jax.Array:
+    return jnp.where(is_zero, jnp.ones_like(scale), jnp.maximum(scale, LEAST))
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
+def _lsq_scale(x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None) -> jax.Array:
+    finite = _Finite(x, axis)
+    mean = finite.mean(jnp.abs(finite.values))
+    return _positive(mean * (2 / math.sqrt(fmt.max_finite)), mean == 0)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis"))
+def _of_weights(
+    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None
+) -> tuple[jax.Array, jax.Array]:
+    finite = _Finite(x, axis)
+    mean = finite.mean(finite.values)
+    deviation = jnp.sqrt(finite.mean(jnp.square(finite.values - mean)))
+    largest = jnp.abs(mean) + 3 * deviation  # max(|a - b|, |a + b|) for b >= 0
+    scale = _positive(largest / -float(fmt.lowest), largest == 0)
+    return scale, jnp.zeros_like(scale)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "axis", "steps"))
+def _of_activations(
+    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None, steps: int
+) -> tuple[jax.Array, jax.Array]:
+    finite = _Finite(x, axis)
+    n, p = float(fmt.lowest), float(fmt.max_finite)
+    least, largest = finite.least(), finite.largest()
+    is_one = largest == least
+    scale = _positive((largest - least) / (p - n), is_one)
+    offset = jnp.where(is_one, least, least - n * scale)
+
+    def fit(_: int, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        scale, offset = found
+        q = round_values((finite.values - offset) / scale, fmt)
+        mean_q, mean_x = finite.mean(q), finite.mean(finite.values)
+        variance = finite.mean(jnp.square(q - mean_q))
+        covariance = finite.mean((q - mean_q) * (finite.values - mean_x))
+        fits = (variance > 0) & (covariance > 0)
+        new = jnp.maximum(covariance / jnp.where(fits, variance, jnp.ones_like(variance)), LEAST)
+        return jnp.where(fits, new, scale), jnp.where(fits, mean_x - new * mean_q, offset)
+
+    return lax.fori_loop(0, steps, fit, (scale, offset))

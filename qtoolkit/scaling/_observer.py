@@ -1,0 +1,275 @@
+"""Calibration: scales from what many batches held, observed one by one and merged.
+
+A state is a frozen pytree: its arrays are leaves, its format and configuration static. It goes
+through `jit`, `scan`, `vmap` and `shard_map`, and every method returns a new one.
+
+    state = AbsMax.of(spec, (8, 128))
+    for x in batches:
+        state = state.observe(x)
+    q = quantize(x, spec, scale=state.scale())
+
+Under `jit` over sharded arrays `observe` sees the whole batch, and nothing is left to merge. Where
+each device or host has a state of its own, observe first and merge once, last: counts add up.
+
+How a field merges is said once, where it is declared; `merge` and `merge_across` both follow it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.typing import ArrayLike
+
+from qtoolkit.casts.internal import (
+    check_differentiable,
+    exact_float32,
+    from_magnitude_ordinal,
+    from_stored,
+    is_zero,
+    magnitude_ordinal,
+    to_stored,
+)
+from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import spec as resolved_spec
+from qtoolkit.scaling._blocks import Blocks, magnitude_max
+from qtoolkit.scaling._scales import scale_from, tensor_scale_from
+
+Array = jax.Array
+AxisNames = str | tuple[str, ...]
+
+_MOST = np.uint32(0xFFFFFFFF)
+
+
+def added(a: Array, b: Array) -> Array:
+    """The sum of uint32 counts, 2**32 - 1 where it is more."""
+    total = a + b
+    return jnp.where(total < a, _MOST, total)
+
+
+def _added_across(counts: Array, axis_name: AxisNames) -> Array:
+    """The same over fewer than 2**16 devices; halves of counts, so that no sum wraps."""
+    low = lax.psum(counts & np.uint32(0xFFFF), axis_name)
+    high = lax.psum(counts >> np.uint32(16), axis_name) + (low >> np.uint32(16))
+    total = (high << np.uint32(16)) | (low & np.uint32(0xFFFF))
+    return jnp.where(high > np.uint32(0xFFFF), _MOST, total)
+
+
+class Merge(NamedTuple):
+    """How the values of a field become one: those of two states, those of all devices."""
+
+    two: Callable[[Array, Array], Array]
+    across: Callable[[Array, AxisNames], Array]
+
+
+# Metadata of fields: static ones are configuration, in which states that merge agree; all others
+# are arrays.
+STATIC = {"static": True}
+COUNT = {"merge": Merge(added, _added_across)}
+MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
+SUM = {"merge": Merge(jnp.add, lax.psum)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Observer:
+    """What all states share.
+
+    Attributes:
+      spec: The block format that scales are for.
+      shape: The shape of the scales.
+      count: uint32 scalar, the batches that were observed, bad ones left out.
+      bad: uint32 scalar, the batches that held a NaN or an infinity. They changed nothing else.
+        Both stay at 2**32 - 1 once there.
+    """
+
+    spec: BlockFormat = dataclasses.field(metadata=STATIC)
+    shape: tuple[int, ...] = dataclasses.field(metadata=STATIC)
+    count: Array = dataclasses.field(metadata=COUNT)
+    bad: Array = dataclasses.field(metadata=COUNT)
+
+    def __repr__(self) -> str:
+        count, bad = (_shown(number) for number in (self.count, self.bad))
+        scales = ",".join(map(str, self.shape))
+        kind = type(self).__name__
+        return f"{kind}({self.spec.name}, scales[{scales}]: {count} seen, {bad} bad)"
+
+    def observe(self, x: ArrayLike) -> Self:
+        """The state after one more batch.
+
+        Args:
+          x: float32, float16 or bfloat16, any shape with as many blocks along each axis as the one
+            that the state was made for: axes of which a block is the whole may differ, all of them
+            where there is one scale per tensor.
+
+        Returns:
+          A state of the same structure, shapes and dtypes. A batch that holds a NaN or an infinity
+          is left out as a whole, but for `bad`.
+
+        Raises:
+          TypeError: `x` has another dtype.
+          ValueError: `x` is empty or has other blocks.
+        """
+        where = f"{type(self).__name__}.observe"
+        batch = check_differentiable(where, x, wide=False)
+        found = self.spec.scale_shape(batch.shape)
+        if found != self.shape:
+            raise ValueError(
+                f"{where}: x of shape {batch.shape} has scales of shape {found}, expected "
+                f"{self.shape}; only axes of which a block is the whole may differ between batches"
+            )
+        return _on_any_mesh(self, lax.stop_gradient(batch))
+
+    def merge(self, other: Self) -> Self:
+        """What both states saw. Associative and commutative, for float sums up to rounding.
+
+        Raises:
+          TypeError: `other` is of another class.
+          ValueError: It has another format, shape or configuration.
+        """
+        where = f"{type(self).__name__}.merge"
+        if type(other) is not type(self):
+            raise TypeError(
+                f"{where}: other is of type {type(other).__name__}, expected {type(self).__name__}"
+            )
+        for name in (f.name for f in dataclasses.fields(self) if "static" in f.metadata):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
+        return self._merged(
+            lambda merge, name: merge.two(getattr(self, name), getattr(other, name))
+        )
+
+    def merge_across(self, axis_name: AxisNames) -> Self:
+        """What the states of all devices along mesh axes saw; the same on each of them.
+
+        Args:
+          axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
+        """
+        return self._merged(lambda merge, name: merge.across(getattr(self, name), axis_name))
+
+    def amax(self) -> Array:
+        """The magnitude that becomes the largest element: float32, the shape of the scales.
+
+        Finite; 0 where nothing but zeros was observed.
+        """
+        return _amax(self)
+
+    def scale(self) -> Array:
+        """The scales for `quantize(x, spec, scale=...)`, by the rule of the format from `amax`.
+
+        Returns:
+          float32 values of the format of the scales, in their shape; positive and finite. 1 (as the
+          format holds it) where nothing but zeros, or nothing at all, was observed.
+        """
+        return _scale(self)
+
+    def tensor_scale(self) -> Array | None:
+        """The second scale, for `quantize(x, spec, scale=..., tensor_scale=...)`.
+
+        Returns:
+          float32 scalar for formats that have a `tensor_scale`, as NVFP4 has; else None. 1 where
+          `scale` is all 1 for want of data.
+        """
+        return None if self.spec.tensor_scale is None else _tensor_scale(self)
+
+    def _found(self) -> Array:
+        """What `amax` returns."""
+        raise NotImplementedError
+
+    def _range(self) -> Array:
+        """The amax of blocks that the second scale is for."""
+        return self._found()
+
+    def _after(self, x: Array) -> Self:
+        """The state after a good batch; its counters left as they are."""
+        raise NotImplementedError
+
+    def _merged(self, value: Callable[[Merge, str], Array]) -> Self:
+        leaves = [f for f in dataclasses.fields(self) if "merge" in f.metadata]
+        merged: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
+        return dataclasses.replace(self, **merged)
+
+
+State = TypeVar("State", bound=Observer)
+
+
+@jax.jit
+def _amax(state: Observer) -> Array:
+    return state._found()
+
+
+@jax.jit
+def _scale(state: Observer) -> Array:
+    spec, amax = state.spec, state._found()
+    assert spec.scale is not None
+    scale = scale_from(amax, spec, stored_tensor_scale(state))
+    one = to_stored(jnp.ones_like(amax), spec.scale)
+    return jnp.where(is_zero(amax), from_stored(one, spec.scale), from_stored(scale, spec.scale))
+
+
+@jax.jit
+def _tensor_scale(state: Observer) -> Array:
+    scale, fmt = stored_tensor_scale(state), state.spec.tensor_scale
+    assert scale is not None
+    assert fmt is not None
+    return from_stored(scale, fmt)
+
+
+def stored_tensor_scale(state: Observer) -> Array | None:
+    """The second scale as it is stored, for formats that have one."""
+    if state.spec.tensor_scale is None:
+        return None
+    return tensor_scale_from(jnp.max(state._range()), state.spec)
+
+
+def _on_any_mesh(state: State, x: Array) -> State:
+    """On Explicit meshes the compiler shards what happens in between; the state stays as it is."""
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return _observed(state, x)
+    kept = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
+    return jax.sharding.auto_axes(_observed, out_sharding=kept)(state, x)
+
+
+@jax.jit
+def _observed(state: State, x: Array) -> State:
+    is_good = jnp.all(jnp.isfinite(x))
+    after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), state._after(x), state)
+    good = is_good.astype(jnp.uint32)
+    return dataclasses.replace(
+        after, count=added(state.count, good), bad=added(state.bad, np.uint32(1) - good)
+    )
+
+
+def start(where: str, spec: Any, shape: tuple[int, ...], *, zero_point: bool) -> dict[str, Any]:
+    """The fields that all states share, before the first batch; arguments checked."""
+    fmt = resolved_spec(spec)
+    if fmt.scale is None:
+        raise ValueError(f"{where}: {fmt.name} has no scale, expected a format that has")
+    if fmt.zero_point != zero_point:
+        has, use = ("a", "MinMax") if fmt.zero_point else ("no", "AbsMax")
+        raise ValueError(f"{where}: {fmt.name} has {has} zero point; use {use}")
+    count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))  # one buffer could not be donated
+    return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": count, "bad": bad}
+
+
+def amax_bits(x: Array, spec: BlockFormat) -> Array:
+    """The float32 pattern of the amax of each block, in the shape of the scales."""
+    blocks = Blocks(x.shape, spec.block_lengths(x.shape))
+    amax = magnitude_max(blocks.split(x), blocks.places, nan_wins=False)
+    return magnitude_ordinal(exact_float32(blocks.gather(amax)))
+
+
+def _shown(count: Any) -> str:
+    """A count as a number, or what it is where it has none, such as a tracer."""
+    known = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
+    return str(int(count)) if known and np.ndim(count) == 0 else str(count)
+
+
+def from_bits(bits: Array) -> Array:
+    """The float32 magnitudes of `amax_bits`."""
+    return from_magnitude_ordinal(bits, jnp.float32)

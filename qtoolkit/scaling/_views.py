@@ -1,0 +1,216 @@
+"""Views of quantized arrays: parts, permuted axes, other shapes, in which blocks stay blocks."""
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.formats import BlockFormat
+
+if TYPE_CHECKING:
+    from qtoolkit.scaling._qarray import QArray
+
+
+def indexed(array: "QArray", index: Any) -> "QArray":
+    if isinstance(index, jax.core.Tracer) or (hasattr(index, "dtype") and np.ndim(index)):
+        return _rows(array, jnp.asarray(index))
+    items = _index_of_each_axis(array, index)
+    codes, scale, lengths = [], [], []
+    for axis, (item, count, length) in enumerate(
+        zip(items, array.blocks.counts, array.blocks.lengths, strict=True)
+    ):
+        n = array.shape[axis]
+        is_whole = isinstance(item, slice) and item.indices(n) == (0, n, 1)
+        is_packed = array.packed_size is not None and axis == array.ndim - 1
+        if not is_whole and (is_packed or 1 < length < n):
+            raise IndexError(
+                f"QArray: index {item} of axis {axis}, which "
+                + ("is packed" if is_packed else f"has {count} blocks of {length}")
+                + ", expected the whole axis, ':'; "
+                + ("unpack() first" if is_packed else "dequantize() first")
+            )
+        codes.append(item)
+        scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
+        if isinstance(item, slice):
+            kept = len(range(*item.indices(n)))
+            if not kept:
+                raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
+            lengths.append(length if 1 <= length < n else kept)
+    return _view(
+        array,
+        array.codes[tuple(codes)],
+        tuple(lengths),
+        lambda blockwise: blockwise[tuple(scale)],
+        lambda batchwise: batchwise[tuple(codes[: batchwise.ndim])],
+    )
+
+
+def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
+    order = tuple(range(array.ndim))[::-1] if axes in ((), (None,)) else _flat(axes)
+    in_range = all(-array.ndim <= axis < array.ndim for axis in order)
+    if not in_range or sorted(axis % array.ndim for axis in order) != list(range(array.ndim)):
+        raise ValueError(f"QArray: transpose{order} of an array with {array.ndim} axes")
+    order = tuple(axis % array.ndim for axis in order)
+    batch = getattr(array.tensor_scale, "ndim", 0)
+    if sorted(order[:batch]) != list(range(batch)):
+        raise ValueError(
+            f"QArray: transpose{order} mixes the first {batch} axes, each index of which has a "
+            "tensor scale of its own, with others; dequantize() first"
+        )
+    if array.packed_size is not None and order[-1] != array.ndim - 1:
+        raise ValueError(f"QArray: transpose{order} moves the packed last axis; unpack() first")
+    return _view(
+        array,
+        array.codes.transpose(order),
+        tuple(array.blocks.lengths[axis] for axis in order),
+        lambda blockwise: blockwise.transpose(order),
+        lambda batchwise: batchwise.transpose(order[:batch]),
+    )
+
+
+def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
+    wanted = _resolved(array, _flat(shape))
+    blocks = array.blocks.reshaped(wanted)
+    batch = getattr(array.tensor_scale, "ndim", 0)
+    if wanted[:batch] != array.shape[:batch]:
+        raise ValueError(
+            f"QArray: reshape{wanted} of shape {array.shape} changes the first {batch} axes, "
+            "each index of which has a tensor scale of its own; dequantize() first"
+        )
+    codes_shape = wanted
+    if array.packed_size is not None:
+        if not wanted or wanted[-1] != array.shape[-1]:
+            raise ValueError(
+                f"QArray: reshape{wanted} changes the packed last axis; unpack() first"
+            )
+        codes_shape = (*wanted[:-1], array.codes.shape[-1])
+    return _view(
+        array,
+        array.codes.reshape(codes_shape),
+        blocks.lengths,
+        lambda blockwise: blockwise.reshape(blocks.counts),
+        lambda batchwise: batchwise,
+    )
+
+
+def _rows(array: "QArray", rows: jax.Array) -> "QArray":
+    length = array.blocks.lengths[0] if array.shape else 0
+    is_one_block = length > 1 and length == array.shape[0] and rows.ndim <= 1
+    fits = (length == 1 or is_one_block) and rows.size
+    fits = fits and not (array.ndim == 1 and array.packed_size is not None)
+    if not fits or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise IndexError(
+            f"QArray: {rows.dtype}{list(rows.shape)} as index, expected integers and a first "
+            f"axis that no block crosses; this one is {array!r}"
+        )
+
+    def chosen(blockwise: jax.Array) -> jax.Array:
+        if is_one_block and rows.ndim:
+            return blockwise  # the one of all
+        return blockwise[0] if is_one_block else blockwise[rows]
+
+    return _view(
+        array,
+        array.codes[rows],
+        (rows.shape if is_one_block else (1,) * rows.ndim) + array.blocks.lengths[1:],
+        chosen,
+        lambda batchwise: batchwise[rows] if batchwise.ndim else batchwise,
+    )
+
+
+def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
+    items = list(index) if isinstance(index, tuple) else [index]
+    for place, item in enumerate(items):
+        if hasattr(item, "dtype") and not isinstance(item, jax.core.Tracer):
+            items[place] = item = np.asarray(item)[()]
+        is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
+        if not is_integer and not isinstance(item, slice | EllipsisType):
+            raise IndexError(
+                f"QArray: index {item!r}, expected integers, slices, '...', or one array of "
+                "integers; dequantize() first for others"
+            )
+    missing = array.ndim - sum(item is not Ellipsis for item in items)
+    if missing < 0 or sum(item is Ellipsis for item in items) > 1:
+        raise IndexError(f"QArray: index {index!r} of an array with {array.ndim} axes")
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    items[at : at + 1] = [slice(None)] * missing
+    for axis, item in enumerate(items):
+        if isinstance(item, slice):
+            continue
+        if not -array.shape[axis] <= item < array.shape[axis]:
+            raise IndexError(
+                f"QArray: index {item} of axis {axis} with {array.shape[axis]} elements"
+            )
+        items[axis] = int(item) % array.shape[axis]
+    return items
+
+
+def _resolved(array: "QArray", shape: tuple[int, ...]) -> tuple[int, ...]:
+    known = math.prod(n for n in shape if n != -1)
+    if shape.count(-1) == 1 and known and array.size % known == 0:
+        shape = tuple(array.size // known if n == -1 else n for n in shape)
+    if math.prod(shape) != array.size or min(shape, default=1) < 1:
+        raise ValueError(f"QArray: reshape{shape} of an array of shape {array.shape}")
+    return shape
+
+
+def _flat(given: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    """Integers that were given one by one, or in one sequence."""
+    nested = (item if isinstance(item, Sequence) else (item,) for item in given)
+    return tuple(operator.index(n) for items in nested for n in items)
+
+
+def _view(
+    array: "QArray",
+    codes: jax.Array,
+    lengths: tuple[int, ...],
+    of_blocks: Callable[[jax.Array], jax.Array],
+    of_batches: Callable[[jax.Array], jax.Array],
+) -> "QArray":
+    """The array with these codes, of what belongs to each block and to each tensor of a batch."""
+
+    def changed(
+        change: Callable[[jax.Array], jax.Array], leaf: jax.Array | None
+    ) -> jax.Array | None:
+        return None if leaf is None else change(leaf)
+
+    shape = codes.shape
+    if array.packed_size is not None:
+        shape = (*shape[:-1], array.packed_size)
+    return dataclasses.replace(
+        array,
+        codes=codes,
+        scale=changed(of_blocks, array.scale),
+        tensor_scale=changed(of_batches, array.tensor_scale),
+        zero_point=changed(of_blocks, array.zero_point),
+        spec=_spec_of(array.spec, shape, lengths),
+        lengths=lengths,
+    )
+
+
+def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]) -> BlockFormat:
+    """`spec` with the axes and lengths of these blocks: its own words where they still say so."""
+    divided = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
+    from_end = tuple(axis - len(shape) for axis in divided)
+    along = [dataclasses.replace(spec, axes=None)]
+    along += [
+        spec.along(*axes) for axes in (from_end, tuple(divided)) if len(axes) == len(spec.block)
+    ]
+    for candidate in (spec, *along):
+        if _lengths(candidate, shape) == lengths:
+            return candidate
+    block = tuple(lengths[axis] for axis in divided)
+    return dataclasses.replace(spec, block=block, axes=from_end, other_axes=None)
+
+
+def _lengths(spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return spec.block_lengths(shape)
+    except ValueError:  # an axis that the array has not, or that is shorter than a block
+        return None

@@ -1,0 +1,70 @@
+"""The README's demo table: written by a command, with the rows that the demo prints today."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qtoolkit.demo import Results
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Results(
+    wide=2.0,
+    quantized=2.01,
+    wide_final=1.5,
+    converted=1.53,
+    step_seconds=(0.05, 0.06),
+    sizes=(4000, 1200),
+    sqnr_db=31.46,
+    format="e4m3fn",
+    gradient="e5m2",
+)
+BEFORE, BLOCK, AFTER = "# Title\n\n<!-- demo: how -->\n", "\n| old |\n\n", "<!-- /demo -->\n\nend\n"
+
+
+def update(readme, *arguments):
+    command = [sys.executable, ROOT / "experiments" / "update_readme.py", *arguments]
+    return subprocess.run(
+        [*command, "--readme", readme], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_readme_has_the_rows_of_the_demo():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- demo\b[^>]*-->\n(.*?)<!-- /demo -->", text, re.DOTALL)
+    rows = re.findall(r"^\| (.*?) \| .*? \|$", block, re.MULTILINE)
+    assert rows == ["measured", "---", *(name for name, _ in RESULTS.rows())]
+
+
+def test_figures_as_they_are_printed():
+    assert dict(RESULTS.rows()) == {
+        "float32, last five evaluations": "2.0000 bits/byte",
+        "trained in e4m3fn / e5m2, last five": "2.0100 bits/byte (+0.50%)",
+        "float32, final weights": "1.5000 bits/byte",
+        "the same, converted to e4m3fn": "1.5300 bits/byte (+2.00%)",
+        "step, float32 and quantized": "50.0 and 60.0 ms (ratio 1.20)",
+        "checkpoint, float32 and e4m3fn": "4,000 and 1,200 bytes (ratio 0.30)",
+        "mean SQNR of the converted weights": "31.5 dB",
+    }
+
+
+def test_the_command_replaces_the_block_and_nothing_else(tmp_path):
+    readme, table = tmp_path / "README.md", tmp_path / "table.md"
+    readme.write_text(f"{BEFORE}{BLOCK}{AFTER}")
+    table.write_text(RESULTS.markdown(r"400 steps, \1 & <b>"))
+    for _ in range(2):  # a second time changes nothing more
+        done = update(readme, "demo", table)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert readme.read_text() == f"{BEFORE}\n{table.read_text()}\n{AFTER}"
+
+
+@pytest.mark.parametrize("text", ["no markers", BEFORE, AFTER, f"{BEFORE}{AFTER}" * 2])
+def test_a_readme_without_the_one_block_is_left_alone(tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "table.md").write_text("| new |")
+    done = update(tmp_path / "README.md", "demo", tmp_path / "table.md")
+    assert done.returncode == 1
+    assert "blocks from <!-- demo --> to <!-- /demo -->, expected one" in done.stderr
+    assert (tmp_path / "README.md").read_text() == text
