@@ -54,9 +54,9 @@ def fake_convert(
     Args:
       data: float16, bfloat16 or float32, any shape.
       scale: Array of the dtype of `data`, with a shape that broadcasts to that of `data`; or a
-        number, which stands for an array of rank 0 and must be finite and not zero. Zeros,
-        infinities and NaNs in arrays follow IEEE.
-      shift: None, or as `scale`, of the same shape; a number may be zero.
+        number, which stands for an array of rank 0 and must be finite and of magnitude 2**-126 or
+        more, since XLA reads less as zero. Zeros, infinities and NaNs in arrays follow IEEE.
+      shift: None, or as `scale`, of the same shape; a number may be any finite one.
       destination_type: "f8e4m3" (to 448) or "f8e5m2" (to 57344), upper or lower case.
       arithmetic: "exact" or "openvino".
 
@@ -65,7 +65,7 @@ def fake_convert(
 
     Raises:
       ValueError: Another destination type or arithmetic; shapes of scale and shift differ, or do
-        not broadcast to that of `data`; a number is infinite, NaN or, as scale, zero.
+        not broadcast to that of `data`; a number is infinite, NaN or, as scale, too small.
       TypeError: The dtypes differ, or are not among the three; `destination_type` is no string.
 
     Gradient: clipped straight-through, for both arithmetics that of the exact one. With
