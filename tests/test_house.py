@@ -238,10 +238,7 @@ def test_the_check_finds_a_private_name(tmp_path, file, source, name):
 MAY_READ_BITS = ("casts/", "onnx/_bit_cast.py", "openvino/_reference.py")
 # Being cleaned; a file leaves this set with its last bit cast, and the set goes when it is empty.
 STILL = {
-    "gradients/_estimators.py",
     *("openvino/_convert.py", "openvino/_fake_convert.py", "openvino/_range.py"),
-    *("scaling/_blocks.py", "scaling/_calibration.py", "scaling/_equalization.py"),
-    *("scaling/_metrics.py", "scaling/_scales.py"),
 }
 
 

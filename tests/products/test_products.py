@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 
 import qtoolkit as qt
@@ -221,8 +222,6 @@ def test_recipes_are_frozen_data():
     assert Recipe("e5m2") != Recipe()
     with pytest.raises(AttributeError):
         Recipe().forward = None
-    with pytest.raises(ValueError, match="scaling='delayed', expected one of tensor"):
-        Recipe(scaling="delayed")
     with pytest.raises(ValueError, match="'fp8' is ambiguous, expected 'e4m3fn'"):
         Recipe("fp8")
 
@@ -243,3 +242,80 @@ def test_errors():
         dot_general(x, x, MATMUL, preferred_element_type=jnp.float8_e5m2)
     with pytest.raises(TypeError, match=r"contracting dimensions to have the same shape"):
         dot_general(jnp.ones((2, 3)), x, MATMUL)
+
+
+# What is not finite, and scales beyond float32's range in the middle.
+
+FORMATS_OF_PRODUCTS = ("e4m3fn", "e5m2", "e4m3fnuz", "int8", "e2m1fn", "e2m3fn", "bfloat16")
+
+
+def products_of(recipe):
+    """Forward and both gradients, as one function of the operands and the cotangent."""
+
+    def run(x, w, ct):
+        y, back = jax.vjp(lambda x, w: dot_general(x, w, MATMUL, recipe=recipe), x, w)
+        return y, *back(ct)
+
+    return run
+
+
+def plain_products(x, w, ct):
+    y, back = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, MATMUL), x, w)
+    return y, *back(ct)
+
+
+@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are_not(fmt):
+    """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (4, 8), "w": (8, 6), "ct": (4, 6)}
+    # Away from zero, where rounding might make an infinity times a small number a NaN.
+    good = {name: rng.uniform(1, 2, shape).astype(np.float32) for name, shape in shapes.items()}
+    run, plain = jax.jit(products_of(Recipe(fmt, fmt))), jax.jit(plain_products)
+    for name in shapes:
+        for bad in (np.inf, -np.inf, np.nan):
+            operands = {key: value.copy() for key, value in good.items()}
+            operands[name][1, 2] = bad
+            expected = [np.isfinite(out) for out in plain(**operands)]
+            assert sum(finite.all() for finite in expected) == 1  # the other two feel it
+            for got, finite in zip(run(**operands), expected, strict=True):
+                np.testing.assert_array_equal(np.isfinite(got), finite)
+
+
+def test_an_infinite_loss_scale_skips_the_step_that_the_plain_model_skips():
+    """`optax.apply_if_finite` sees what plain training would see."""
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+    x = x.at[0, 0].set(jnp.inf)
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+    grads = jax.grad(lambda w: jnp.sum(dot_general(x, w, MATMUL)))(w)
+    _, state = tx.update(grads, tx.init(w), w)
+    assert int(state.total_notfinite) == 1
+
+
+@pytest.mark.parametrize("exponents", [(36, 0), (0, 36), (-30, 30), (30, -30), (-37, 37), (19, 19)])
+@pytest.mark.parametrize("gradient", ["e5m2", None])
+def test_no_step_overflows_or_underflows_where_the_result_does_not(exponents, gradient):
+    """Powers of ten far apart. Oracle: the float64 product; the bound, two roundings to E4M3."""
+    first, second = (np.float32(10.0) ** e for e in exponents)
+    rng = np.random.default_rng(1)
+    x = rng.uniform(1, 2, (3, 5)).astype(np.float32) * first
+    w = rng.uniform(1, 2, (5, 2)).astype(np.float32) * second
+    recipe = Recipe(gradient=gradient)
+    y, dx, dw = products_of(recipe)(x, w, np.ones((3, 2), np.float32))
+    wide = (x.astype(np.float64), w.astype(np.float64))
+    expected = (wide[0] @ wide[1], np.ones((3, 2)) @ wide[1].T, wide[0].T @ np.ones((3, 2)))
+    for got, exact in zip((y, dx, dw), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2 * 2.0**-4)
+
+
+def test_products_of_the_largest_and_the_smallest_numbers():
+    for pair in ((1e36, 1.0), (1.0, 1e36), (3e38, 1e-35), (1e-35, 3e38), (1e-30, 1e-5)):
+        x, w = (jnp.full((1, 1), value, jnp.float32) for value in pair)
+        np.testing.assert_allclose(dot_general(x, w, MATMUL), [[pair[0] * pair[1]]], rtol=1e-6)
+    assert dot_general(jnp.full((1, 1), 1e30), jnp.full((1, 1), 1e30), MATMUL)[0, 0] == jnp.inf
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "nvfp4", qt.BlockFormat.channel("e4m3fn")])
+def test_a_recipe_takes_no_scales_of_blocks(fmt):
+    with pytest.raises(ValueError, match=r"Recipe: forward=.*expected a format with one scale"):
+        Recipe(fmt)
