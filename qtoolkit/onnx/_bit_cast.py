@@ -9,18 +9,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit.onnx._types import (
-    CAST_TYPES,
-    DTYPES,
-    FLOAT6,
-    FORMATS,
-    DataType,
-    check_64_bits,
-    check_opset,
-    check_type,
-    data_type,
-    type_of,
-)
+from qtoolkit.casts.internal import without_derivative
+from qtoolkit.onnx._operator import Operator
+from qtoolkit.onnx._types import CAST_TYPES, DTYPES, FLOAT6, FORMATS, DataType
 
 _TYPES: dict[DataType, int] = {
     **{t: 26 for t in CAST_TYPES if t not in (DataType.STRING, *FLOAT6)},
@@ -59,26 +50,31 @@ def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
 
     Source: ONNX BitCast 26.
     """
-    where = "onnx.bit_cast"
-    check_opset(where, opset, 26)
-    source, target = type_of(where, "x", x), data_type(where, "to", to)
-    check_type(where, "x", source, _TYPES, opset)
-    check_type(where, "to", target, _TYPES, opset)
+    operator = Operator("onnx.bit_cast", opset, first=26)
+    source, target = operator.type_of("x", x, _TYPES), operator.data_type("to", to)
+    operator.check_type("to", target, _TYPES)
     widths = tuple(_BITS[t] for t in (source, target))
     if widths[0] != widths[1]:
         same = ", ".join(t.name for t in _TYPES if _BITS[t] == widths[0])
         raise ValueError(
-            f"{where}: x is {source.name} of {widths[0]} bits, to={target.name} has {widths[1]}; "
-            f"expected one of the same width: {same}"
+            f"{operator.name}: x is {source.name} of {widths[0]} bits, to={target.name} has "
+            f"{widths[1]}; expected one of the same width: {same}"
         )
     for each in (target, source):
-        check_64_bits(where, each)
+        operator.check_64_bits(each)
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         x = x.astype(DTYPES[source])
-    return _bit_cast_jitted(jnp.asarray(x, DTYPES[source]), source, target)
+    x = without_derivative(jnp.asarray(x, DTYPES[source]), _NO_DERIVATIVE)
+    return _bit_cast(x, source, target)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+_NO_DERIVATIVE = (
+    "onnx.bit_cast: has no derivative; differentiate what the bits stand for, e.g. with fake_cast, "
+    "or pass jax.lax.stop_gradient(x)"
+)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _bit_cast(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
     if source is target:
         return x
@@ -92,14 +88,3 @@ def _bit_cast(x: jax.Array, source: DataType, target: DataType) -> jax.Array:
         parts = lax.bitcast_convert_type(x, jnp.float32)
         return lax.complex(parts[..., 0], parts[..., 1])
     return lax.bitcast_convert_type(x, DTYPES[target])
-
-
-@_bit_cast.defjvp
-def _no_derivative(*_: Any) -> Any:
-    raise TypeError(
-        "onnx.bit_cast: has no derivative; differentiate what the bits stand for, e.g. with "
-        "fake_cast, or pass jax.lax.stop_gradient(x)"
-    )
-
-
-_bit_cast_jitted = jax.jit(_bit_cast, static_argnums=(1, 2))

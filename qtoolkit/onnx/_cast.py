@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit import casts
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import NEAREST, UNCLAMPED, cast_for, dtype_from_codes, encode_for
 from qtoolkit.formats import FLOAT32, FloatFormat, IntFormat
 from qtoolkit.onnx import _strings
+from qtoolkit.onnx._operator import Operator
 from qtoolkit.onnx._types import (
     CAST_TYPES,
     DTYPES,
@@ -17,15 +19,7 @@ from qtoolkit.onnx._types import (
     FLOAT8,
     FORMATS,
     DataType,
-    check_64_bits,
-    check_choice,
-    check_opset,
-    check_since,
-    check_type,
-    data_type,
     is_traced,
-    type_like,
-    type_of,
 )
 
 _ROUNDINGS = {"up": "toward_positive", "down": "toward_zero", "nearest": "nearest_away"}
@@ -98,9 +92,8 @@ def cast(
 
     Source: ONNX Cast 1, 6, 9, 13, 19, 21, 23, 24, 25, 28; technical notes int4, int2, float4.
     """
-    where = "onnx.cast"
-    check_opset(where, opset, 1)
-    target = data_type(where, "to", to)
+    operator = Operator("onnx.cast", opset, first=1)
+    target = operator.data_type("to", to)
     if CAST_TYPES.get(target, opset + 1) > opset:
         since = (
             f"came with opset {CAST_TYPES[target]}, got opset={opset}"
@@ -108,8 +101,8 @@ def cast(
             else "is a type that nothing is cast to"
         )
         allowed = ", ".join(t.name for t, first in CAST_TYPES.items() if first <= opset)
-        raise ValueError(f"{where}: to={target.name} {since}; expected one of {allowed}")
-    return cast_to(where, x, target, saturate, round_mode, opset, arithmetic)
+        raise ValueError(f"{operator.name}: to={target.name} {since}; expected one of {allowed}")
+    return cast_to(operator, x, target, saturate, round_mode, arithmetic)
 
 
 def cast_like(
@@ -132,97 +125,96 @@ def cast_like(
 
     Source: ONNX CastLike 15, 19, 21, 23, 24, 25.
     """
-    where = "onnx.cast_like"
-    check_opset(where, opset, 15)
-    target = type_like(where, "like", like)
+    operator = Operator("onnx.cast_like", opset, first=15)
     types = {t: first for t, first in CAST_TYPES.items() if t not in FLOAT6}
-    check_type(where, "like", target, types, opset)
-    check_type(where, "x", type_of(where, "x", x), types, opset)
-    return cast_to(where, x, target, saturate, round_mode, opset, arithmetic)
+    target = operator.type_like("like", like, types)
+    operator.type_of("x", x, types)
+    return cast_to(operator, x, target, saturate, round_mode, arithmetic)
 
 
 def cast_to(
-    where: str,
+    operator: Operator,
     x: Any,
     target: DataType,
     saturate: Any,
-    round_mode: Any,
-    opset: int,
-    arithmetic: str = "exact",
+    round_mode: Any = "up",
+    arithmetic: Any = "exact",
 ) -> jax.Array | np.ndarray:
-    """Cast to a type that the version has: checks the rest, then calls one cast of `casts`."""
-    check_choice(where, "saturate", saturate, (True, False))
-    check_choice(where, "round_mode", round_mode, tuple(_ROUNDINGS))
-    check_choice(where, "arithmetic", arithmetic, ("exact", "reference"))
-    check_since(where, "saturate", saturate, True, 19, opset)
-    check_since(where, "round_mode", round_mode, "up", 24, opset)
-    source = type_of(where, "x", x)
-    check_type(where, "x", source, CAST_TYPES, opset)
-    check_64_bits(where, target)
+    """Casts to a type that the version has; checks everything else."""
+    operator.check_choice("saturate", saturate, (True, False))
+    operator.check_choice("round_mode", round_mode, tuple(_ROUNDINGS))
+    operator.check_choice("arithmetic", arithmetic, ("exact", "reference"))
+    operator.check_since("saturate", saturate, True, 19)
+    operator.check_since("round_mode", round_mode, "up", 24)
+    source = operator.type_of("x", x, CAST_TYPES)
+    operator.check_64_bits(target)
     if (target in FLOAT6 or DataType.STRING in (source, target)) and is_traced(x):
         raise TypeError(
-            f"{where}: x is traced, and {target.name} has no JAX array; expected a concrete array: "
-            "call it outside of jit, vmap and grad"
+            f"{operator.name}: x is traced, and {target.name} has no JAX array; expected a "
+            "concrete array: call it outside of jit, vmap and grad"
             + (", or use encode for codes, fake_cast for gradients" if target in FLOAT6 else "")
         )
     if target is DataType.STRING:
         if source is DataType.STRING:
-            return _strings.texts(where, x).astype(np.str_)
+            return _strings.texts(operator.name, x).astype(np.str_)
         return _strings.from_numbers(np.asarray(x), FORMATS[source])
     if source is DataType.STRING:
-        text = _strings.texts(where, x)
-        fmt = FORMATS[target]
+        text, fmt = _strings.texts(operator.name, x), FORMATS[target]
         if isinstance(fmt, IntFormat) and not fmt.is_bool:
-            integers = _strings.to_integers(where, text, fmt, nearest=fmt.bits <= 4)
-            return _concrete(where, integers, target, "nearest_even", "none")
-        x = _strings.to_float64(where, text, exact=target is DataType.DOUBLE)
+            integers = _strings.to_integers(operator.name, text, fmt, nearest=fmt.bits <= 4)
+            return _concrete(operator, integers, target, UNCLAMPED)
+        x = _strings.to_float64(operator.name, text, exact=target is DataType.DOUBLE)
         source = DataType.DOUBLE
     elif arithmetic == "reference" and _through_float32(source, target):
-        x, source = casts.cast_for(where, x, FLOAT32, saturation="none"), DataType.FLOAT
+        x, source = cast_for(operator.name, x, FLOAT32, UNCLAMPED), DataType.FLOAT
     if target is DataType.FLOAT8E8M0:
-        return _to_e8m0(where, x, _ROUNDINGS[round_mode], bool(saturate))
-    rounding, saturation = rule(source, target, bool(saturate), opset)
+        return _to_e8m0(operator, x, _ROUNDINGS[round_mode], bool(saturate))
+    projection = _projection(source, target, bool(saturate), operator.opset)
     if target in FLOAT6:
-        return _concrete(where, x, target, rounding, saturation)
-    return casts.cast_for(where, x, FORMATS[target], rounding, saturation)
+        return _concrete(operator, x, target, projection)
+    return cast_for(operator.name, x, FORMATS[target], projection)
 
 
-def rule(source: DataType, target: DataType, saturate: bool, opset: int) -> tuple[str, str]:
-    """The words of `casts` for a cast to any numeric type but float8e8m0."""
+def _projection(source: DataType, target: DataType, saturate: bool, opset: int) -> Projection:
+    """How numbers are cast to any numeric type but float8e8m0."""
     fmt = FORMATS[target]
     if isinstance(fmt, IntFormat):
-        if fmt.bits <= 4 or isinstance(FORMATS[source], IntFormat):
-            return "nearest_even", "none"
-        return "toward_zero", "finite"
+        wraps = fmt.bits <= 4 or isinstance(FORMATS[source], IntFormat)
+        return UNCLAMPED if wraps else Projection("toward_zero")
     if target not in FLOAT8 or not saturate:
-        return "nearest_even", "none"
+        return UNCLAMPED
     # "propagate" clamps numbers, and makes infinities what the format's overflow is: NaN.
     fnuz = target in (DataType.FLOAT8E4M3FNUZ, DataType.FLOAT8E5M2FNUZ)
-    return "nearest_even", "propagate" if fnuz and opset < 24 else "finite"
+    return Projection(saturation="propagate") if fnuz and opset < 24 else NEAREST
 
 
-def _to_e8m0(where: str, x: Any, rounding: str, saturate: bool) -> jax.Array:
+def _to_e8m0(operator: Operator, x: Any, rounding: str, saturate: bool) -> jax.Array:
     fmt = FORMATS[DataType.FLOAT8E8M0]
     if saturate:
-        return casts.cast_for(where, x, fmt, rounding, "finite")
-    # The page compares x, not what it is rounded to, with the range: what lies below it is rounded
-    # down to nothing, and what lies above it up.
+        return cast_for(operator.name, x, fmt, Projection(rounding))
+    # The page compares x itself with the range, not what x is rounded to: 1e-39, below the least
+    # number 2**-127, is NaN even where it is rounded up to it. Only rounding down shows that x lies
+    # below the range, only rounding up that it lies above.
+    low, high, code = (
+        encode_for(operator.name, x, fmt, projection)
+        for projection in (
+            Projection("toward_negative", "none"),
+            Projection("toward_positive", "none"),
+            Projection(rounding),
+        )
+    )
     assert fmt.nan_code is not None
     nan = np.uint8(fmt.nan_code)
-    low = casts.encode_for(where, x, fmt, "toward_negative", "none")
-    high = casts.encode_for(where, x, fmt, "toward_positive", "none")
-    codes = casts.encode_for(where, x, fmt, rounding, "finite")
-    codes = jnp.where((low == nan) | (high == nan), nan, codes)
-    return casts.from_stored_codes(codes, fmt)
+    return dtype_from_codes(jnp.where((low == nan) | (high == nan), nan, code), fmt)
 
 
-def _concrete(where: str, x: Any, target: DataType, rounding: str, saturation: str) -> Any:
-    """As `casts.cast`, at once, even inside `jit`; in a NumPy array where JAX has none."""
+def _concrete(operator: Operator, x: Any, target: DataType, projection: Projection) -> Any:
+    """The cast at once, even inside `jit`; as a NumPy array for float6, which JAX has not."""
     fmt = FORMATS[target]
     with jax.ensure_compile_time_eval():
         if target not in FLOAT6:
-            return casts.cast_for(where, x, fmt, rounding, saturation)
-        codes = casts.encode_for(where, x, fmt, rounding, saturation)
+            return cast_for(operator.name, x, fmt, projection)
+        codes = encode_for(operator.name, x, fmt, projection)
         return np.asarray(codes).view(DTYPES[target])
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +11,23 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from qtoolkit import casts
+from qtoolkit.casts.internal import (
+    NEAREST,
+    UNCLAMPED,
+    binary_parts,
+    cast_for,
+    codes_of,
+    dtype_from_codes,
+    product,
+    quotient,
+    round_values,
+    times_power_of_two,
+    without_derivative,
+)
 from qtoolkit.formats import FLOAT32, UINT8, Format, IntFormat, format
 from qtoolkit.onnx._cast import cast_to
-from qtoolkit.onnx._types import (
-    FLOAT6,
-    FLOAT8,
-    FORMATS,
-    DataType,
-    check_choice,
-    check_opset,
-    check_since,
-    check_type,
-    data_type,
-    is_traced,
-    of_dtype,
-    type_of,
-)
+from qtoolkit.onnx._operator import Operator
+from qtoolkit.onnx._types import FLOAT6, FLOAT8, FORMATS, DataType, is_traced, of_dtype
 
 _T = DataType
 _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
@@ -42,8 +42,9 @@ _QUANTIZED: Mapping[DataType, int] = {
 }
 _DATA = {**dict.fromkeys((_T.FLOAT, _T.INT32), 10), **dict.fromkeys(_FLOATS[1:], 19)}
 _SCALES = {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10, _T.FLOAT8E8M0: 24}
-# Wide enough that a zero point of 16 bits decides nothing that was clamped, narrow enough for
-# float32 to hold the sum.
+# What quotients are rounded to before the zero point is added. A quotient beyond its range, 2**19
+# and more, stays beyond every output type whatever zero point of 16 bits is added: 524,287 - 65,535
+# is more than 65,535. And float32 holds each sum.
 _WIDE = format("int20")
 
 
@@ -100,47 +101,40 @@ def quantize_linear(
 
     Source: ONNX QuantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
     """
-    where = "onnx.quantize_linear"
-    check_opset(where, opset, 10)
-    check_choice(where, "saturate", saturate, (True, False))
-    check_since(where, "saturate", saturate, True, 19, opset)
-    target = _optional(where, "output_dtype", output_dtype, 21, opset)
-    division = _optional(where, "precision", precision, 23, opset)
+    operator = Operator("onnx.quantize_linear", opset, first=10)
+    operator.check_choice("saturate", saturate, (True, False))
+    operator.check_since("saturate", saturate, True, 19)
+    target = operator.optional_type("output_dtype", output_dtype, since=21)
+    division = operator.optional_type("precision", precision, since=23)
     if division is not None:
-        check_type(where, "precision", division, dict.fromkeys(_FLOATS, 23), opset)
-    source, scale_type = type_of(where, "x", x), type_of(where, "y_scale", y_scale)
-    check_type(where, "x", source, _DATA, opset)
-    check_type(where, "y_scale", scale_type, {**_SCALES, _T.INT32: 19}, opset)
+        operator.check_type("precision", division, dict.fromkeys(_FLOATS, 23))
+    given = (x, y_scale, y_zero_point)
+    types = (_DATA, {**_SCALES, _T.INT32: 19})
+    operands = _operands(operator, "y", given, types, axis, block_size)
+    source, scale_type, zero_type = operands.types
     if 19 <= opset < 23 and scale_type is not source:
         raise TypeError(
-            f"{where}: y_scale is {scale_type.name} with opset={opset}, expected {source.name}, "
-            "the type of x"
+            f"{operator.name}: y_scale is {scale_type.name} with opset={opset}, expected "
+            f"{source.name}, the type of x"
         )
-    if y_zero_point is not None:
-        zero_type = type_of(where, "y_zero_point", y_zero_point)
-        if target not in (None, zero_type):
-            raise TypeError(
-                f"{where}: y_zero_point is {zero_type.name}, but output_dtype={target.name}; "
-                "expected the same type"
-            )
-        target = zero_type
-    target = target or _T.UINT8
-    check_type(where, "the output", target, _QUANTIZED, opset)
-    granularity = _granularity(where, "y_scale", y_scale, x, axis, block_size, opset)
-    _check_zero_point(where, "y_zero_point", y_zero_point, "y_scale", y_scale)
+    if zero_type is not None and target not in (None, zero_type):
+        raise TypeError(
+            f"{operator.name}: y_zero_point is {zero_type.name}, but output_dtype={target.name}; "
+            "expected the same type"
+        )
+    target = target or zero_type or _T.UINT8
+    operator.check_type("the output", target, _QUANTIZED)
     y = _quantize(
-        where,
-        _array(x),
-        _array(y_scale),
-        _array(y_zero_point),
-        granularity,
+        *(
+            without_derivative(array, _NO_DERIVATIVE.format(operator.name))
+            for array in operands.arrays
+        ),
+        operands.granularity,
         FORMATS[division or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
         division is not None,
         FORMATS[target],
     )
-    if isinstance(FORMATS[target], IntFormat):
-        return y
-    return cast_to(where, y, target, saturate, "up", opset)
+    return y if isinstance(FORMATS[target], IntFormat) else cast_to(operator, y, target, saturate)
 
 
 def dequantize_linear(
@@ -186,30 +180,27 @@ def dequantize_linear(
 
     Source: ONNX DequantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
     """
-    where = "onnx.dequantize_linear"
-    check_opset(where, opset, 10)
-    target = _optional(where, "output_dtype", output_dtype, 23, opset)
-    source, scale_type = type_of(where, "x", x), type_of(where, "x_scale", x_scale)
-    check_type(where, "x", source, {**_QUANTIZED, _T.INT32: 10}, opset)
-    check_type(where, "x_scale", scale_type, _SCALES, opset)
+    operator = Operator("onnx.dequantize_linear", opset, first=10)
+    target = operator.optional_type("output_dtype", output_dtype, since=23)
+    given = (x, x_scale, x_zero_point)
+    types = ({**_QUANTIZED, _T.INT32: 10}, _SCALES)
+    operands = _operands(operator, "x", given, types, axis, block_size)
+    source, scale_type, zero_type = operands.types
     target = target or scale_type
-    check_type(where, "the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10}, opset)
-    granularity = _granularity(where, "x_scale", x_scale, x, axis, block_size, opset)
-    _check_zero_point(where, "x_zero_point", x_zero_point, "x_scale", x_scale)
-    if x_zero_point is not None:
-        zero_type = type_of(where, "x_zero_point", x_zero_point)
-        if zero_type is not source:
-            raise TypeError(
-                f"{where}: x_zero_point is {zero_type.name}, expected {source.name}, as x"
+    operator.check_type("the output", target, {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10})
+    if zero_type not in (None, source):
+        raise TypeError(
+            f"{operator.name}: x_zero_point is {zero_type.name}, expected {source.name}, as x"
+        )
+    x, x_scale, x_zero_point = operands.arrays
+    if source is _T.INT32 and x_zero_point is not None:
+        if is_traced(x_zero_point) or np.any(x_zero_point):
+            raise ValueError(
+                f"{operator.name}: x is INT32, for which x_zero_point must be None or concrete "
+                "zeros"
             )
-        if source is _T.INT32:
-            if is_traced(x_zero_point) or np.any(x_zero_point):
-                raise ValueError(
-                    f"{where}: x is INT32, for which x_zero_point must be None or concrete zeros"
-                )
-            x_zero_point = None
-    operands = _array(x), _array(x_scale), _array(x_zero_point)
-    return _dequantize(*operands, granularity, FORMATS[target])
+        x_zero_point = None
+    return _dequantize(x, x_scale, x_zero_point, operands.granularity, FORMATS[target])
 
 
 def dynamic_quantize_linear(
@@ -239,45 +230,90 @@ def dynamic_quantize_linear(
 
     Source: ONNX DynamicQuantizeLinear 11.
     """
-    where = "onnx.dynamic_quantize_linear"
-    check_opset(where, opset, 11)
-    check_type(where, "x", type_of(where, "x", x), {_T.FLOAT: 11}, opset)
+    operator = Operator("onnx.dynamic_quantize_linear", opset, first=11)
+    operator.type_of("x", x, {_T.FLOAT: 11})
     if np.size(x) == 0:
-        raise ValueError(f"{where}: x has shape {np.shape(x)}, expected at least one element")
-    return _quantize_dynamically(where, _array(x))
+        raise ValueError(
+            f"{operator.name}: x has shape {np.shape(x)}, expected at least one element"
+        )
+    x = without_derivative(_array(x), _NO_DERIVATIVE.format(operator.name))
+    return _quantize_dynamically(x)
 
 
-def _optional(where: str, name: str, value: Any, since: int, opset: int) -> DataType | None:
-    """The type that an attribute says, None where it is left out: None or 0."""
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if value is None or (is_number and value == 0):
-        return None
-    check_since(where, name, value, None, since, opset)
-    return data_type(where, name, value)
+_NO_DERIVATIVE = (
+    "{}: has no derivative; differentiate fake_quantize, or fake_cast of the quotient, or pass "
+    "jax.lax.stop_gradient of its arguments"
+)
+
+
+class _Operands(NamedTuple):
+    """The array, scale and zero point (None without one) of a linear quantization, checked.
+
+    Attributes:
+      arrays: As `jit` takes them.
+      types: Theirs.
+      granularity: Axis of the array and size of its blocks along it, 0 without them, for which
+        there is a scale each; None for one scale.
+    """
+
+    arrays: tuple[Any, Any, Any]
+    types: tuple[DataType, DataType, DataType | None]
+    granularity: tuple[int, int] | None
+
+
+def _operands(
+    operator: Operator,
+    prefix: str,
+    arrays: tuple[Any, Any, Any],
+    allowed: tuple[Mapping[DataType, int], Mapping[DataType, int]],
+    axis: int,
+    block_size: int,
+) -> _Operands:
+    """The operands whose scale and zero point the operator calls by `prefix`: "y_scale".
+
+    `allowed`: the types of the array and of the scale, and the opsets that brought them.
+    """
+    x, scale, zero = arrays
+    scale_name, zero_name = f"{prefix}_scale", f"{prefix}_zero_point"
+    types = (
+        operator.type_of("x", x, allowed[0]),
+        operator.type_of(scale_name, scale, allowed[1]),
+        None if zero is None else operator.type_of(zero_name, zero),
+    )
+    granularity = _granularity(operator, scale_name, scale, x, axis, block_size)
+    shapes = np.shape(scale), np.shape(scale if zero is None else zero)
+    if shapes[0] != shapes[1] and not {*shapes} <= {(), (1,)}:
+        raise ValueError(
+            f"{operator.name}: {zero_name} has shape {shapes[1]}, expected {shapes[0]}, that of "
+            f"{scale_name}"
+        )
+    return _Operands((_array(x), _array(scale), _array(zero)), types, granularity)
 
 
 def _granularity(
-    where: str, name: str, values: Any, x: Any, axis: int, block_size: int, opset: int
+    operator: Operator, name: str, scale: Any, x: Any, axis: int, block_size: int
 ) -> tuple[int, int] | None:
-    """Axis of `x` and size of its blocks, 0 without them; None where `values` is one number."""
-    check_since(where, "axis", axis, 1, 13, opset)
-    check_since(where, "block_size", block_size, 0, 21, opset)
+    operator.check_since("axis", axis, 1, 13)
+    operator.check_since("block_size", block_size, 0, 21)
     for attribute, value in (("axis", axis), ("block_size", block_size)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            raise TypeError(f"{where}: {attribute}={value!r}, expected an integer")
+            raise TypeError(f"{operator.name}: {attribute}={value!r}, expected an integer")
     if block_size < 0:
-        raise ValueError(f"{where}: block_size={block_size}, expected 0 or a positive integer")
-    shape, got = np.shape(x), np.shape(values)
+        raise ValueError(
+            f"{operator.name}: block_size={block_size}, expected 0 or a positive integer"
+        )
+    shape, got = np.shape(x), np.shape(scale)
     if got == () or (got == (1,) and not block_size):
         return None
-    if opset < 13:
-        raise ValueError(f"{where}: {name} has shape {got} with opset={opset}, expected a scalar")
+    where = f"{operator.name}: {name} has shape {got}"
+    if operator.opset < 13:
+        raise ValueError(f"{where} with opset={operator.opset}, expected a scalar")
     rank = len(shape)
     if rank == 0:
-        raise ValueError(f"{where}: {name} has shape {got}, expected (), as x is one number")
+        raise ValueError(f"{where}, expected (), as x is one number")
     if not -rank <= axis < rank:
         raise ValueError(
-            f"{where}: axis={axis}, expected {-rank} to {rank - 1} for x of shape {shape}"
+            f"{operator.name}: axis={axis}, expected {-rank} to {rank - 1} for x of shape {shape}"
         )
     axis = int(axis) % rank
     expected, how = (shape[axis],), f"axis={axis}"
@@ -287,20 +323,9 @@ def _granularity(
         how = f"block_size={block_size} on axis {axis}"
     if got != expected:
         raise ValueError(
-            f"{where}: {name} has shape {got}, expected {expected} for x of shape {shape} and "
-            f"{how}, or a scalar"
+            f"{where}, expected {expected} for x of shape {shape} and {how}, or a scalar"
         )
     return axis, int(block_size)
-
-
-def _check_zero_point(where: str, name: str, zero: Any, scale_name: str, scale: Any) -> None:
-    if zero is None or np.shape(zero) == np.shape(scale):
-        return
-    if np.shape(zero) not in ((), (1,)) or np.shape(scale) not in ((), (1,)):
-        raise ValueError(
-            f"{where}: {name} has shape {np.shape(zero)}, expected {np.shape(scale)}, that of "
-            f"{scale_name}"
-        )
 
 
 def _array(x: Any) -> Any:
@@ -311,8 +336,11 @@ def _array(x: Any) -> Any:
 
 
 def _float32(x: Any) -> jax.Array:
-    # Derivatives, and what is wrong with them, come here from that operator alone.
-    return casts.cast_for("onnx.dequantize_linear", x, FLOAT32, saturation="none")
+    """Any type rounded to float32, from its pattern.
+
+    Only `dequantize_linear` has a derivative, so it is the one that a refused derivative names.
+    """
+    return cast_for("onnx.dequantize_linear", x, FLOAT32, UNCLAMPED)
 
 
 def _spread(values: jax.Array, x: jax.Array, granularity: tuple[int, int] | None) -> jax.Array:
@@ -333,9 +361,8 @@ def _spread(values: jax.Array, x: jax.Array, granularity: tuple[int, int] | None
     return repeated(wide)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _quantize(
-    where: str,
     x: jax.Array,
     scale: jax.Array,
     zero: jax.Array | None,
@@ -346,19 +373,18 @@ def _quantize(
 ) -> jax.Array:
     """Integers of `target`; for float types, float32 numbers that are still to be cast."""
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
-    x, scale, zero = _undifferentiated(where, x, scale, zero)
-    x, scale = _float32(x), _spread(scale, x, granularity)
+    wide, divisor = _float32(x), _spread(scale, x, granularity)
     if converts_first:
-        x, scale = _rounded(x, precision), _rounded(scale, precision)
-    quotient = _times_power_of_two(x, scale, -1) if is_power else casts.quotient(x, scale)
-    quotient = _rounded(quotient, precision)
-    wide_zero = None if zero is None else _spread(zero, x, granularity)
+        wide, divisor = _rounded(wide, precision), _rounded(divisor, precision)
+    ratio = _times_power_of_two(wide, divisor, -1) if is_power else quotient(wide, divisor)
+    ratio = _rounded(ratio, precision)
+    offset = None if zero is None else _spread(zero, x, granularity)
     if isinstance(target, IntFormat):
-        return _integers(quotient, wide_zero, target)
-    if wide_zero is None:
-        return quotient
+        return _integers(ratio, offset, target)
+    if offset is None:
+        return ratio
     # Where the zero point is zero, -0 keeps its sign.
-    return jnp.where(wide_zero == 0, quotient, _rounded(quotient + wide_zero, precision))
+    return jnp.where(offset == 0, ratio, _rounded(ratio + offset, precision))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -374,57 +400,43 @@ def _dequantize(
     if zero is not None:
         wide = wide - _spread(zero, x, granularity)
     y = _scaled(wide, _spread(scale, x, granularity), is_power)
-    return casts.cast(y, target, saturation="none")
+    return cast_for("onnx.dequantize_linear", y, target, UNCLAMPED)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _quantize_dynamically(where: str, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (x,) = _undifferentiated(where, x)
+@jax.jit
+def _quantize_dynamically(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     largest, lowest = jnp.maximum(x.max(), 0), jnp.minimum(x.min(), 0)
     span = largest - lowest
-    scale = casts.quotient(jnp.where(span == 0, np.float32(1), span), jnp.float32(255))
-    zero = casts.cast(casts.quotient(-lowest, scale), UINT8)
-    quotient = casts.quotient(x, scale.reshape((1,) * x.ndim))
-    return _integers(quotient, zero.astype(jnp.float32), UINT8), scale, zero
+    scale = quotient(jnp.where(span == 0, np.float32(1), span), jnp.float32(255))
+    zero = codes_of(quotient(-lowest, scale), UINT8)
+    ratio = quotient(x, scale.reshape((1,) * x.ndim))
+    return _integers(ratio, zero.astype(jnp.float32), UINT8), scale, zero
 
 
-def _integers(x: jax.Array, zero: jax.Array | None, fmt: Format) -> jax.Array:
-    if zero is None:
-        return casts.cast(x, fmt)
-    return casts.cast(casts.round_to_format(x, _WIDE) + zero, fmt)
+def _integers(x: jax.Array, zero: jax.Array | None, fmt: IntFormat) -> jax.Array:
+    """`x` rounded to nearest even, and `zero` added, clamped to integers of `fmt`."""
+    total = x if zero is None else round_values(x, _WIDE) + zero
+    return dtype_from_codes(codes_of(total, fmt, NEAREST), fmt)
 
 
 def _rounded(x: jax.Array, fmt: Format) -> jax.Array:
     """float32 numbers rounded to what a narrower type holds."""
-    return x if fmt == FLOAT32 else casts.round_to_format(x, fmt, saturation="none")
+    return x if fmt == FLOAT32 else round_values(x, fmt, UNCLAMPED)
 
 
 def _times_power_of_two(x: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
     """`x` times or, with `sign` -1, divided by powers of two, of which some are subnormal."""
-    exponent, _ = casts.binary_parts(scale)
-    y = casts.times_power_of_two(x, exponent * np.int32(sign))
+    exponent, _ = binary_parts(scale)
+    y = times_power_of_two(x, exponent * np.int32(sign))
     return jnp.where(jnp.isnan(scale), np.float32(np.nan), y)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _scaled(x: jax.Array, scale: jax.Array, is_power: bool) -> jax.Array:
-    return _times_power_of_two(x, scale, 1) if is_power else casts.product(x, scale)
+    return _times_power_of_two(x, scale, 1) if is_power else product(x, scale)
 
 
 @_scaled.defjvp
 def _scaled_jvp(is_power: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, scale_dot) = primals, tangents
     return _scaled(x, scale, is_power), x_dot * scale + x * scale_dot
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _undifferentiated(where: str, *arrays: Any) -> tuple[Any, ...]:
-    return arrays
-
-
-@_undifferentiated.defjvp
-def _no_derivative(where: str, *_: Any) -> Any:
-    raise TypeError(
-        f"{where}: has no derivative; differentiate fake_quantize, or fake_cast of the quotient, "
-        "or pass jax.lax.stop_gradient of its arguments"
-    )

@@ -12,20 +12,9 @@ from jax.typing import ArrayLike
 
 from qtoolkit import casts
 from qtoolkit.formats import FLOAT32, IntFormat
+from qtoolkit.onnx._operator import Operator
 from qtoolkit.onnx._strings import to_odd
-from qtoolkit.onnx._types import (
-    DTYPES,
-    FORMATS,
-    DataType,
-    check_64_bits,
-    check_choice,
-    check_opset,
-    check_since,
-    check_type,
-    data_type,
-    is_traced,
-    type_of,
-)
+from qtoolkit.onnx._types import DTYPES, FORMATS, DataType, is_traced
 
 _T = DataType
 _TYPES = {
@@ -69,27 +58,27 @@ def range(
 
     Source: ONNX Range 11, 27.
     """
-    where = "onnx.range"
-    check_opset(where, opset, 11)
-    stash = data_type(where, "stash_type", stash_type)
-    check_choice(where, "stash_type", stash, (_T.FLOAT, _T.DOUBLE))
-    check_since(where, "stash_type", stash, _T.FLOAT, 27, opset)
+    operator = Operator("onnx.range", opset, first=11)
+    stash = operator.data_type("stash_type", stash_type)
+    operator.check_choice("stash_type", stash, (_T.FLOAT, _T.DOUBLE))
+    operator.check_since("stash_type", stash, _T.FLOAT, 27)
     arguments = {"start": start, "limit": limit, "delta": delta}
-    types = {name: type_of(where, name, value) for name, value in arguments.items()}
+    types = {name: operator.type_of(name, value) for name, value in arguments.items()}
     found = types["start"]
     if len(set(types.values())) > 1:
         got = ", ".join(f"{name} {t.name}" for name, t in types.items())
         raise TypeError(
-            f"{where}: got {got}, expected one type; convert them first, e.g. jnp.float32(0)"
+            f"{operator.name}: got {got}, expected one type; convert them first, e.g. "
+            "jnp.float32(0)"
         )
-    check_type(where, "start", found, _TYPES, opset)
-    check_64_bits(where, found)
-    first, end, step = (_number(where, name, value) for name, value in arguments.items())
+    operator.check_type("start", found, _TYPES)
+    operator.check_64_bits(found)
+    first, end, step = (_number(operator, name, value) for name, value in arguments.items())
     if step == 0:
-        raise ValueError(f"{where}: delta is zero, expected another number")
+        raise ValueError(f"{operator.name}: delta is zero, expected another number")
     count = max(math.ceil((end - first) / step), 0)
     if count >= 2**32:
-        raise ValueError(f"{where}: {count} numbers, expected fewer than 2**32 = {2**32}")
+        raise ValueError(f"{operator.name}: {count} numbers, expected fewer than 2**32 = {2**32}")
     fmt = FORMATS[found]
     if isinstance(fmt, IntFormat):  # no number lies beyond the limit, so none overflows
         numbers = int(first) + int(step) * np.arange(count, dtype=np.int64)
@@ -101,18 +90,18 @@ def range(
     return stashed if found is _T.FLOAT else casts.cast(stashed, fmt, saturation="none")
 
 
-def _number(where: str, name: str, value: Any) -> Fraction:
+def _number(operator: Operator, name: str, value: Any) -> Fraction:
     if is_traced(value):
         raise TypeError(
-            f"{where}: {name} is traced, but the arguments decide the shape; pass concrete "
+            f"{operator.name}: {name} is traced, but the arguments decide the shape; pass concrete "
             "scalars, e.g. with static_argnums"
         )
     array = np.asarray(value)
     if array.ndim:
-        raise ValueError(f"{where}: {name} has shape {array.shape}, expected a scalar")
+        raise ValueError(f"{operator.name}: {name} has shape {array.shape}, expected a scalar")
     number = array.item()
     if not math.isfinite(number):
-        raise ValueError(f"{where}: {name} is {number}, expected a finite number")
+        raise ValueError(f"{operator.name}: {name} is {number}, expected a finite number")
     return Fraction(number)
 
 

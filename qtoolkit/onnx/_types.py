@@ -9,8 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from qtoolkit import casts
-from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
+from qtoolkit.formats import Format, format
 
 LATEST_OPSET = 28
 
@@ -103,79 +102,40 @@ _BY_CLASS = {  # Python's numbers are 64-bit ones, as in NumPy; a bool is an int
     int: _T.INT64,
     float: _T.DOUBLE,
 }
-WIDE = (_T.DOUBLE, _T.INT64, _T.UINT64, _T.COMPLEX128)
+_64_BITS = (_T.DOUBLE, _T.INT64, _T.UINT64, _T.COMPLEX128)
 
 
-def check_opset(where: str, opset: Any, first: int) -> None:
-    """ValueError where `opset` has no such operator."""
-    known = isinstance(opset, int | np.integer) and not isinstance(opset, bool)
-    if not known or not first <= opset <= LATEST_OPSET:
-        raise ValueError(
-            f"{where}: opset={opset!r}, expected an integer from {first} to {LATEST_OPSET}"
-        )
-
-
-def check_choice(where: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ValueError where the attribute has none of the allowed values, as traced ones have not."""
-    plain = isinstance(value, str | int | np.integer | np.bool_)
-    if not plain or value not in allowed:
-        raise ValueError(f"{where}: {name}={value!r}, expected {' or '.join(map(repr, allowed))}")
-
-
-def check_since(where: str, name: str, value: Any, default: Any, since: int, opset: int) -> None:
-    """ValueError where a version without the attribute is given one."""
-    if opset < since and value != default:
-        raise ValueError(
-            f"{where}: {name}={value!r} with opset={opset}, but the attribute came with opset "
-            f"{since}; expected {name}={default!r} or a newer opset"
-        )
-
-
-def data_type(where: str, name: str, value: Any) -> DataType:
-    """The type that a number, a name, a dtype or a format says.
+def of_spec(spec: Any) -> DataType | None:
+    """The type that a number, a name, a dtype or a format says; None where ONNX has no such type.
 
     Raises:
-      TypeError: `value` is none of these.
-      ValueError: It says no type of ONNX.
+      TypeError: `spec` is none of these.
     """
-    found: DataType | None
-    if isinstance(value, str):
-        text = value.removeprefix("TensorProto.").removeprefix("tensor(").removesuffix(")")
-        found = _BY_NAME.get(text.upper()) or _by_format(text)
-    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
-        found = _BY_NUMBER.get(int(value))
-    elif isinstance(value, FloatFormat | IntFormat | TableFormat):
-        found, value = _by_format(value), value.name
-    else:
-        found = of_dtype(_as_dtype(where, name, value))
-    if not found:  # none, or UNDEFINED
-        raise ValueError(
-            f"{where}: {name}={value!r} is no type of ONNX, expected a number from 1 to "
-            f"{max(DataType).value}, a name such as 'FLOAT8E4M3FN', or a dtype"
-        )
-    return found
+    if isinstance(spec, str):
+        text = spec.removeprefix("TensorProto.").removeprefix("tensor(").removesuffix(")")
+        return _BY_NAME.get(text.upper()) or _of_format(text)
+    if isinstance(spec, int | np.integer) and not isinstance(spec, bool):
+        return _BY_NUMBER.get(int(spec))
+    return _of_format(spec) if isinstance(spec, Format) else of_dtype(_as_dtype(spec))
 
 
-def _by_format(spec: Any) -> DataType | None:
+def _of_format(spec: Any) -> DataType | None:
     try:
         return _BY_FORMAT.get(format(spec))
     except ValueError:
         return None
 
 
-def _as_dtype(where: str, name: str, value: Any) -> np.dtype:
+def _as_dtype(spec: Any) -> np.dtype:
     dtype = None
     with contextlib.suppress(TypeError):  # of classes that are none of one dtype
-        if isinstance(value, type) and issubclass(value, np.dtype):  # np.dtypes has many
-            dtype = np.dtype(value.__call__())
-        elif isinstance(value, np.dtype | type):
-            dtype = np.dtype(value)
+        if isinstance(spec, type) and issubclass(spec, np.dtype):  # np.dtypes has many
+            dtype = np.dtype(spec.__call__())
+        elif isinstance(spec, np.dtype | type):
+            dtype = np.dtype(spec)
     # numpy takes classes that it does not know for object.
-    if dtype is None or (dtype.kind == "O" and isinstance(value, type) and value is not object):
-        raise TypeError(
-            f"{where}: {name} has type {type(value).__name__}, expected a number of "
-            "TensorProto.DataType, the name of a type, or a dtype"
-        )
+    if dtype is None or (dtype.kind == "O" and isinstance(spec, type) and spec is not object):
+        raise TypeError
     return dtype
 
 
@@ -186,56 +146,19 @@ def of_dtype(dtype: np.dtype) -> DataType | None:
     return _BY_DTYPE.get(dtype if dtype.isnative else dtype.newbyteorder("="))
 
 
-def type_of(where: str, name: str, x: Any) -> DataType:
-    """The type of an array, a number of Python (64 bits) or a string.
-
-    Raises:
-      TypeError: It is none of these, of more bits, or of a dtype that ONNX lacks.
-    """
-    if hasattr(x, "dtype") and not casts.is_array(x):
-        raise TypeError(f"{where}: {name} has type {type(x).__name__}, expected an array")
-    return type_like(where, name, x)
-
-
-def type_like(where: str, name: str, x: Any) -> DataType:
-    """As `type_of`, also of what has a dtype and no elements."""
+def of_value(x: Any) -> DataType | None:
+    """The type of what has a dtype, of a Python number (64 bits) or a string; None for others."""
     dtype = getattr(x, "dtype", None)
-    found = None
     if isinstance(dtype, np.dtype):
-        found = of_dtype(dtype)
-    elif isinstance(x, int) and not -(2**63) <= x < 2**63:
-        if not 0 < x < 2**64:
-            raise TypeError(f"{where}: {name} is an integer of more than 64 bits, expected fewer")
-        found = DataType.UINT64
-    elif isinstance(x, bool | int | float | str | bytes):
-        found = _BY_CLASS[next(kind for kind in _BY_CLASS if isinstance(x, kind))]
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{where}: {name} is a masked array, expected one without a mask")
-    if found is None:
-        got = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"
-        raise TypeError(f"{where}: {name} has {got}, expected an array of a type of ONNX")
-    return found
+        return of_dtype(dtype)
+    if isinstance(x, int) and 2**63 <= x < 2**64:
+        return DataType.UINT64
+    return next((t for kind, t in _BY_CLASS.items() if isinstance(x, kind)), None)
 
 
-def check_type(
-    where: str, name: str, found: DataType, types: Mapping[DataType, int], opset: int
-) -> None:
-    """TypeError where this version of the operator does not take the type."""
-    if types.get(found, LATEST_OPSET + 1) > opset:
-        since = f", which came with opset {types[found]}" if found in types else ""
-        allowed = ", ".join(sorted(t.name for t, first in types.items() if first <= opset))
-        raise TypeError(
-            f"{where}: {name} is {found.name}{since}, with opset={opset}; expected {allowed}"
-        )
-
-
-def check_64_bits(where: str, found: DataType) -> None:
-    """TypeError where JAX's 64-bit types are off and an array of that type needs them."""
-    if found in WIDE and not jax.config.read("jax_enable_x64"):
-        raise TypeError(
-            f"{where}: {found.name} is needed, and 64-bit types are off in JAX; enable them "
-            "with jax.config.update('jax_enable_x64', True), or ask for a narrower type"
-        )
+def needs_x64(found: DataType) -> bool:
+    """Whether JAX's 64-bit types are off and an array of that type needs them."""
+    return found in _64_BITS and not jax.config.read("jax_enable_x64")
 
 
 def is_traced(x: Any) -> bool:

@@ -4,15 +4,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit import casts
-from qtoolkit.casts import check_differentiable, exact_float32, round_values, stored
-from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Format, IntFormat, format
-from qtoolkit.openvino._reference import to_bfloat16, to_float16
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import (
+    NEAREST,
+    UNCLAMPED,
+    cast_for,
+    check_differentiable,
+    check_target,
+)
+from qtoolkit.formats import FloatFormat, Format, IntFormat
+from qtoolkit.openvino import _reference
 from qtoolkit.openvino._types import (
     ELEMENT_TYPES,
     check_arithmetic,
@@ -77,18 +80,17 @@ def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -
             f"{', '.join(_CORE_SOURCES)} to one of {', '.join(_CORE_TARGETS)}; use 'exact'"
         )
     x = check_differentiable(_WHERE, native(x), wide=False)
-    return _core_jitted(x, _target(_WHERE, name))
+    return _reference_jitted(x, _target(_WHERE, name))
 
 
 def convert_exactly(where: str, x: ArrayLike, name: str) -> jax.Array:
     """`convert` to the element type of that name, with errors that name the operator `where`."""
     fmt = _target(where, name)
     if isinstance(fmt, FloatFormat):
-        saturation = "none" if fmt.signed else "finite"
-        return casts.cast_for(where, x, fmt, saturation=saturation)
+        return cast_for(where, x, fmt, UNCLAMPED if fmt.signed else NEAREST)
     if isinstance(ELEMENT_TYPES[element_type_of(where, "x", x)], IntFormat):
-        return casts.cast_for(where, x, fmt, saturation="none")
-    return casts.cast_for(where, x, fmt, "toward_zero", "finite")
+        return cast_for(where, x, fmt, UNCLAMPED)
+    return cast_for(where, x, fmt, Projection("toward_zero"))
 
 
 def _target(where: str, name: str) -> Format:
@@ -101,46 +103,21 @@ def _target(where: str, name: str) -> Format:
         raise TypeError(
             f"{where}: JAX has no dtype for {name}; use qtoolkit.encode(x, {fmt.name!r}) for codes"
         )
-    casts.check_target(where, fmt)
+    check_target(where, fmt)
     return fmt
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _core(x: jax.Array, fmt: Format) -> jax.Array:
-    """The core's steps, on float32."""
-    assert isinstance(fmt, FloatFormat)
-    if format(x.dtype) == fmt:
-        return x
-    wide = exact_float32(x)
-    if fmt == BFLOAT16:
-        bits = _with_payloads(x, wide)
-        return stored(to_bfloat16(lax.bitcast_convert_type(bits, jnp.float32)), fmt, "none")
-    if fmt == E4M3FN:
-        return stored(round_values(wide, FLOAT16, "nearest_even", "none"), fmt, "none")
-    if fmt == E5M2:
-        # Of a NaN the core keeps the upper two bits, which may leave an infinity.
-        kept = _with_payloads(x, wide) & np.uint32(0xFFE00000)
-        h = jnp.where(wide == wide, to_float16(wide), lax.bitcast_convert_type(kept, jnp.float32))
-        return stored(h, fmt, "none")
-    return stored(wide, fmt, "none")
+def _by_reference(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    return _reference.convert(x, fmt)
 
 
-@_core.defjvp
-def _core_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """The tangent of the exact arithmetic."""
-    exact = functools.partial(casts.cast_for, _WHERE, fmt=fmt, saturation="none")
+@_by_reference.defjvp
+def _exact_jvp(fmt: FloatFormat, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The tangent of the exact arithmetic, which refuses results narrower than 16 bits."""
+    exact = functools.partial(cast_for, _WHERE, fmt=fmt, projection=UNCLAMPED)
     _, y_dot = jax.jvp(exact, primals, tangents)
-    return _core(*primals, fmt), y_dot
+    return _by_reference(*primals, fmt), y_dot
 
 
-_core_jitted = jax.jit(_core, static_argnums=1)
-
-
-def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:
-    """The pattern of `wide`, `x` as float32; NaNs of float16 as they are, which XLA makes quiet."""
-    bits = lax.bitcast_convert_type(wide, jnp.uint32)
-    if x.dtype != jnp.float16:
-        return bits
-    half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    payload = (half & np.uint32(0x03FF)) << np.uint32(13)
-    return jnp.where(wide == wide, bits, (bits & np.uint32(0xFF800000)) | payload)
+_reference_jitted = jax.jit(_by_reference, static_argnums=1)

@@ -1,28 +1,18 @@
 """FakeConvert-13."""
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from qtoolkit import gradients
-from qtoolkit.casts import (
-    check_differentiable,
-    exact_float32,
-    product,
-    quotient,
-    round_values,
-    shown_number,
-)
-from qtoolkit.formats import E4M3FN, E5M2, FloatFormat, Overflow, Specials
-from qtoolkit.openvino._reference import to_bfloat16, to_float16
+from qtoolkit.casts.internal import FINITE, NONZERO, Domain, check_differentiable, number
+from qtoolkit.formats import FloatFormat
+from qtoolkit.openvino import _reference
 from qtoolkit.openvino._types import (
     ELEMENT_TYPES,
     check_arithmetic,
@@ -64,9 +54,9 @@ def fake_convert(
     Args:
       data: float16, bfloat16 or float32, any shape.
       scale: Array of the dtype of `data`, with a shape that broadcasts to that of `data`; or a
-        number, which stands for an array of rank 0 and must be finite and not zero. Zeros,
-        infinities and NaNs in arrays follow IEEE.
-      shift: None, or as `scale`, of the same shape; a number may be zero.
+        number, which stands for an array of rank 0 and must be finite and of magnitude 2**-126 or
+        more, since XLA reads less as zero. Zeros, infinities and NaNs in arrays follow IEEE.
+      shift: None, or as `scale`, of the same shape; a number may be any finite one.
       destination_type: "f8e4m3" (to 448) or "f8e5m2" (to 57344), upper or lower case.
       arithmetic: "exact" or "openvino".
 
@@ -75,7 +65,7 @@ def fake_convert(
 
     Raises:
       ValueError: Another destination type or arithmetic; shapes of scale and shift differ, or do
-        not broadcast to that of `data`; a number is infinite, NaN or, as scale, zero.
+        not broadcast to that of `data`; a number is infinite, NaN or, as scale, too small.
       TypeError: The dtypes differ, or are not among the three; `destination_type` is no string.
 
     Gradient: clipped straight-through, for both arithmetics that of the exact one. With
@@ -89,7 +79,7 @@ def fake_convert(
     data, scale, shift = _arguments(data, scale, shift)
     if arithmetic == "exact":
         return gradients.fake_convert(data, scale, shift, fmt=fmt)
-    return _core_jitted(data, scale, shift, fmt)
+    return _reference_jitted(data, scale, shift, fmt)
 
 
 def _destination(destination_type: Any) -> FloatFormat:
@@ -131,8 +121,8 @@ def _arguments(
             "f32; convert them first, e.g. data.astype(jnp.float32)"
         )
     x = check_differentiable(_WHERE, data, "data", wide=False)
-    s = _parameter("scale", scale, x.dtype)
-    z = None if shift is None else _parameter("shift", shift, x.dtype)
+    s = _parameter("scale", scale, x.dtype, NONZERO)
+    z = None if shift is None else _parameter("shift", shift, x.dtype, FINITE)
     if z is not None and z.shape != s.shape:
         raise ValueError(
             f"{_WHERE}: scale has shape {s.shape} and shift {z.shape}, expected the same; "
@@ -152,59 +142,23 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and not hasattr(x, "dtype")
 
 
-def _parameter(name: str, value: ArrayLike, dtype: np.dtype) -> Parameter:
-    if not _is_number(value):
-        return check_differentiable(_WHERE, value, name, wide=False)
-    try:
-        wide = float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        wide = math.inf
-    with np.errstate(over="ignore", under="ignore"):
-        number = np.asarray(wide, dtype)
-    if not np.isfinite(number) or (name == "scale" and number == 0):
-        wanted = "a finite number" + (" other than zero" if name == "scale" else "")
-        raise ValueError(
-            f"{_WHERE}: {shown_number(name, value)} is {number} in {dtype}, expected {wanted}; "  # type: ignore[arg-type]
-            "arrays may be any"
-        )
-    return number
-
-
-# A step of f8e4m3 in every binade of float16: what the core rounds to before it cuts subnormals.
-_E5M3 = FloatFormat(
-    name="e5m3",
-    exponent_bits=5,
-    mantissa_bits=3,
-    bias=15,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-)
+def _parameter(name: str, value: Any, dtype: np.dtype, domain: Domain) -> Parameter:
+    """A number in the dtype of the data, where it is one of the domain; or any array."""
+    if _is_number(value):
+        return number(_WHERE, name, value, dtype, domain)
+    return check_differentiable(_WHERE, value, name, wide=False)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _core(
+def _by_reference(
     data: jax.Array, scale: jax.Array, shift: jax.Array | None, fmt: FloatFormat
 ) -> jax.Array:
-    """The core's steps, each on float32 that holds values of the data's type."""
-    step = _step(data.dtype)
-    shape = (1,) * (data.ndim - scale.ndim) + scale.shape
-    x, s = exact_float32(data), exact_float32(scale).reshape(shape)
-    z = None if shift is None else exact_float32(shift).reshape(shape)
-    p = step(product(x, s))
-    p = p if z is None else step(p - z)
-    h = p if data.dtype == jnp.float16 else to_float16(p)
-    if fmt == E5M2:
-        q = round_values(h, E5M2, "nearest_even", "finite")
-    else:
-        q = _f8e4m3(h, _nan_is_negative(x, s, z))
-    # Not q + 0, which XLA may leave out.
-    q = jnp.where(q == 0, jnp.zeros_like(q), q) if z is None else step(q + z)
-    return step(quotient(q, s)).astype(data.dtype)
+    return _reference.fake_convert(data, scale, shift, fmt)
 
 
-def _core_jvp(fmt: FloatFormat, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _exact_jvp(fmt: FloatFormat, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """The tangent of the exact arithmetic."""
-    y = _core(*primals, fmt)
+    y = _by_reference(*primals, fmt)
     moving = [i for i, dot in enumerate(tangents) if not isinstance(dot, SymbolicZero | None)]
     if not moving:
         return y, jnp.zeros_like(y)
@@ -219,34 +173,5 @@ def _core_jvp(fmt: FloatFormat, primals: Any, tangents: Any) -> tuple[jax.Array,
     return y, y_dot
 
 
-_core.defjvp(_core_jvp, symbolic_zeros=True)
-_core_jitted = jax.jit(_core, static_argnums=3)
-
-
-def _step(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """How the core rounds the float32 result of an operation to `dtype`."""
-    if dtype == jnp.float32:
-        return lambda x: x
-    if dtype == jnp.float16:
-        return to_float16
-    # The core's NaNs end in zeros, so its rule keeps them; elsewhere they may have any bits.
-    return lambda x: jnp.where(x == x, to_bfloat16(x), x)
-
-
-def _f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
-    """float16 values as the core converts them to f8e4m3."""
-    binade = round_values(h, _E5M3, "nearest_even", "finite")
-    q = round_values(binade, E4M3FN, "toward_zero", "finite")
-    q = jnp.where(jnp.abs(h) < np.float32(2**-9), jnp.zeros_like(q), q)
-    largest = np.float32(E4M3FN.max_finite)
-    return jnp.where(h == h, q, jnp.where(nan_is_negative, -largest, largest))
-
-
-def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
-    """The sign of the NaN that arithmetic yields on x86: its first operand's, else negative."""
-    negative: jax.Array = jnp.ones_like(x, bool)
-    for operand in (shift, scale, x):
-        if operand is not None:
-            sign = lax.bitcast_convert_type(operand, jnp.uint32) >> np.uint32(31) != 0
-            negative = jnp.where(operand == operand, negative, sign)
-    return negative
+_by_reference.defjvp(_exact_jvp, symbolic_zeros=True)
+_reference_jitted = jax.jit(_by_reference, static_argnums=3)

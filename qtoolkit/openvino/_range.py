@@ -10,8 +10,17 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit import casts
-from qtoolkit.casts import product
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import (
+    UNCLAMPED,
+    cast_for,
+    check_target,
+    codes_of,
+    dtype_from_codes,
+    product,
+    settled,
+    to_stored,
+)
 from qtoolkit.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FloatFormat, IntFormat
 from qtoolkit.openvino._types import ELEMENT_TYPES, element_type, element_type_of
 
@@ -75,7 +84,7 @@ def range(
         )
     fmt = ELEMENT_TYPES[name]
     assert isinstance(fmt, FloatFormat | IntFormat)
-    casts.check_target(_WHERE, fmt)
+    check_target(_WHERE, fmt)
     arguments = {"start": start, "stop": stop, "step": step}
     for argument, x in arguments.items():
         _check_scalar(argument, x)
@@ -151,12 +160,12 @@ def _accumulated(argument: str, x: Any, fmt: FloatFormat | IntFormat) -> jax.Arr
         if not isinstance(x, jax.core.Tracer):
             with np.errstate(over="ignore"):
                 return jnp.asarray(np.float64(_number(argument, x)).astype(wide.dtype))
-        return casts.cast_for(_WHERE, _as_float64(x), wide, saturation="none")
+        return cast_for(_WHERE, _as_float64(x), wide, UNCLAMPED)
     unsigned = _unsigned(fmt)
     if not isinstance(x, jax.core.Tracer):
         integer = int(_number(argument, x))
         return jnp.asarray(np.asarray(integer % 2 ** (8 * unsigned.itemsize), unsigned))
-    return casts.cast_for(_WHERE, _as_float64(x), unsigned, "toward_zero", "none")
+    return cast_for(_WHERE, _as_float64(x), unsigned, Projection("toward_zero", "none"))
 
 
 def _as_float64(x: jax.Array) -> jax.Array:
@@ -174,13 +183,11 @@ def _elements(
 ) -> jax.Array:
     if isinstance(fmt, IntFormat):
         wrapped = start + lax.iota(_unsigned(fmt), length) * step
-        return casts.cast(wrapped, fmt, saturation="none")
+        return dtype_from_codes(codes_of(wrapped, fmt, UNCLAMPED), fmt)
     index = lax.iota(jnp.uint32, length).astype(start.dtype)
-    multiple = product(index, step) if start.dtype == jnp.float32 else _product64(index, step)
-    elements = start + multiple
-    if fmt in (FLOAT16, BFLOAT16):
-        return casts.cast(elements, fmt, saturation="none")
-    return elements
+    # Settled: a start that was multiplied in the same jit would be fused with the addition.
+    elements = settled(start) + product(index, step)
+    return to_stored(elements, fmt, UNCLAMPED) if fmt in (FLOAT16, BFLOAT16) else elements
 
 
 @_elements.defjvp
@@ -196,10 +203,3 @@ def _elements_jvp(
 
 
 _elements_jitted = jax.jit(_elements, static_argnums=(2, 3))
-
-
-def _product64(a: jax.Array, b: jax.Array) -> jax.Array:
-    """As `casts.product`, in float64."""
-    bits = lax.bitcast_convert_type(a * b, jnp.uint64)
-    kept = jnp.minimum(bits, np.uint64(0xFFF8 << 48))
-    return lax.bitcast_convert_type(kept, jnp.float64)

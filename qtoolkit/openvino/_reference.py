@@ -1,35 +1,146 @@
-"""How OpenVINO's core rounds where it does not round to nearest even: its defects, kept."""
+"""Convert and FakeConvert with the bits of OpenVINO's core, where they are not the page's.
+
+The core's classes of narrow floats do not all round to nearest even; their defects are kept here.
+Numbers are float32 that hold values of the narrow type. Wheel 2026.4.1.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from qtoolkit.casts import round_values
-from qtoolkit.formats import FLOAT16
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import (
+    NEAREST,
+    UNCLAMPED,
+    exact_float32,
+    in_dtype,
+    product,
+    quotient,
+    round_values,
+    settled,
+)
+from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
+
+# A step of f8e4m3 in every binade of float16: what the core rounds to before it cuts subnormals.
+_E5M3 = FloatFormat(
+    name="e5m3",
+    exponent_bits=5,
+    mantissa_bits=3,
+    bias=15,
+    specials=Specials.IEEE,
+    overflow=Overflow.INF,
+)
 
 
-def to_float16(x: jax.Array) -> jax.Array:
-    """float32 `x` rounded by the core's class `float16`, as float32.
+def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """Convert-1 of float16, bfloat16 or float32 to the dtype of `fmt`."""
+    assert fmt.dtype is not None
+    if x.dtype == fmt.dtype:
+        return x
+    wide = exact_float32(x)
+    if fmt == BFLOAT16:
+        wide = _to_bfloat16(_float(_with_payloads(x, wide)))
+    elif fmt == E4M3FN:
+        wide = round_values(wide, FLOAT16, UNCLAMPED)
+    elif fmt == E5M2:
+        # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN; where
+        # these two are 0, what is left is the pattern of an infinity.
+        kept = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
+        wide = jnp.where(wide == wide, _to_float16(wide), kept)
+    return in_dtype(wide, fmt.dtype)
+
+
+def fake_convert(
+    data: jax.Array, scale: jax.Array, shift: jax.Array | None, fmt: FloatFormat
+) -> jax.Array:
+    """FakeConvert-13, each operation on float32 and then rounded to the type of `data`."""
+    rounded = _rounding_to(data.dtype)
+    x, s = exact_float32(data), _ranked(scale, data.ndim)
+    # Settled: a shift that was multiplied in the same jit would be fused with the subtraction.
+    z = None if shift is None else settled(_ranked(shift, data.ndim))
+    p = rounded(product(x, s))
+    p = p if z is None else rounded(p - z)
+    h = p if data.dtype == jnp.float16 else _to_float16(p)
+    q = round_values(h, E5M2) if fmt == E5M2 else _to_f8e4m3(h, _nan_is_negative(x, s, z))
+    # Without a shift the core adds zeros: -0 becomes 0. Not q + 0, which XLA may leave out.
+    q = jnp.where(q == 0, jnp.zeros_like(q), q) if z is None else rounded(q + z)
+    return rounded(quotient(q, s)).astype(data.dtype)
+
+
+def _ranked(parameter: jax.Array, rank: int) -> jax.Array:
+    """A scale or shift as float32 with as many axes as the data."""
+    return lax.expand_dims(exact_float32(parameter), range(rank - parameter.ndim))
+
+
+def _rounding_to(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
+    """How the core rounds the float32 result of an operation to `dtype`."""
+    if dtype == jnp.float32:
+        return lambda x: x
+    if dtype == jnp.float16:
+        return _to_float16
+    # The core's NaNs end in zeros, so its rule keeps them; elsewhere they may have any bits.
+    return lambda x: jnp.where(x == x, _to_bfloat16(x), x)
+
+
+def _to_float16(x: jax.Array) -> jax.Array:
+    """Rounded by the core's class `float16`.
 
     To nearest even, overflow to infinity. What lies below 2**-15 and in the last 2**-12 before a
     power of two comes out doubled: rounding its significand carries into the exponent, then the
     subnormal is built from the new exponent and the old significand.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = _bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     tiny = magnitude - np.uint32(1 << 23) < np.uint32(111 << 23)
     carries = (magnitude & np.uint32(0x007FF000)) == np.uint32(0x007FF000)
-    bits = jnp.where(tiny & carries, bits + np.uint32(1 << 23), bits)
-    doubled = lax.bitcast_convert_type(bits, jnp.float32)
-    return round_values(doubled, FLOAT16, "nearest_even", "none")
+    doubled = jnp.where(tiny & carries, bits + np.uint32(1 << 23), bits)
+    return round_values(_float(doubled), FLOAT16, UNCLAMPED)
 
 
-def to_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 `x` rounded by the core's class `bfloat16`, as float32.
+def _to_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounded by the core's class `bfloat16`.
 
     Truncated where the last bit kept is 0, else rounded half up; NaNs take part as bits do.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = _bits(x)
     bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))
-    return lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
+    return _float(bits & np.uint32(0xFFFF0000))
+
+
+def _to_f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
+    """float16 values as FakeConvert makes them values of f8e4m3."""
+    binade = round_values(h, _E5M3, NEAREST)
+    q = round_values(binade, E4M3FN, Projection("toward_zero"))
+    q = jnp.where(jnp.abs(h) < np.float32(2**-9), jnp.zeros_like(q), q)
+    largest = np.float32(E4M3FN.max_finite)
+    return jnp.where(h == h, q, jnp.where(nan_is_negative, -largest, largest))
+
+
+def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
+    """The sign of the NaN that arithmetic yields on x86: its first operand's, else negative."""
+    negative: jax.Array = jnp.ones_like(x, bool)
+    for operand in (shift, scale, x):
+        if operand is not None:
+            negative = jnp.where(operand == operand, negative, jnp.signbit(operand))
+    return negative
+
+
+def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:
+    """The pattern of `wide`, `x` as float32; NaNs of float16 as they are, which XLA makes quiet."""
+    if x.dtype != jnp.float16:
+        return _bits(wide)
+    half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    payload = (half & np.uint32(0x03FF)) << np.uint32(13)
+    return jnp.where(wide == wide, _bits(wide), (_bits(wide) & np.uint32(0xFF800000)) | payload)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

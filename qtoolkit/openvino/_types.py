@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit import casts
+from qtoolkit.casts.internal import is_array
 from qtoolkit.formats import (
     BFLOAT16,
     BOOL,
@@ -74,7 +74,7 @@ def element_type_of(where: str, argument: str, x: Any) -> str:
             )
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{where}: {argument} is a masked array, expected one without a mask")
-    dtype = x.dtype if casts.is_array(x) else None
+    dtype = x.dtype if is_array(x) else None
     name = None if dtype is None else _name_of(dtype)
     if name is None:
         got = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"

@@ -1,53 +1,8 @@
 """PyPTO's cast on Ascend, its modes and its data types."""
 
+from qtoolkit.pypto._cast import NAMES as _NAMES
 from qtoolkit.pypto._cast import cast
-from qtoolkit.pypto._modes import (
-    DT_BF16,
-    DT_BOOL,
-    DT_DOUBLE,
-    DT_FP4_E1M2X2,
-    DT_FP4_E2M1X2,
-    DT_FP8E4M3,
-    DT_FP8E5M2,
-    DT_FP8E8M0,
-    DT_FP16,
-    DT_FP32,
-    DT_HF8,
-    DT_INT4,
-    DT_INT8,
-    DT_INT16,
-    DT_INT32,
-    DT_INT64,
-    DT_UINT8,
-    DT_UINT16,
-    DT_UINT32,
-    DT_UINT64,
-    CastMode,
-    SaturationMode,
-)
+from qtoolkit.pypto._modes import CastMode, SaturationMode
+from qtoolkit.pypto._types import *  # noqa: F403  the DT_ names, which that file lists
 
-__all__ = [
-    "DT_BF16",
-    "DT_BOOL",
-    "DT_DOUBLE",
-    "DT_FP4_E1M2X2",
-    "DT_FP4_E2M1X2",
-    "DT_FP8E4M3",
-    "DT_FP8E5M2",
-    "DT_FP8E8M0",
-    "DT_FP16",
-    "DT_FP32",
-    "DT_HF8",
-    "DT_INT4",
-    "DT_INT8",
-    "DT_INT16",
-    "DT_INT32",
-    "DT_INT64",
-    "DT_UINT8",
-    "DT_UINT16",
-    "DT_UINT32",
-    "DT_UINT64",
-    "CastMode",
-    "SaturationMode",
-    "cast",
-]
+__all__ = ["CastMode", "SaturationMode", "cast", *_NAMES.values()]

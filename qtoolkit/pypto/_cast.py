@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit import casts
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import (
+    cast_for,
+    check_source,
+    check_value_source,
+    encode_for,
+    is_array,
+)
 from qtoolkit.formats import (
     BFLOAT16,
     E1M2FN,
@@ -35,8 +42,12 @@ from qtoolkit.formats import (
     format,
 )
 from qtoolkit.gradients import fake_cast
-from qtoolkit.pypto._modes import NAMES, CastMode, SaturationMode
+from qtoolkit.pypto import _types
+from qtoolkit.pypto._modes import CastMode, SaturationMode
 
+NAMES: dict[Format, str] = {
+    fmt: name for name, fmt in vars(_types).items() if name.startswith("DT_")
+}
 # The page's constraint 2.
 PAIRS: dict[Format, tuple[Format, ...]] = {
     FLOAT16: (FLOAT32, INT32, INT16, INT8, UINT8),
@@ -173,11 +184,11 @@ def cast(
         raise TypeError(f"{_WHERE}: extended={extended!r}, expected True or False")
     source, target = _formats(input, dtype, EXTENDED_PAIRS if extended else PAIRS, extended)
     _check_shape(np.shape(input))
-    input = casts.check_source(_WHERE, input, "input")
+    input = check_source(_WHERE, input, "input")
     rounding = _rounding(source, target, mode)
-    saturation = _saturation(source, target, satmode, extended)
+    projection = Projection(rounding, _saturation(source, target, satmode, extended))
     if source == target:
-        x = casts.check_value_source(_WHERE, input, "input")
+        x = check_value_source(_WHERE, input, "input")
         if not extended or source != FLOAT32 or rounding == "nearest_even":
             return x
         has_fraction = jnp.abs(x) < np.float32(2**23)  # or may have
@@ -185,8 +196,8 @@ def cast(
     if target in (E2M1FN, E1M2FN):
         x = jnp.asarray(input)
         input = jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
-    convert = casts.encode_for if target.dtype is None else casts.cast_for
-    return convert(_WHERE, input, target, rounding, saturation)
+    convert = encode_for if target.dtype is None else cast_for
+    return convert(_WHERE, input, target, projection)
 
 
 def _rounding(source: Format, target: Format, mode: CastMode) -> str:
@@ -228,7 +239,7 @@ def _formats(
     input: Any, dtype: Any, pairs: dict[Format, tuple[Format, ...]], extended: bool
 ) -> tuple[Format, Format]:
     """The formats of input and result; TypeError where they are no supported pair."""
-    got = input.dtype if casts.is_array(input) else None
+    got = input.dtype if is_array(input) else None
     source = None if got is None else _format_of(got)
     if source not in pairs:
         what = f"dtype {got}" if got is not None else f"type {type(input).__name__}"

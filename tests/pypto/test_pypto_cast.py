@@ -222,7 +222,7 @@ def test_the_types_are_formats():
     assert len(names) == 20
     for name in names:
         assert dt(name) is formats.format(name)
-        assert pypto._modes.NAMES[dt(name)] == name
+        assert pypto._cast.NAMES[dt(name)] == name
     for name, dtype in DTYPES.items():
         assert dt(name).dtype == dtype
 
@@ -596,6 +596,6 @@ def test_the_extended_pairs_are_those_of_the_documents():
     expected = {(a, b) for a, listed in documents.items() for b in listed.split()}
     expected -= {("DT_HF8", "DT_FP32"), ("DT_FP4_E1M2X2", "DT_BF16")}  # JAX has no such arrays
     expected |= {("DT_FP32", "DT_INT8")} | set(PAIRS)  # what models chain of three casts
-    names = pypto._modes.NAMES
+    names = pypto._cast.NAMES
     offered = {(names[a], names[b]) for a, to in pypto._cast.EXTENDED_PAIRS.items() for b in to}
     assert offered == expected
