@@ -236,10 +236,6 @@ def test_the_check_finds_a_private_name(tmp_path, file, source, name):
 
 # Bits: one layer reads them, and two operators whose published pages are about bit patterns.
 MAY_READ_BITS = ("casts/", "onnx/_bit_cast.py", "openvino/_reference.py")
-# Being cleaned; a file leaves this set with its last bit cast, and the set goes when it is empty.
-STILL = {
-    *("openvino/_convert.py", "openvino/_fake_convert.py", "openvino/_range.py"),
-}
 
 
 def files_with_bit_casts(package: Path) -> set[str]:
@@ -260,7 +256,7 @@ def files_with_bit_casts(package: Path) -> set[str]:
 
 @pytest.mark.quick
 def test_only_casts_reads_bits():
-    assert files_with_bit_casts(PACKAGE) == STILL
+    assert files_with_bit_casts(PACKAGE) == set()
 
 
 @pytest.mark.quick

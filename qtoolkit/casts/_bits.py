@@ -145,7 +145,7 @@ def _normalized(
     is_inf: jax.Array | bool = False,
     is_nan: jax.Array | bool = False,
 ) -> Exact:
-    """Magnitude * 2**exponent with its leading one moved into place; zero has a low exponent."""
+    """`magnitude * 2**exponent` with its leading one moved into place; zero has a low exponent."""
     dtype = magnitude.dtype.type
     width = 8 * magnitude.dtype.itemsize
     zeros = lax.clz(magnitude)

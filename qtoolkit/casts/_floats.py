@@ -1,12 +1,16 @@
 """Rounding to float formats: to their codes, and to their values.
 
-Three ways, one result. By addition: beside 2**23 steps of the target, float32's own adder has no
-room for a fraction of a step and rounds to nearest even, once; the other modes correct it by the
-sign of what it left over. It is the fast way, and right wherever neither the steps nor those sums
-leave float32's normal range; what has no finite result is put in as the number that the code of its
-result spells. By a constant shift of the pattern: formats whose codes are the upper bits of
-float32's, bfloat16 and TF32, and those a binade lower and without zero, E8M0. By a shift of its own
-for every element: all others.
+Three ways, one result:
+
+* By addition, the fast way. E4M3FN has steps of 1/8 from 1 to 2. Added to 2**23 steps, 2**20, the
+  number 1.3 becomes 2**20 + 1.25, because float32's adder has no room for less than a step there
+  and rounds to nearest even, once. The other modes correct that sum by the sign of what it left
+  over. Numbers beyond the format are replaced first by the number that their code spells: overflow
+  to NaN, code 0x7F of E4M3FN, by 480, what 0x7F would stand for. The way is right wherever neither
+  the steps nor the sums leave float32's normal range.
+* By a constant shift of the pattern: formats whose codes are the upper bits of float32's, bfloat16
+  and TF32, and those a binade lower and without zero, E8M0.
+* By a shift of its own for every element: all others, binary16p16uf or float64 for instance.
 """
 
 import jax

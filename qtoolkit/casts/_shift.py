@@ -68,7 +68,7 @@ def within_width(bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _scaled(rest: jax.Array, count: jax.Array, bits: int) -> jax.Array:
-    """Rest / 2**count * 2**bits, to odd: the last bit is set where bits were cut off."""
+    """`rest / 2**count * 2**bits`, to odd: the last bit is set where bits were cut off."""
     dtype = rest.dtype.type
     last = dtype(8 * rest.dtype.itemsize - 1)
     right = jnp.clip(count, dtype(bits), dtype(bits) + last) - dtype(bits)

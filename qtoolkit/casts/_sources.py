@@ -235,13 +235,14 @@ def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False) -> Exac
 
 
 def _as_float(x: jax.Array, fmt: TableFormat) -> jax.Array:
-    """`x` as float32 or float64, on the same side of whatever decides its code."""
+    """`x` as float32 or float64, which lies between the same values of the table as `x` does."""
     source = format(x.dtype)
     if x.dtype == jnp.float64:
         return x
     if holds(source, np.float32):
         return lax.bitcast_convert_type(pattern(x), jnp.float32)
-    # Integers beyond the table need not be exact, only beyond it.
+    # Integers up to 2**24 (2**53) are exact floats. Larger ones lie beyond every table that
+    # `check_table` lets through, and so does what they are clipped to.
     wide = jnp.float64 if x64_enabled() else jnp.float32
     limit = 2 ** (53 if wide == jnp.float64 else FLOAT32.mantissa_bits + 1)
     info = jnp.iinfo(x.dtype)

@@ -80,7 +80,9 @@ def _ladder(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The thresholds' keys in rising order, and the codes between them."""
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
-    parities = list(codes)  # of what lies beyond: as if its code were the next one
+    # Even or odd: `beyond` stands for no code of the format, so it has that of the next one. After
+    # an even largest code, 0x7E, it is odd, and a tie between them goes down.
+    parities = list(codes)
     ties = [Fraction(tie) for tie in fmt.ties or ()]
     ties = ties or [(a + b) / 2 for a, b in itertools.pairwise(values)]
     if fmt.beyond is not None and saturation == "none" and fmt.overflow is not Overflow.MAX:

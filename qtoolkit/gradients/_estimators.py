@@ -105,7 +105,7 @@ def slope(rule: Estimator, x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def times_slope(slope: jax.Array, factor: jax.Array) -> jax.Array:
-    """Slope * factor, and 0 where the slope is: no NaN from an infinite factor."""
+    """`slope * factor`, and 0 where the slope is: no NaN from an infinite factor."""
     return jnp.where(slope == 0, jnp.zeros_like(factor), slope * factor)
 
 

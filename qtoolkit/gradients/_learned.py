@@ -219,7 +219,8 @@ def _rounded(
     u = quotient(wide, scale)
     q = round_values(u, fmt)
     y = product(q, scale)
-    return u, q, y if offset is None else y + offset
+    # Settled, or XLA merges the offset with a number that is added next.
+    return u, q, y if offset is None else settled(y + offset)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import check_differentiable, exact_float32, in_dtype, product
+from qtoolkit.casts.internal import check_differentiable, exact_float32, in_dtype, product, settled
 
 
 def hadamard_transform(
@@ -71,7 +71,7 @@ def hadamard_transform(
 def _transformed(
     x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool
 ) -> jax.Array:
-    y = _summed(exact_float32(x), key, block, axis, inverse)
+    y = _summed(settled(exact_float32(x)), key, block, axis, inverse)
     return in_dtype(product(y, np.float32(1 / math.sqrt(block))), x.dtype)
 
 

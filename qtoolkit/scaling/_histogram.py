@@ -263,11 +263,13 @@ class Entropy(Histogram):
     evenly over those of its bins that are not empty. The divergence is infinite where this has
     nothing in a bin that the reference has something in; amax is the choice where all are.
 
-    Against the published method: bins do not have one width, so "evenly" is by width. Exact zeros
-    are left out, for every scale keeps them. A bin is rounded by its centre, with the values of the
-    format, so floats work as integers do. The candidate that clips most is not favoured for having
-    no more bins than values. As there, bins that are wider than the steps of the format hide them.
-    Sums are float32.
+    What differs from the published method: the bins here have different widths, so a value's
+    elements are spread over its bins in proportion to their widths. Exact zeros are left out,
+    because every scale keeps them. A bin is rounded as its centre is, by the format's own rounding,
+    so that float formats work as integers do. The published search ends with 128 bins for 128
+    values, a candidate whose rounding costs nothing; here every candidate has more bins than
+    values. What stays the same: where a bin is wider than a step of the format, the error of
+    rounding inside it is not seen. Sums are float32.
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.

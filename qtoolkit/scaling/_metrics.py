@@ -20,6 +20,7 @@ from qtoolkit.casts.internal import (
     is_zero,
     power_of_two,
     product,
+    settled,
     times_power_of_two,
 )
 from qtoolkit.formats import BlockFormat
@@ -193,7 +194,7 @@ def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     is_tiny = amax < np.float32(2.0**-_LIFT)
     lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
     x, y = (lax.cond(is_tiny, times_power_of_two, lambda a, _: a, a, lift) for a in (x, y))
-    error = x - y
+    error = settled(x) - y
     largest = jnp.max(jnp.abs(error))
     (x, x_unit), (y, _), (noise, noise_unit) = map(_normalized, (x, y, error))
     signal, noise, image, overlap = _sums(

@@ -106,7 +106,7 @@ class QArray:
 
     @property
     def elements(self) -> jax.Array:
-        """Q in the element format's own dtype: float8_e4m3fn for "e4m3fn".
+        """The values `q` in the element format's own dtype: float8_e4m3fn for "e4m3fn".
 
         Raises:
           TypeError: JAX has no arrays of that format; `codes` has them.

@@ -149,7 +149,8 @@ def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
 def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
     """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`.
 
-    By divisions, which are exact here, because XLA's CPU makes all else anew for each element.
+    By divisions of 1, which are exact here: XLA's CPU computes a division once for each block, but
+    repeats shifts and selections for each of its elements.
     """
     one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
     exponent = jnp.clip(exponent, -126, 126)
@@ -157,15 +158,18 @@ def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
-    """Whether `factors` serve: elements times 2**exponent are normal numbers, and subnormal data,
-    which products read as zero, lie below half the least element.
+    """Whether multiplying by `factors` is exact, though XLA's products read subnormals as zero.
+
+    It is where every element times 2**exponent is a normal number: for E4M3FN, whose least value is
+    2**-9, from exponent -116 on, 2**-9 * 2**-116 being 2**-125. Subnormal data, below 2**-126, are
+    then less than half of that least element and are rounded to zero anyway.
     """
     lowest = -min(_SAFE, 125 + _binary(spec.element.min_positive)[0])
     return (exponent >= lowest) & (exponent <= _SAFE)
 
 
 def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
-    """Amax / largest, at least `least`; 1 where amax is zero."""
+    """`amax / largest`, at least `least`; 1 where `amax` is zero."""
     scale = quotient(amax, jnp.full_like(amax, float(largest)))
     scale = jnp.maximum(scale, np.float32(float(least)))
     return jnp.where(is_zero(amax), jnp.ones_like(scale), scale)

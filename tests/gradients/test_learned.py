@@ -700,9 +700,7 @@ def test_errors_of_data_and_scales(name):
         with pytest.raises(ValueError, match=rf"{name}: {parameter}.*expected a positive fin"):
             f(x, bad)
     for bad in (0.0, -0.5, np.nan, np.inf):
-        with pytest.raises(
-            ValueError, match=rf"{name}: {parameter} is {bad:.9g} at \(1, 0\), expected a posi"
-        ):
+        with pytest.raises(ValueError, match=rf"{parameter} is {bad:.9g} at .*, expected a posi"):
             f(x, jnp.asarray([[1.0], [bad]], jnp.float32))
     with pytest.raises(ValueError, match=rf"{parameter} has shape \(2,\), expected one that broa"):
         f(x, np.ones(2, np.float32))
