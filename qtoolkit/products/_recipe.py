@@ -1,9 +1,9 @@
 """What a quantized product rounds its operands and cotangents to."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
-from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, spec
+from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, SpecLike, spec
 
 _FORWARD, _GRADIENT = BlockFormat.tensor(E4M3FN), BlockFormat.tensor(E5M2)
 
@@ -32,13 +32,19 @@ class Recipe:
     forward: BlockFormat | None = _FORWARD
     gradient: BlockFormat | None = _GRADIENT
 
+    if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
+
+        def __init__(
+            self, forward: SpecLike | None = _FORWARD, gradient: SpecLike | None = _GRADIENT
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for field in ("forward", "gradient"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, _one_scale(field, getattr(self, field)))
 
 
-def _one_scale(field: str, given: Any) -> BlockFormat:
+def _one_scale(field: str, given: SpecLike) -> BlockFormat:
     found = spec(given)
     is_tensor = found.scale is None or (found.block == () and found.other_axes is None)
     if not is_tensor or found.tensor_scale is not None or found.zero_point or found.has_powers:
