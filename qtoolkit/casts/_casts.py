@@ -24,12 +24,12 @@ from qtoolkit.casts._sources import (
     round_values,
     values_of,
 )
-from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
+from qtoolkit.formats import FloatFormat, Format, FormatLike, IntFormat, TableFormat, format
 
 
 def round_to_format(
     x: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
@@ -87,7 +87,7 @@ def round_to_format(
 
 def encode(
     x: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
@@ -121,7 +121,7 @@ def encode(
 
 def cast(
     x: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
@@ -156,7 +156,7 @@ def cast(
     )
 
 
-def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The values of codes of `fmt`, exactly.
 
     Args:
@@ -192,13 +192,17 @@ def decode(codes: ArrayLike, fmt: Any, dtype: DTypeLike = jnp.float32) -> jax.Ar
     return _decode(jnp.asarray(codes), fmt, target)
 
 
-def encode_for(where: str, x: ArrayLike, fmt: Any, projection: Projection = NEAREST) -> jax.Array:
+def encode_for(
+    where: str, x: ArrayLike, fmt: FormatLike, projection: Projection = NEAREST
+) -> jax.Array:
     """`encode` by a projection without a draw, with errors that name the operator `where`."""
     source = check_source(where, x)
     return _encoded(where, source, _target(where, source, fmt, projection), projection)
 
 
-def cast_for(where: str, x: ArrayLike, fmt: Any, projection: Projection = NEAREST) -> jax.Array:
+def cast_for(
+    where: str, x: ArrayLike, fmt: FormatLike, projection: Projection = NEAREST
+) -> jax.Array:
     """`cast` by a projection without a draw, with errors that name the operator `where`."""
     source = check_source(where, x)
     return _cast_to(where, source, _target(where, source, fmt, projection), projection)
@@ -207,7 +211,7 @@ def cast_for(where: str, x: ArrayLike, fmt: Any, projection: Projection = NEARES
 def check_arguments(
     where: str,
     x: jax.Array | np.ndarray,
-    fmt: Any,
+    fmt: FormatLike,
     rounding: Any,
     saturation: Any,
     key: Any = None,
@@ -219,7 +223,9 @@ def check_arguments(
     return _target(where, x, fmt, projection), projection
 
 
-def _target(where: str, x: jax.Array | np.ndarray, fmt: Any, projection: Projection) -> Format:
+def _target(
+    where: str, x: jax.Array | np.ndarray, fmt: FormatLike, projection: Projection
+) -> Format:
     resolved = format(fmt)
     check_target(where, resolved)
     check_table(where, resolved, x.dtype)

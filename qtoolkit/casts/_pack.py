@@ -1,18 +1,16 @@
 """Codes of fewer than eight bits, several to a byte."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit.formats import format
+from qtoolkit.formats import FormatLike, format
 
 WIDTHS = (1, 2, 4, 6)
 
 
-def pack(codes: ArrayLike, fmt: Any, *, axis: int = -1) -> jax.Array:
+def pack(codes: ArrayLike, fmt: FormatLike | int, *, axis: int = -1) -> jax.Array:
     """Packs codes into bytes along an axis, the first code in the lowest bits.
 
     Eight codes of one bit, four of two or two of four share a byte; four codes of six bits share
@@ -34,7 +32,9 @@ def pack(codes: ArrayLike, fmt: Any, *, axis: int = -1) -> jax.Array:
     return _pack(jnp.asarray(codes), bits, axis)
 
 
-def unpack(packed: ArrayLike, fmt: Any, size: int | None = None, *, axis: int = -1) -> jax.Array:
+def unpack(
+    packed: ArrayLike, fmt: FormatLike | int, size: int | None = None, *, axis: int = -1
+) -> jax.Array:
     """The codes that `pack` has packed.
 
     Args:
@@ -66,13 +66,15 @@ def unpack(packed: ArrayLike, fmt: Any, size: int | None = None, *, axis: int = 
     return _unpack(jnp.asarray(packed), bits, int(size), axis)
 
 
-def _arguments(where: str, codes: ArrayLike, fmt: Any, axis: int) -> tuple[int, int]:
+def _arguments(where: str, codes: ArrayLike, fmt: FormatLike | int, axis: int) -> tuple[int, int]:
     dtype = getattr(codes, "dtype", None)
     if dtype != np.uint8:
         got = f"dtype {dtype}" if dtype is not None else f"type {type(codes).__name__}"
         raise TypeError(f"{where}: got {got}, expected uint8, as encode returns codes")
-    is_width = isinstance(fmt, int | np.integer) and not isinstance(fmt, bool)
-    bits = int(fmt) if is_width else format(fmt).bits
+    if isinstance(fmt, int | np.integer) and not isinstance(fmt, bool):
+        bits = int(fmt)
+    else:
+        bits = format(fmt).bits  # type: ignore[arg-type]  # bool is an int
     if bits not in WIDTHS:
         raise ValueError(f"{where}: {bits} bits, expected one of {', '.join(map(str, WIDTHS))}")
     rank = np.ndim(codes)

@@ -13,12 +13,12 @@ import numpy as np
 from qtoolkit.casts._casts import cast, check_arguments
 from qtoolkit.casts._modes import Stochastic, check_rounding
 from qtoolkit.casts._sources import check_source
-from qtoolkit.formats import Format, Rules, format
+from qtoolkit.formats import Format, FormatLike, Rules, format
 
 
 def cast_tree(
     tree: Any,
-    fmt: Any,
+    fmt: FormatLike | Rules[Any],
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
@@ -127,10 +127,12 @@ def _path(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def _targets(paths: list[str], leaves: list[Any], fmt: Any) -> list[Format | None]:
+def _targets(
+    paths: list[str], leaves: list[Any], fmt: FormatLike | Rules[Any]
+) -> list[Format | None]:
     """The format of each leaf, None where it stays."""
 
-    def with_dtype(spec: Any) -> Format:
+    def with_dtype(spec: FormatLike) -> Format:
         found = format(spec)
         if found.dtype is None:
             raise TypeError(

@@ -27,7 +27,7 @@ from qtoolkit.checkpoints._safetensors import (
     check_target,
     write_safetensors,
 )
-from qtoolkit.formats import BlockFormat, Format, Rules
+from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules
 from qtoolkit.scaling import amax
 from qtoolkit.scaling.internal import Scales, block_codes, scale_from, scaled_values
 
@@ -41,7 +41,7 @@ def convert(
     src: Path,
     dst: Path,
     *,
-    format: Any = "e4m3fn",
+    format: FormatLike | Rules[Any] = "e4m3fn",
     scaling: str = "tensor",
     skip: Sequence[str] = (),
     overwrite: bool = False,

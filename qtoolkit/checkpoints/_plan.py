@@ -26,6 +26,7 @@ from qtoolkit.formats import (
     FORMATS,
     INT8,
     Format,
+    FormatLike,
     Rules,
 )
 from qtoolkit.formats import format as resolve
@@ -113,7 +114,7 @@ class Plan:
 def make_plan(
     source: SafetensorsFile,
     *,
-    format: Any = "e4m3fn",
+    format: FormatLike | Rules[Any] = "e4m3fn",
     scaling: str = "tensor",
     skip: Sequence[str] = (),
 ) -> Plan:
@@ -195,7 +196,7 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
 _SCALED_DTYPES = tuple(fmt.dtype for fmt in TARGETS if fmt.needs_scale)
 
 
-def _target(fmt: Any) -> Format:
+def _target(fmt: FormatLike) -> Format:
     safetensors_dtype(fmt)
     return resolve(fmt)
 
@@ -284,7 +285,7 @@ def as_matrix(tensor: TensorPlan) -> tuple[int, int, int]:
     return math.prod(shape[:-1]), shape[-1], 1
 
 
-def safetensors_dtype(fmt: Any) -> str:
+def safetensors_dtype(fmt: FormatLike) -> str:
     """The dtype that safetensors stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
 
     Raises:

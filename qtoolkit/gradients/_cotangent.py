@@ -14,7 +14,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     round_values,
 )
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.formats.internal import scaled_by
 from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.scaling.internal import block_values, check_quantize, find_scales
@@ -22,7 +22,7 @@ from qtoolkit.scaling.internal import block_values, check_quantize, find_scales
 
 def round_cotangent(
     x: ArrayLike,
-    fmt: Any,
+    fmt: SpecLike,
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",

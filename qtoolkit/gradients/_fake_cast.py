@@ -13,13 +13,13 @@ from qtoolkit.casts.internal import (
     check_holds,
     round_values,
 )
-from qtoolkit.formats import Format
+from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 
 
 def fake_cast(
     x: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     *,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",

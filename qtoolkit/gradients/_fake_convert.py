@@ -24,7 +24,7 @@ from qtoolkit.casts.internal import (
     quotient,
     round_values,
 )
-from qtoolkit.formats import Format, format
+from qtoolkit.formats import Format, FormatLike, format
 from qtoolkit.gradients._estimators import (
     CotangentEstimator,
     Estimator,
@@ -42,7 +42,7 @@ def fake_convert(
     scale: ArrayLike = 1.0,
     shift: ArrayLike | None = None,
     *,
-    fmt: Any,
+    fmt: FormatLike,
     rounding: str | Stochastic = "nearest_even",
     saturation: str = "finite",
     key: jax.Array | None = None,

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import in_dtype
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
     Scales,
@@ -25,7 +25,7 @@ from qtoolkit.scaling.internal import (
 
 def fake_quantize(
     x: ArrayLike,
-    spec: Any,
+    spec: SpecLike,
     *,
     scale: ArrayLike | None = None,
     tensor_scale: ArrayLike | None = None,

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,13 @@ from qtoolkit.casts.internal import (
     exact_float32,
     round_values,
 )
-from qtoolkit.formats import Format
+from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._learned import LEAST, check_data_format
 
 _KINDS = ("activations", "weights")
 
 
-def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -> jax.Array:
+def lsq_scale(x: ArrayLike, fmt: FormatLike, axis: int | Sequence[int] | None = None) -> jax.Array:
     """The scale that LSQ starts from: 2 * mean(|x|) / sqrt(Qp).
 
     Args:
@@ -47,7 +46,7 @@ def lsq_scale(x: ArrayLike, fmt: Any, axis: int | Sequence[int] | None = None) -
 
 def lsq_plus_scale_offset(
     x: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     axis: int | Sequence[int] | None = None,
     *,
     of: str = "activations",

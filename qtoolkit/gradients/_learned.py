@@ -32,7 +32,7 @@ from qtoolkit.casts.internal import (
     round_values,
     settled,
 )
-from qtoolkit.formats import BlockFormat, Format, IntFormat, format
+from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
 from qtoolkit.gradients._estimators import times_slope
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
@@ -42,7 +42,7 @@ Factors = tuple[float, float]
 
 
 def lsq(
-    x: ArrayLike, scale: ArrayLike, fmt: Any, *, gradient_factor: float | None = None
+    x: ArrayLike, scale: ArrayLike, fmt: FormatLike, *, gradient_factor: float | None = None
 ) -> jax.Array:
     """Rounds `x / scale` to the values of `fmt`, times `scale`, and learns the scale (LSQ).
 
@@ -93,7 +93,7 @@ def lsq_plus(
     x: ArrayLike,
     scale: ArrayLike,
     offset: ArrayLike,
-    fmt: Any,
+    fmt: FormatLike,
     *,
     gradient_factor: float | None = None,
     offset_gradient_factor: float | None = None,
@@ -168,7 +168,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
     return _pact_jitted(x, _parameter("pact", "alpha", alpha, x), bits)
 
 
-def check_data_format(where: str, x: ArrayLike, fmt: Any) -> tuple[jax.Array, Format]:
+def check_data_format(where: str, x: ArrayLike, fmt: FormatLike) -> tuple[jax.Array, Format]:
     x, element = _checked_data(where, x), format(fmt)
     try:
         BlockFormat.tensor(element)

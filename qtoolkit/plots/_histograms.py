@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from qtoolkit.formats import SpecLike
 from qtoolkit.formats import spec as resolve
 from qtoolkit.plots._curves import _figure
 from qtoolkit.scaling import metrics
@@ -14,7 +15,7 @@ _FINITE, _NOT_FINITE = "#1f4e79", "#d1495b"
 _TICKS = 16  # and one more where zero is between them
 
 
-def code_histogram(x: ArrayLike, spec: Any, *, axes: Any = None, **how: Any) -> Any:
+def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any) -> Any:
     """Draws how often each code of the elements occurs, as bars in the order of their values.
 
     Infinities and NaNs, where the format has them, stand apart at the right. The title has the

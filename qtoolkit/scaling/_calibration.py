@@ -1,7 +1,7 @@
 """Calibration from extremes: the largest magnitude, its moving average, the range."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from qtoolkit.casts.internal import (
     product,
     quotient,
 )
+from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._observer import MAX, STATIC, SUM, Observer, amax_bits, from_bits, start
 from qtoolkit.scaling._scales import asymmetric
 
@@ -34,7 +35,7 @@ class AbsMax(Observer):
     magnitude: Array = dataclasses.field(metadata=MAX)
 
     @classmethod
-    def of(cls, spec: Any, shape: tuple[int, ...]) -> Self:
+    def of(cls, spec: SpecLike, shape: tuple[int, ...]) -> Self:
         """The state before the first batch.
 
         Args:
@@ -80,7 +81,7 @@ class MovingAverage(Observer):
     weight: Array = dataclasses.field(metadata=SUM)
 
     @classmethod
-    def of(cls, spec: Any, shape: tuple[int, ...], *, decay: float = 0.99) -> Self:
+    def of(cls, spec: SpecLike, shape: tuple[int, ...], *, decay: float = 0.99) -> Self:
         """The state before the first batch.
 
         Args:
@@ -129,7 +130,7 @@ class MinMax(Observer):
     above: Array = dataclasses.field(metadata=MAX)
 
     @classmethod
-    def of(cls, spec: Any, shape: tuple[int, ...]) -> Self:
+    def of(cls, spec: SpecLike, shape: tuple[int, ...]) -> Self:
         """The state before the first batch.
 
         Args:

@@ -23,7 +23,7 @@ from qtoolkit.casts.internal import (
     quotient,
     round_values,
 )
-from qtoolkit.formats import BlockFormat, Format, TableFormat
+from qtoolkit.formats import BlockFormat, Format, SpecLike, TableFormat
 from qtoolkit.scaling._observer import (
     COUNT,
     MAX,
@@ -130,7 +130,7 @@ class Histogram(Observer):
         return from_bits(self.magnitude)
 
 
-def _start(where: str, spec: Any, shape: tuple[int, ...], bins: Bins) -> dict[str, Any]:
+def _start(where: str, spec: SpecLike, shape: tuple[int, ...], bins: Bins) -> dict[str, Any]:
     fields = start(where, spec, shape, zero_point=False)
     scales = fields["shape"]
     if np.prod(scales, dtype=object) * bins.count >= 2**31:
@@ -176,7 +176,7 @@ class Percentile(Histogram):
     @classmethod
     def of(
         cls,
-        spec: Any,
+        spec: SpecLike,
         shape: tuple[int, ...],
         *,
         fraction: float = 0.9999,
@@ -232,7 +232,7 @@ class MSE(Histogram):
 
     @classmethod
     def of(
-        cls, spec: Any, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
+        cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
     ) -> Self:
         """The state before the first batch.
 
@@ -283,7 +283,7 @@ class Entropy(Histogram):
 
     @classmethod
     def of(
-        cls, spec: Any, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
+        cls, spec: SpecLike, shape: tuple[int, ...], *, octaves: int = 8, bins: Bins | None = None
     ) -> Self:
         """The state before the first batch. Arguments and errors as in `MSE.of`."""
         fields = _start("Entropy.of", spec, shape, bins or Bins())

@@ -23,7 +23,7 @@ from qtoolkit.casts.internal import (
     settled,
     times_power_of_two,
 )
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
 from qtoolkit.scaling._engine import (
     Scales,
@@ -90,7 +90,7 @@ class Metrics:
 
 def metrics(
     x: ArrayLike,
-    spec: Any,
+    spec: SpecLike,
     *,
     scale: ArrayLike | None = None,
     tensor_scale: ArrayLike | None = None,

@@ -34,7 +34,7 @@ from qtoolkit.casts.internal import (
     magnitude_ordinal,
     to_stored,
 )
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.formats import spec as resolved_spec
 from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import scale_from, tensor_scale_from
@@ -245,7 +245,9 @@ def _observed(state: State, x: Array) -> State:
     )
 
 
-def start(where: str, spec: Any, shape: tuple[int, ...], *, zero_point: bool) -> dict[str, Any]:
+def start(
+    where: str, spec: SpecLike, shape: tuple[int, ...], *, zero_point: bool
+) -> dict[str, Any]:
     """The fields that all states share, before the first batch; arguments checked."""
     fmt = resolved_spec(spec)
     if fmt.scale is None:

@@ -23,7 +23,7 @@ from qtoolkit.casts.internal import (
     to_stored,
     without_derivative,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
 from qtoolkit.formats import spec as resolve
 from qtoolkit.scaling._engine import Scales, block_codes, find_scales
 from qtoolkit.scaling._qarray import QArray
@@ -32,7 +32,7 @@ from qtoolkit.scaling._scales import least_scale
 
 def quantize(
     x: ArrayLike,
-    spec: Any,
+    spec: SpecLike,
     *,
     scale: ArrayLike | None = None,
     tensor_scale: ArrayLike | None = None,
@@ -106,7 +106,7 @@ def quantize(
 def check_quantize(
     where: str,
     x: ArrayLike,
-    spec: Any,
+    spec: SpecLike,
     scale: ArrayLike | None,
     tensor_scale: ArrayLike | None,
     zero_point: ArrayLike | None,
