@@ -29,7 +29,17 @@ from qtoolkit.casts import DETERMINISTIC
 
 SOURCES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 FLOATS = (
-    *("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3", "e3m4", "ue4m3", "e8m0fnu"),
+    *(
+        "e4m3fn",
+        "e5m2",
+        "e4m3fnuz",
+        "e5m2fnuz",
+        "e4m3b11fnuz",
+        "e4m3_ieee",
+        "e3m4",
+        "ue4m3",
+        "e8m0fnu",
+    ),
     *("e2m3fn", "e3m2fn", "e2m1fn", "e1m2fn"),
 )
 COMPARED = ("e4m3fn", "e5m2")  # the formats that the other libraries have

@@ -39,8 +39,8 @@ from qtoolkit.formats import (
     IntFormat,
     TableFormat,
     format,
-    unsigned_dtype,
 )
+from qtoolkit.formats.internal import unsigned_dtype
 
 SOURCES = tuple(fmt.dtype for fmt in FORMATS if fmt.dtype is not None)
 FLOATS = (np.dtype("float32"), np.dtype("float16"), np.dtype("bfloat16"))

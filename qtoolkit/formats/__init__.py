@@ -18,9 +18,8 @@ from qtoolkit.formats._block import (
     NF4_BLOCK64,
     NVFP4,
     BlockFormat,
-    spec,
 )
-from qtoolkit.formats._float import FloatFormat, Overflow, Specials, unsigned_dtype
+from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     BFLOAT16,
@@ -30,7 +29,7 @@ from qtoolkit.formats._names import (
     E2M3FN,
     E3M2FN,
     E3M4,
-    E4M3,
+    E4M3_IEEE,
     E4M3B11FNUZ,
     E4M3FN,
     E4M3FNUZ,
@@ -59,11 +58,13 @@ from qtoolkit.formats._names import (
     UINT32,
     UINT64,
     Format,
+    FormatLike,
     format,
 )
 from qtoolkit.formats._p3109 import p3109
 from qtoolkit.formats._promote import promote
 from qtoolkit.formats._rules import Rules
+from qtoolkit.formats._spec import SpecLike, spec
 from qtoolkit.formats._table import TableFormat
 
 __all__ = [
@@ -79,10 +80,10 @@ __all__ = [
     "E2M3FN",
     "E3M2FN",
     "E3M4",
-    "E4M3",
     "E4M3B11FNUZ",
     "E4M3FN",
     "E4M3FNUZ",
+    "E4M3_IEEE",
     "E5M2",
     "E5M2FNUZ",
     "E8M0FNU",
@@ -121,14 +122,15 @@ __all__ = [
     "BlockFormat",
     "FloatFormat",
     "Format",
+    "FormatLike",
     "IntFormat",
     "Overflow",
     "Rules",
+    "SpecLike",
     "Specials",
     "TableFormat",
     "format",
     "p3109",
     "promote",
     "spec",
-    "unsigned_dtype",
 ]

@@ -1,8 +1,9 @@
 """Block formats: elements that share scales, as frozen data, and those that are published."""
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from qtoolkit.formats._names import (
     INT8,
     NF4,
     Format,
-    closest,
+    FormatLike,
     format,
 )
 
 POWER_RULES = ("floor", "ceil", "rceil", "even")
 RULES = (*POWER_RULES, "amax")
-_LARGEST = Fraction(2) ** 100  # scaled elements and their quotients stay within float32
+_WIDEST = Fraction(2) ** 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,25 +40,37 @@ class BlockFormat:
       element: The format of q, or any spelling of one.
       block: Lengths of a block along `axes`; None for the whole axis. The last block of an axis may
         be shorter.
-      axes: The axes that `block` tells about, negative ones counted from the end; None for the last
-        ones. See `along`.
-      other_axes: Length of a block along all other axes: 1, or None for the whole axis.
-      scale: The format that scales are rounded to, or any spelling: a float format with a NaN and
-        without a sign to speak of, for its scales are positive. None for no scale at all.
-      rule: How a scale follows from amax, the largest finite |x| of its block. "amax": amax / M
-        for the largest element M, rounded to nearest. Powers of two, exactly: "floor",
-        2**(floor(log2 amax) - floor(log2 M)), as OCP MX has it; "ceil", with the ceiling of
-        log2 amax; "rceil", 2**ceil(log2(amax / M)), the least that does not clip; "even", "floor"
-        of amax rounded to the mantissa bits of the element. None: "amax" where scales have a
-        mantissa, else "floor" for integers, "even" for elements of one or two exponent bits,
-        "rceil" for all others.
-      tensor_scale: The format of a second scale for the whole tensor, amax / (M * S) for the
-        largest scale S, by which the scales themselves are divided; None for none.
-      zero_point: Whether integers are asymmetric: x ~ (q - zero point) * scale, where scale and
-        zero point follow from the least and largest element, zero included.
+      axes: The axes to which the lengths in `block` belong, negative ones counted from the end;
+        None for the last axes. See `along`.
+      other_axes: Length of a block along each axis that is not in `axes`: 1, so that each index has
+        scales of its own, or None for the whole axis.
+      scale: The format that scales are rounded to, or any spelling of one: a float format that
+        float32 holds and that has a NaN, the scale of a block with a NaN whose elements have none.
+        Scales are positive; a sign bit is allowed and never set. None: elements have no scale.
+      rule: How the scale of a block follows from amax, the largest finite `|x|` in it, and from
+        `largest`, the largest element; see below. None chooses "amax" where scales have a mantissa,
+        else "floor" for integers, "even" for floats of one or two exponent bits and "rceil" for all
+        other elements.
+      tensor_scale: The format of a second scale, one for the whole tensor, or any spelling. It is
+        the amax of the tensor over `largest` and the largest scale: amax / (6 * 448) in NVFP4. What
+        the rule gives is divided by it before it is rounded to `scale`, so the block with that amax
+        has the scale 448. None: no second scale.
+      zero_point: Whether integers are asymmetric: x ~ (q - zero point) * scale. Scale and zero
+        point map the range of the block, widened to include 0, to that of the integers: -1 to 4.1
+        in uint8 has the scale 5.1 / 255 = 0.02 and the zero point 50.
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
       narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
-      amax_epsilon: What a smaller amax counts as.
+      amax_epsilon: Replaces a smaller amax: with 1e-4 in E4M3FN no scale is below 1e-4 / 448.
+
+    The rules, and the scales of blocks of E4M3FN (`largest` is 448) whose amax is 300, 460 and 500:
+
+      "amax"   amax / largest, rounded to nearest in `scale`                  0.6696, 1.027, 1.116
+      "floor"  2**(floor(log2(amax)) - floor(log2(largest))), as OCP MX; may clamp         1, 1, 1
+      "ceil"   2**(ceil(log2(amax)) - floor(log2(largest)))                                2, 2, 2
+      "rceil"  2**ceil(log2(amax / largest)), the smallest power of two that never clamps  1, 2, 2
+      "even"   "floor" after amax is rounded to the mantissa of the element: 448 and 512   1, 1, 2
+
+    Powers of two are exact: exponent bits decide, no logarithm is computed.
     """
 
     element: Format
@@ -71,6 +84,24 @@ class BlockFormat:
     element_exponent: int = 0
     narrow_range: bool = False
     amax_epsilon: float = 0.0
+
+    if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
+
+        def __init__(
+            self,
+            *,
+            element: FormatLike,
+            block: Sequence[int | None] = (),
+            axes: Sequence[int] | None = None,
+            other_axes: int | None = 1,
+            scale: FormatLike | None = FLOAT32,
+            rule: str | None = None,
+            tensor_scale: FormatLike | None = None,
+            zero_point: bool = False,
+            element_exponent: int = 0,
+            narrow_range: bool = False,
+            amax_epsilon: float = 0.0,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for field in ("element", "scale", "tensor_scale"):
@@ -86,17 +117,17 @@ class BlockFormat:
             self._check_zero_point()
 
     @classmethod
-    def tensor(cls, element: Any, **fields: Any) -> "BlockFormat":
+    def tensor(cls, element: FormatLike, **fields: Any) -> "BlockFormat":
         """One scale for all elements."""
         return cls(element=element, other_axes=None, **fields)
 
     @classmethod
-    def channel(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
+    def channel(cls, element: FormatLike, axis: int = -1, **fields: Any) -> "BlockFormat":
         """One scale for each index of `axis`."""
         return cls(element=element, block=(1,), axes=(axis,), other_axes=None, **fields)
 
     @classmethod
-    def token(cls, element: Any, axis: int = -1, **fields: Any) -> "BlockFormat":
+    def token(cls, element: FormatLike, axis: int = -1, **fields: Any) -> "BlockFormat":
         """One scale for each vector along `axis`."""
         return cls(element=element, block=(None,), axes=(axis,), **fields)
 
@@ -106,7 +137,7 @@ class BlockFormat:
 
     @property
     def name(self) -> str:
-        """That of the published format that it is, else what it says; the axes after an @."""
+        """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
         published = _NAMES.get(dataclasses.replace(self, axes=None))
         at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
         return self._description(at) if published is None else published + at
@@ -118,7 +149,7 @@ class BlockFormat:
 
     @property
     def has_powers(self) -> bool:
-        """Whether scales are powers of two by their format: exponents alone, as in E8M0."""
+        """Whether the format of the scales holds nothing but powers of two, as E8M0."""
         return self.scale is not None and self.scale.mantissa_bits == 0
 
     def block_lengths(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -162,7 +193,7 @@ class BlockFormat:
             return f"{self.element.name}, unscaled"
         shapes = {((), None): "tensor", ((1,), None): "channel", ((None,), 1): "token"}
         sizes = "x".join("all" if n is None else str(n) for n in self.block)
-        sizes += " across all others" if self.other_axes is None else ""
+        sizes += " across all other axes" if self.other_axes is None else ""
         by = shapes.get((self.block, self.other_axes), f"blocks of {sizes}")
         changes = [
             f"{field.name}={getattr(value, 'name', value)}"
@@ -197,7 +228,7 @@ class BlockFormat:
             if len(self.axes) != len(self.block):
                 raise self._error(
                     f"{len(self.axes)} axes, {self.axes}, for a block with {len(self.block)} "
-                    f"lengths, {self.block}; expected as many"
+                    f"lengths, {self.block}; expected one axis for each length"
                 )
         if self.other_axes not in (1, None):
             raise self._error(f"other_axes={self.other_axes!r}, expected 1 or None")
@@ -234,7 +265,7 @@ class BlockFormat:
             raise self._error("narrow_range needs signed integers")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
-        if self.tensor_scale is not None and self.scale is not None and _is_wide(self.scale):
+        if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
             raise self._error(
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
                 "scales, e.g. e4m3fn"
@@ -254,10 +285,10 @@ class BlockFormat:
     def _check_element(self) -> None:
         element = self.element
         is_bool = isinstance(element, IntFormat) and element.is_bool
-        if _is_wide(element) or element.mantissa_bits > 23 or is_bool:
+        if is_wide(element) or element.mantissa_bits > 23 or is_bool:
             raise self._error(
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
-                "bits than its significand, or is bool; expected a narrower one, or scale=None"
+                "significant bits, or is bool; expected a narrower element, or scale=None"
             )
         if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
@@ -277,9 +308,12 @@ class BlockFormat:
             )
 
 
-def _is_wide(fmt: Format) -> bool:
-    """Whether products of two of its values may leave the range of float32."""
-    return fmt.max_finite > _LARGEST or fmt.min_positive < 1 / _LARGEST
+def is_wide(fmt: Format) -> bool:
+    """Whether `fmt` has values above 2**100 or below 2**-100, nearly the range of float32.
+
+    With such elements a scale, amax / largest, or an element times its scale could leave float32.
+    """
+    return fmt.max_finite > _WIDEST or fmt.min_positive < 1 / _WIDEST
 
 
 def _is_int(value: Any) -> bool:
@@ -301,7 +335,7 @@ def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
 
 
 def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
-    """Source: arXiv:2412.19437, section 3.3; the least amax is that of its published kernels."""
+    """Source: arXiv:2412.19437, section 3.3; `amax_epsilon` is that of its published kernels."""
     name = f"deepseek_{block[0]}x{block[1]}{'_e8m0' if fields else ''}"
     return _published(name, element=E4M3FN, block=block, amax_epsilon=1e-4, **fields)
 
@@ -323,35 +357,3 @@ INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
 NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
 
 BLOCK_FORMATS = tuple(_NAMES)
-_BY_NAME = {name: fmt for fmt, name in _NAMES.items()}
-
-
-def spec(of: Any) -> BlockFormat:
-    """What `quantize` and its kin make of their `spec` argument: a block format.
-
-    Args:
-      of: A block format (returned as it is); the name of a published one, "mxfp4", upper or lower
-        case; or an element format or any spelling of one. That alone stands for one scale for the
-        whole tensor, NF4 for its published blocks of 64, and formats that need no scale
-        (`needs_scale`), or have the range of float32, for none.
-
-    Raises:
-      ValueError: Nothing has that name; the message lists the closest ones.
-      TypeError: `of` is neither a format nor a string nor a dtype.
-    """
-    if isinstance(of, BlockFormat):
-        return of
-    if isinstance(of, str) and of.lower() in _BY_NAME:
-        return _BY_NAME[of.lower()]
-    try:
-        element = format(of)
-    except ValueError:
-        raise ValueError(
-            f"spec: unknown format {of!r}; expected one of {', '.join(_BY_NAME)}, or an element "
-            f"format such as {', '.join(closest(of) or ['e4m3fn'])}"
-        ) from None
-    if element == NF4:
-        return NF4_BLOCK64
-    if _is_wide(element) or not element.needs_scale:
-        return BlockFormat.tensor(element, scale=None)
-    return BlockFormat.tensor(element)

@@ -243,9 +243,10 @@ class FloatFormat:
         return _power_of_two(-self.mantissa_bits)
 
     def magnitude(self, code: int) -> Fraction:
-        """The number that the exponent and mantissa fields of `code`, without its sign, spell.
+        """The number in the exponent and mantissa fields of `code`, which has no sign bit.
 
-        Codes above `max_code` stand for no finite value; for them it is the next in line.
+        Above `max_code` these fields mean infinity or NaN; the number is the one they would stand
+        for otherwise: 480 for the NaN of E4M3FN, 0x7F, one step above its largest value, 448.
         """
         field, mantissa = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
         if self.has_zero:
@@ -309,7 +310,7 @@ _FIELD_TYPES = {
 
 
 def check_dtype(fmt: Any) -> None:
-    """ValueError where the dtype that a format names is not of the same numbers."""
+    """Raises ValueError if `fmt.dtype_name` is not a dtype of the same size and range as `fmt`."""
     if fmt.dtype_name is None:
         return
     where = f"{type(fmt).__name__} {fmt.name!r}: dtype_name={fmt.dtype_name!r}"
@@ -321,13 +322,14 @@ def check_dtype(fmt: Any) -> None:
         raise ValueError(
             f"{where} has {dtype.itemsize} bytes, expected {fmt.code_dtype.itemsize}, as its codes"
         )
-    if dtype.kind == "b":
+    if dtype.kind == "b" and getattr(fmt, "is_bool", False):
         return
     try:
         is_float = isinstance(fmt, FloatFormat)
         info: Any = ml_dtypes.finfo(dtype) if is_float else ml_dtypes.iinfo(dtype)
     except (TypeError, ValueError, KeyError):
-        raise ValueError(f"{where} is of another kind of numbers") from None
+        kind = "floats" if is_float else "integers"
+        raise ValueError(f"{where} has no {kind}, expected a dtype of {kind}") from None
     ends = (float(info.min), float(info.max), float(getattr(info, "smallest_subnormal", 1)))
     if ends != (float(fmt.lowest), float(fmt.max_finite), float(fmt.min_positive)):
         raise ValueError(
@@ -338,7 +340,7 @@ def check_dtype(fmt: Any) -> None:
 
 
 def check_code(fmt: Any, code: int) -> None:
-    """ValueError where `code` is no code of `fmt`."""
+    """Raises ValueError if `code` is no code of `fmt`."""
     if not 0 <= code < 1 << fmt.bits:
         raise ValueError(
             f"{fmt.name}: code {code}, expected 0 to {(1 << fmt.bits) - 1} ({fmt.bits} bits)"
@@ -346,7 +348,7 @@ def check_code(fmt: Any, code: int) -> None:
 
 
 def float64_values(fmt: Any) -> np.ndarray:
-    """`fmt.value` of every code, as float64; ValueError where that cannot be."""
+    """`fmt.value` of every code, as float64; ValueError if they are too many or do not fit."""
     if fmt.bits > 16:
         raise ValueError(
             f"{fmt.name}: 2**{fmt.bits} codes are too many to list, expected at most 2**16; use "

@@ -1,18 +1,26 @@
 """The formats that ship, and how any of their spellings is resolved."""
 
-import difflib
 import re
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
-from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
 from qtoolkit.formats._p3109 import from_name
 from qtoolkit.formats._table import HIFLOAT8, NF4, POSIT8, TableFormat
 
-Format = FloatFormat | IntFormat | TableFormat
+
+class _HasDtype(Protocol):
+    """What NumPy and JAX read as a dtype because it has one: jnp.float32, say."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+Format: TypeAlias = FloatFormat | IntFormat | TableFormat
+# What `format` resolves: a format, its name in any spelling, or a dtype such as jnp.float8_e4m3fn.
+FormatLike: TypeAlias = Format | str | np.dtype[Any] | type[Any] | _HasDtype
 
 # IEEE 754-2019: binary64, binary32, binary16. bfloat16 and NVIDIA's tf32 are cut from binary32.
 FLOAT64 = FloatFormat(
@@ -121,9 +129,10 @@ E4M3B11FNUZ = FloatFormat(
     dtype_name="float8_e4m3b11fnuz",
     spellings=("f8e4m3b11fnuz", "float8_e4m3b11"),
 )
-# IEEE 754's rules at 8 bits, named as in LLVM.
-E4M3 = FloatFormat(
-    name="e4m3",
+# IEEE 754's rules at 8 bits. LLVM and ml_dtypes call the first one E4M3, but ONNX, OpenVINO and
+# safetensors mean E4M3FN by that: the bare name is ambiguous, see `_hints`.
+E4M3_IEEE = FloatFormat(
+    name="e4m3_ieee",
     exponent_bits=4,
     mantissa_bits=3,
     bias=7,
@@ -233,14 +242,14 @@ UINT2, UINT4, UINT8, UINT16, UINT32, UINT64 = (_integer(1 << n, False) for n in 
 
 FORMATS: tuple[Format, ...] = (
     *(FLOAT64, FLOAT32, TF32, FLOAT16, BFLOAT16),
-    *(E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E4M3, E3M4, UE4M3, E8M0FNU),
+    *(E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E4M3_IEEE, E3M4, UE4M3, E8M0FNU),
     *(E2M3FN, E3M2FN, E2M1FN, E1M2FN),
     *(HIFLOAT8, POSIT8, NF4),
     *(INT64, INT32, INT16, INT8, INT4, INT2),
     *(UINT64, UINT32, UINT16, UINT8, UINT4, UINT2, BOOL),
 )
 
-_BY_SPELLING = {
+BY_SPELLING = {
     spelling.lower(): fmt
     for fmt in FORMATS
     for spelling in (fmt.name, getattr(fmt, "dtype_name", None), *fmt.spellings)
@@ -249,7 +258,7 @@ _BY_SPELLING = {
 _BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS if fmt.dtype is not None}
 
 
-def format(spec: Any) -> Format:
+def format(spec: FormatLike) -> Format:
     """The format that `spec` names.
 
     Args:
@@ -260,24 +269,40 @@ def format(spec: Any) -> Format:
         OpenVINO's int8, "f4" safetensors' FP4.
 
     Raises:
-      ValueError: No format has that name; the message lists the closest ones.
+      ValueError: No format has that name, several may be meant ("e4m3", "fp8"), or it is a block
+        format ("mxfp4"); the message names up to three to use instead.
       TypeError: `spec` is neither a format nor a string nor a dtype.
     """
+    fmt = found(spec)
+    if fmt is None:
+        # Imported late: hints name block formats, too, whose elements are resolved by `format`.
+        from qtoolkit.formats._hints import not_found
+
+        raise not_found("format", spec)
+    return fmt
+
+
+def found(spec: Any) -> Format | None:
+    """The format that `spec` names, None where there is none. ValueError as from `p3109`."""
     if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
     if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # what every cast asks, without its name
         return _BY_DTYPE[spec]
-    name = spec if isinstance(spec, str) else _dtype_name(spec)
-    found = _BY_SPELLING.get(name.lower()) or _family_member(name)
-    if found is None:
-        nearest = closest(name)
-        hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
-        raise ValueError(
-            f"format: unknown format {name!r}; {hint}known: {', '.join(f.name for f in FORMATS)}, "
-            "int1 to int64, uint1 to uint64, binary3p1se to binary16p16uf (IEEE P3109); block "
-            "formats such as mxfp4 are for quantize, see qtoolkit.spec"
-        )
-    return found
+    name = name_of(spec)
+    return None if name is None else BY_SPELLING.get(name.lower()) or _family_member(name)
+
+
+def name_of(spec: Any) -> str | None:
+    """`spec` itself if it is a string, the name of a dtype, None for anything else."""
+    if isinstance(spec, str):
+        return spec
+    # numpy reads None as float64, and arrays and numbers have a dtype without being one.
+    if spec is None or (hasattr(spec, "__array__") and not isinstance(spec, type)):
+        return None
+    try:
+        return np.dtype(spec).name
+    except (TypeError, ValueError):
+        return None
 
 
 _INTEGER = re.compile(r"(int|uint|i|u)([1-9]\d?)", re.IGNORECASE)
@@ -289,25 +314,3 @@ def _family_member(name: str) -> Format | None:
     if integer and int(integer[2]) <= 64:
         return _integer(int(integer[2]), integer[1].lower() in ("int", "i"))
     return from_name(name)
-
-
-def closest(name: str) -> list[str]:
-    """The names of up to three formats with a spelling like `name`, the likest first."""
-    spellings = {spelling: fmt.name for spelling, fmt in _BY_SPELLING.items()}
-    families = (*(f"{u}int{bits}" for u in ("", "u") for bits in range(1, 65)), *P3109_NAMES)
-    spellings |= {member: member for member in families}
-    close = difflib.get_close_matches(name.lower(), spellings, n=8, cutoff=0.5)
-    return list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
-
-
-def _dtype_name(spec: Any) -> str:
-    try:
-        # numpy reads None as float64, and arrays and numbers have a dtype without being one.
-        if spec is None or (hasattr(spec, "__array__") and not isinstance(spec, type)):
-            raise TypeError
-        return np.dtype(spec).name
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"format: got {spec!r} of type {type(spec).__name__}, expected a format, its name as a "
-            "string, or a dtype, e.g. 'e4m3fn' or jnp.float8_e4m3fn"
-        ) from None

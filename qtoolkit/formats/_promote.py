@@ -12,7 +12,7 @@ from qtoolkit.formats._names import (
     BOOL,
     E2M1FN,
     E3M4,
-    E4M3,
+    E4M3_IEEE,
     E4M3B11FNUZ,
     E4M3FN,
     E4M3FNUZ,
@@ -39,15 +39,16 @@ from qtoolkit.formats._names import (
 )
 from qtoolkit.formats._table import TableFormat
 
-# Every format with a JAX dtype, in the order in which they are tried: by bits, and among equal bits
-# by how ties are decided. Sums and products of FP8 values overflow float16, so it comes second.
+# Every format with a JAX dtype, in the order in which `promote` tries them: by bits, and those of
+# equal bits as its docstring lists them. bfloat16 stands before float16 because products of FP8
+# values overflow float16: 448 * 448 is 200,704, its largest value 65,504.
 INTEGERS: tuple[IntFormat, ...] = (
     *(BOOL, UINT2, INT2, UINT4, INT4, UINT8, INT8),
     *(UINT16, INT16, UINT32, INT32, UINT64, INT64),
 )
 FLOATS: tuple[FloatFormat, ...] = (
     E2M1FN,
-    *(E4M3FN, E5M2, E4M3, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
+    *(E4M3FN, E5M2, E4M3_IEEE, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
     *(BFLOAT16, FLOAT16, FLOAT32, FLOAT64),
 )
 
@@ -61,16 +62,16 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
 
     * bool, uint2, int2, uint4, int4, uint8, int8, and so on: unsigned first
     * e2m1fn
-    * e4m3fn, e5m2, e4m3, e3m4, e4m3fnuz, e5m2fnuz, e4m3b11fnuz, e8m0fnu
+    * e4m3fn, e5m2, e4m3_ieee, e3m4, e4m3fnuz, e5m2fnuz, e4m3b11fnuz, e8m0fnu
     * bfloat16, float16
     * float32
     * float64
 
-    So an argument of this list that holds the others is the result.
-    A format promotes to itself, with a JAX dtype or without. The order of the arguments does not
-    matter, but among floats it does matter what is promoted first: e4m3fn and e5m2 give bfloat16,
-    which with float16 gives float32, and yet float16 holds all three. So give `promote` all of
-    them at once.
+    So an argument of this list that holds all others is the result: uint3 and uint4 give uint4.
+    Equal formats are their own result, with a JAX dtype or without. The order of the arguments does
+    not matter, but promoting in steps can give a wider float than promoting at once: e4m3fn and
+    e5m2 give bfloat16, which with float16 gives float32; `promote("e4m3fn", "e5m2", "float16")` is
+    float16, which holds all three.
 
     Args:
       a, b, more: Formats, or any spellings of them, see `qtoolkit.format`.
@@ -118,18 +119,21 @@ def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
     """Whether the finite `value` is one of `wide`."""
     if not wide.lowest <= value <= wide.max_finite:
         return False
-    if value == 0 or isinstance(wide, IntFormat):  # it is asked for integers only
+    if value == 0 or isinstance(wide, IntFormat):  # integers are compared with integers alone
         return True
+    # The step of `wide` at this magnitude, 2**exponent, must divide the value.
     exponent = max(_binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
     return (value / Fraction(2) ** exponent).denominator == 1
 
 
 def _marks(fmt: Format) -> Iterator[Fraction]:
-    """Values of `fmt` that decide: a binary format that holds them holds every value.
+    """A few values of `fmt`: a binary format that holds these holds every value of `fmt`.
 
-    Steps are powers of two and never fall as numbers grow, in both formats. So what holds the
-    largest integer, an odd one, has steps of one up to there; and what holds 2**e and the next
-    value of a float has its step up to 2**(e + 1), the first of them that of the subnormals.
+    The values of one binade, 2**e to 2**(e + 1), are a fixed step apart, a power of two in both
+    formats, and the step never shrinks towards larger numbers. So two neighbours per binade decide:
+    E5M2 has steps of 1/4 from 1 to 2, and what holds 1 and 1.25 has a step of 1/4 or finer there,
+    hence 1.5 and 1.75. Of integers the ends decide: what holds int8's 127, which is odd, has steps
+    of one up to there. Tables have no such order; all their values are compared.
     """
     if isinstance(fmt, TableFormat):
         yield from map(Fraction, fmt.finite)

@@ -82,7 +82,7 @@ class Rules(Generic[Value]):
         paths: Iterable[str | Sequence[str]],
         kinds: Iterable[type | Sequence[type] | None] | None = None,
     ) -> tuple[Key, ...]:
-        """Keys of the rules that match nothing; misspelt ones, as a rule.
+        """Keys of the rules that match nothing, most likely because they are misspelt.
 
         A rule counts as used where it matches, even if an earlier one decides.
 
@@ -109,7 +109,7 @@ class Rules(Generic[Value]):
         paths: Iterable[str | Sequence[str]],
         kinds: Iterable[type | Sequence[type] | None] | None = None,
     ) -> None:
-        """ValueError naming the `unused` rules, where there are any.
+        """Raises ValueError with the keys of `unused`, if there are any.
 
         Args:
           where: Who asks, for the message.
@@ -152,8 +152,8 @@ class Rules(Generic[Value]):
         `Rules.from_json(rules.to_json()) == rules.map(qtoolkit.format)`.
 
         Raises:
-          TypeError: A key is a class, or a value no format that `qtoolkit.format` finds by name;
-            the message names the rule.
+          TypeError: A key is a class, or a value is a format that `qtoolkit.format` does not find
+            by its name, such as one of your own; the message names the rule.
           ValueError: A value is a string that names no format.
         """
         for key, _ in self.rules:
@@ -176,7 +176,7 @@ class Rules(Generic[Value]):
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"Rules: no JSON ({error}); {_EXPECTED}") from error
+            raise ValueError(f"Rules: invalid JSON ({error}); {_EXPECTED}") from error
         if not (
             isinstance(data, dict)
             and data.keys() <= {"rules", "default"}
@@ -265,6 +265,7 @@ def _format_name(value: Any) -> str:
         known = False
     if not known:
         raise TypeError(
-            f"{value!r} is no format that its name finds again, expected one that ships"
+            f"{value!r} cannot be written as text: qtoolkit.format does not find it by its name "
+            f"{found.name!r}; expected a format that ships"
         )
     return found.name

@@ -19,11 +19,13 @@ class TableFormat:
       name: As users write it, on the command line and in checkpoints.
       values_by_code: What each code stands for: 2**bits floats in the order of the codes; NaN and
         each infinity at most once, finite values in any order and each once.
-      overflow: What infinities become where they are not clamped.
-      ties: For each gap between neighbouring finite values, in rising order, the number that is as
-        near to both; None for the midpoints. Posits have other ones.
-      beyond: The magnitude that the next value in line would have: what rounds to it overflows.
-        None where finite values never overflow but saturate.
+      overflow: What overflow and infinities become where they are not clamped.
+      ties: For each pair of neighbouring finite values, in rising order, the number between them at
+        which rounding to nearest changes from one to the other; None for the midpoints. Posits have
+        other ones: 2**22 between the two largest of POSIT8, 2**20 and 2**24.
+      beyond: The value that would follow the largest one. What rounds to it overflows: HIFLOAT8
+        ends at 32,768 and has `beyond` 49,152, so 40,960, their midpoint, overflows. None: no
+        finite number overflows, all beyond the largest value are rounded to that.
       spellings: Other names of the same format; no part of equality.
     """
 
@@ -83,7 +85,7 @@ class TableFormat:
 
     @functools.cached_property
     def codes(self) -> tuple[int, ...]:
-        """Their codes."""
+        """The codes of `finite`, in the same order."""
         codes = (c for c, value in enumerate(self.values_by_code) if math.isfinite(value))
         return tuple(sorted(codes, key=self.values_by_code.__getitem__))
 
@@ -175,7 +177,10 @@ class TableFormat:
 
 
 def _one_nan(value: float) -> float:
-    """As a float; NaN as the one object that equals itself inside of tuples."""
+    """`value` as a float, any NaN as `math.nan`.
+
+    Tuples compare their elements by identity first: with one NaN object equal formats are equal.
+    """
     value = float(value)
     return math.nan if math.isnan(value) else value
 
@@ -222,7 +227,7 @@ HIFLOAT8 = TableFormat(
     name="hifloat8",
     values_by_code=tuple(map(_hifloat8, range(256))),
     overflow=Overflow.INF,
-    beyond=1.5 * 2.0**15,  # what the code of infinity would stand for
+    beyond=1.5 * 2.0**15,  # what 0x6F would stand for, were it not the code of infinity
     spellings=("HIF8", "DT_HIFLOAT8", "DT_HF8"),
 )
 
@@ -245,8 +250,9 @@ def _posit(code: int, bits: int, exponent_bits: int = 2) -> float:
     return math.ldexp(significand, (regime << exponent_bits) + exponent)
 
 
-# The tie between two posits is the one of a bit more between them, and no number but zero rounds to
-# zero. Infinities are NaR, as the standard has it, unless they are clamped; numbers saturate.
+# Where two 8-bit posits tie is the 9-bit posit between them, not their midpoint. No number but zero
+# rounds to zero, hence the ties at 0 on both sides of it, and none overflows: numbers beyond the
+# largest posit become that. Infinities become NaR, as in the standard, unless they are clamped.
 POSIT8 = TableFormat(
     name="posit8",
     values_by_code=tuple(_posit(code, 8) for code in range(256)),

@@ -1,12 +1,11 @@
 """How the relative error of formats depends on the magnitude of a number."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.formats import spec as resolve
 from qtoolkit.plots._curves import _STYLES, _figure
 from qtoolkit.scaling import quantize
@@ -16,7 +15,7 @@ _BINS_IN_OCTAVE = 8
 
 
 def error_against_magnitude(
-    specs: Any | Sequence[Any],
+    specs: SpecLike | tuple[SpecLike, ...] | list[Any],
     *,
     amax: float = 1.0,
     octaves: int = 24,

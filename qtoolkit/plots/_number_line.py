@@ -1,6 +1,5 @@
 """The values of formats as ticks on a line."""
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -8,14 +7,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qtoolkit.formats import FloatFormat, Format, format
+from qtoolkit.formats import FloatFormat, Format, FormatLike, format
 from qtoolkit.plots._curves import _figure
 
 _COLOURS = {"normal": "#1f4e79", "subnormal": "#d1495b", "zero": "#222222"}
 
 
 def number_line(
-    fmts: Any | Sequence[Any], *, scale: Literal["symlog", "linear"] = "symlog"
+    fmts: FormatLike | tuple[FormatLike, ...] | list[Any],
+    *,
+    scale: Literal["symlog", "linear"] = "symlog",
 ) -> Figure:
     """Draws every finite value of one format, or of several below one another.
 

@@ -72,7 +72,7 @@ GFLOAT = {
     "float16": gfloat.formats.format_info_binary16,
     **{
         name: _gfloat(FLOATS[name])
-        for name in ("e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3", "e3m4", "e1m2fn")
+        for name in ("e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3_ieee", "e3m4", "e1m2fn")
     },
     **{name: _p3109_info(name) for name in every_p3109(8)},
 }

@@ -71,7 +71,10 @@ def test_rules_that_keep_everything(source, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", 'rules.json: Rules: no JSON (Expecting value: line 1 column 1 (char 0)); expected {"'),
+        (
+            "",
+            "rules.json: Rules: invalid JSON (Expecting value: line 1 column 1 (char 0)); expected",
+        ),
         ("[]", "rules.json: Rules: expected {"),
         ('{"rules": [["(", null]]}', "rules.json: Rules: rule '(': invalid regular expression"),
         (

@@ -241,8 +241,16 @@ def test_where_only_ascii_can_be_written():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("e4m3fm", "unknown format 'e4m3fm'; did you mean 'e4m3fn'"),
-        ("complex64", "unknown format 'complex64'; "),
+        (
+            "e4m3fm",
+            "unknown format 'e4m3fm'; did you mean 'e4m3fn' or 'ue4m3' or 'e4m3fnuz'? `qtoo",
+        ),
+        ("complex64", "unknown format 'complex64'; `qtoolkit formats` lists all"),
+        (
+            "mxfp",
+            "unknown format 'mxfp'; did you mean the block format 'mxfp8_e4m3' or 'mxfp8_e5m2'",
+        ),
+        ("E4M3", "'E4M3' is ambiguous, expected 'e4m3fn' (largest value 448) or 'e4m3_ieee' (larg"),
         ("Binary8p9se", "p3109: bits=8, precision=9, expected 3 to 16 bits and a precision of 1"),
         ("a\nb", r"unknown format 'a\nb'; "),
     ],

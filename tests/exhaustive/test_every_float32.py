@@ -22,7 +22,7 @@ FORMATS = {
     "e4m3fnuz": (ml_dtypes.float8_e4m3fnuz, 240),
     "e5m2fnuz": (ml_dtypes.float8_e5m2fnuz, 57344),
     "e4m3b11fnuz": (ml_dtypes.float8_e4m3b11fnuz, 30),
-    "e4m3": (ml_dtypes.float8_e4m3, 240),
+    "e4m3_ieee": (ml_dtypes.float8_e4m3, 240),
     "e3m4": (ml_dtypes.float8_e3m4, 15.5),
     "e2m3fn": (ml_dtypes.float6_e2m3fn, 7.5),
     "e3m2fn": (ml_dtypes.float6_e3m2fn, 28),

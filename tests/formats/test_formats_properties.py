@@ -82,7 +82,7 @@ ROWS = {
         *(True, 4, 3, 11, FNUZ, NAN, 30, two(-10), two(-13), 4, -10),
         *(0x7F, None, 0x80, (0x80, 0x80), 255),
     ),
-    "e4m3": (
+    "e4m3_ieee": (
         *(True, 4, 3, 7, IEEE, INF, 240, two(-6), two(-9), 7, -6),
         *(0x77, 0x78, 0x7C, (0x79, 0x7F, 0xF9, 0xFF), 239),
     ),
@@ -126,7 +126,7 @@ DTYPES = {
     "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
     "e4m3b11fnuz": ml_dtypes.float8_e4m3b11fnuz,
-    "e4m3": ml_dtypes.float8_e4m3,
+    "e4m3_ieee": ml_dtypes.float8_e4m3,
     "e3m4": ml_dtypes.float8_e3m4,
     "e8m0fnu": ml_dtypes.float8_e8m0fnu,
     "e2m1fn": ml_dtypes.float4_e2m1fn,
@@ -311,7 +311,9 @@ GFLOAT = {
     "e4m3fnuz": described_for_gfloat("e4m3fnuz", precision=4, bias=8),
     "e5m2fnuz": described_for_gfloat("e5m2fnuz", precision=3, bias=16),
     "e4m3b11fnuz": described_for_gfloat("e4m3b11fnuz", precision=4, bias=11),
-    "e4m3": described_for_gfloat("e4m3", precision=4, bias=7, inf=True, negative_zero=True, nans=7),
+    "e4m3_ieee": described_for_gfloat(
+        "e4m3_ieee", precision=4, bias=7, inf=True, negative_zero=True, nans=7
+    ),
     "e3m4": described_for_gfloat(
         "e3m4", precision=5, bias=3, inf=True, negative_zero=True, nans=15
     ),
@@ -496,7 +498,8 @@ def test_overflow_is_a_field_of_its_own():
         ({"exponent_bits": 17}, "expected 1 to 16 exponent bits"),
         ({"bias": 2**17}, r"bias=131072, expected -2\*\*16 to 2\*\*16"),
         ({"dtype_name": "float8_e5m2"}, "has values from -57344.0 to 57344.0, .*expected -448.0"),
-        ({"dtype_name": "int8"}, "is of another kind of numbers"),
+        ({"dtype_name": "int8"}, "dtype_name='int8' has no floats, expected a dtype of floats"),
+        ({"dtype_name": "bool"}, "dtype_name='bool' has no floats, expected a dtype of floats"),
         ({"dtype_name": "foo"}, "expected the name of a dtype of numpy or ml_dtypes"),
         ({"dtype_name": "float16"}, "dtype_name='float16' has 2 bytes, expected 1, as its codes"),
     ],

@@ -223,7 +223,7 @@ def test_recipes_are_frozen_data():
         Recipe().forward = None
     with pytest.raises(ValueError, match="scaling='delayed', expected one of tensor"):
         Recipe(scaling="delayed")
-    with pytest.raises(ValueError, match="unknown format 'fp8'"):
+    with pytest.raises(ValueError, match="'fp8' is ambiguous, expected 'e4m3fn'"):
         Recipe("fp8")
 
 

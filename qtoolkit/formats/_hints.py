@@ -1,0 +1,84 @@
+"""The errors for what no format is called: one line, with at most three names to use instead."""
+
+import difflib
+import reprlib
+from typing import Any
+
+from qtoolkit.formats._block import BLOCK_FORMATS, BlockFormat
+from qtoolkit.formats._names import BY_SPELLING, format, name_of
+from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
+
+_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+# Names that two formats go by. ONNX, OpenVINO and safetensors say "E4M3" for E4M3FN, whose largest
+# value is 448; LLVM and ml_dtypes for the format with infinities, whose largest value is 240.
+_AMBIGUOUS = {
+    "e4m3": ("e4m3fn", "e4m3_ieee"),
+    **dict.fromkeys(("f8", "fp8", "float8"), ("e4m3fn", "e5m2")),
+    **dict.fromkeys(("f6", "fp6", "float6"), ("e2m3fn", "e3m2fn")),
+}
+# Names that are spelled like those of other formats: "float4" like "float64".
+_MEANT = dict.fromkeys(("fp4", "float4"), ("e2m1fn", "mxfp4", "nvfp4"))
+
+
+def not_found(where: str, spec: Any) -> ValueError | TypeError:
+    """What "format" or "spec", which is `where`, raises of a `spec` that it does not resolve."""
+    block = _block_format(spec)
+    if block is not None:  # `where` is "format": "spec" resolves it
+        kind = ValueError if isinstance(spec, str) else TypeError
+        return kind(
+            f"{where}: {block.name!r} is a block format; use qtoolkit.quantize or fake_quantize "
+            f"with it, or its element format {block.element.name!r} in a cast"
+        )
+    name = name_of(spec)
+    if name is None:
+        return TypeError(
+            f"{where}: got {' '.join(reprlib.repr(spec).split())} of type {type(spec).__name__}, "
+            "expected a format, its name as a string, or a dtype, e.g. 'e4m3fn' or "
+            "jnp.float8_e4m3fn"
+        )
+    if name.lower() in _AMBIGUOUS:
+        choices = map(_with_largest, _AMBIGUOUS[name.lower()])
+        return ValueError(f"{where}: {name!r} is ambiguous, expected {' or '.join(choices)}")
+    return ValueError(
+        f"{where}: unknown format {name!r}; {_question(closest(name), where == 'format')}"
+        "`qtoolkit formats` lists all"
+    )
+
+
+def closest(name: str) -> tuple[str, ...]:
+    """Names of up to three formats or block formats that may be meant, the likest first.
+
+    "mxfp8" gives those that begin with it, mxfp8_e4m3 and mxfp8_e5m2; "e4m3fm" those that are
+    spelled alike, e4m3fn before others.
+    """
+    name = name.lower()
+    if name in _MEANT:
+        return _MEANT[name]
+    longer = tuple(block for block in _BLOCKS if len(name) >= 2 and block.startswith(name))
+    if longer and not any(spelling.startswith(name) for spelling in BY_SPELLING):
+        return longer[:3]
+    spellings = {spelling: fmt.name for spelling, fmt in BY_SPELLING.items()}
+    spellings |= {block: block for block in _BLOCKS}
+    if name.startswith("binary"):
+        spellings |= {member: member for member in P3109_NAMES}
+    close = difflib.get_close_matches(name, spellings, n=8, cutoff=0.55)
+    return tuple(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
+
+
+def _block_format(spec: Any) -> BlockFormat | None:
+    if isinstance(spec, str):
+        return _BLOCKS.get(spec.lower())
+    return spec if isinstance(spec, BlockFormat) else None
+
+
+def _with_largest(name: str) -> str:
+    return f"{name!r} (largest value {float(format(name).max_finite):g})"
+
+
+def _question(names: tuple[str, ...], mark_blocks: bool) -> str:
+    """Whether one of `names` was meant; block formats come last, and are called so, in a cast."""
+    blocks = [repr(name) for name in names if name in _BLOCKS and mark_blocks]
+    parts = [repr(name) for name in names if repr(name) not in blocks]
+    if blocks:
+        parts.append(f"the block format {' or '.join(blocks)}")
+    return f"did you mean {' or '.join(parts)}? " if parts else ""
