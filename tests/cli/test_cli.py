@@ -206,22 +206,22 @@ def endless(path):
     ("sent", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
+def test_signals_leave_the_folder_as_it_was(tmp_path, start, sent, code, word):
     endless(tmp_path / "src")
     (tmp_path / "dst").write_bytes(b"precious")
-    with subprocess.Popen(
+    process = start(
         [*COMMAND, "convert", "src", "dst", "--overwrite"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
-        process.send_signal(sent)
-        stdout, stderr = process.communicate(timeout=60)
+    )
+    deadline = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir(tmp_path)) == 3  # the temporary file is there
+    process.send_signal(sent)
+    stdout, stderr = process.communicate(timeout=60)
     lines = [line for line in stderr.splitlines() if not line.startswith("converting")]
     assert lines == [f"qtoolkit: {word}; dst was not written"]
     assert (process.returncode, stdout) == (code, "")
@@ -230,7 +230,7 @@ def test_signals_leave_the_folder_as_it_was(tmp_path, sent, code, word):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_skips_the_end_of_the_interpreter(sent):
+def test_a_signal_skips_the_end_of_the_interpreter(start, sent):
     # There XLA's client is destroyed, also under a compilation that the signal made JAX abandon.
     script = f"""
 import atexit, os
@@ -243,28 +243,31 @@ with one_line_errors("nothing was changed"):
     finally:
         print(", cleaned up", end="")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 128 + sent
-    assert done.stdout == "said before, cleaned up"
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", done.stderr)
+    process = start(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + sent
+    assert stdout == "said before, cleaned up"
+    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
 
 
-def test_a_reader_that_hangs_up_is_no_error(tmp_path):
+def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
-    with subprocess.Popen(
+    process = start(
         [*COMMAND, "inspect", "f"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        process.stdout.read(10)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 1
+    )
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 1
 
 
-def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path):
+def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
     parts = [
-        in_terminal(["convert", str(source), str(tmp_path / "out")]),
-        in_terminal(["inspect", str(tmp_path / "out")]),
-        in_terminal(["formats"]),
+        in_terminal(start, ["convert", str(source), str(tmp_path / "out")]),
+        in_terminal(start, ["inspect", str(tmp_path / "out")]),
+        in_terminal(start, ["formats"]),
     ]
     assert "converting" in parts[0]
     assert "━" in parts[0]
@@ -273,11 +276,11 @@ def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path):
     assert "e4m3fnuz" in parts[2]
 
 
-def in_terminal(arguments):
+def in_terminal(start, arguments):
     """What the command writes to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(
+    process = start(
         [*COMMAND, *arguments], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
     )
     os.close(theirs)

@@ -115,10 +115,10 @@ def test_an_out_that_is_a_file_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [1, 3])  # while it loads, while it compiles
-def test_ctrl_c_is_one_line(tmp_path, seconds):
+def test_ctrl_c_is_one_line(tmp_path, start, seconds):
     command = [sys.executable, "-m", "qtoolkit", "demo", "--steps", "100000", "--out", tmp_path]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
+    process = start(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout is not None
