@@ -1,15 +1,19 @@
 """What every test shares."""
 
+import contextlib
 import os
+import signal
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
 
 LAYERS = ("formats", "casts", "scaling", "gradients", "products")
 OPERATORS = ("onnx", "openvino", "pypto")
+
+# For the meshes. By the configuration, not by XLA_FLAGS: child processes would inherit those.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +25,36 @@ def _strict_promotion(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    """A child that outlives its test fails it, also one that ended and was not waited for."""
+    yield
+    with contextlib.suppress(ChildProcessError):  # there is none, running or ended
+        child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        raise AssertionError(f"a child process is left: {child or 'running'}")
+
+
 @pytest.fixture
-def on_devices() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs a script on so many CPU devices, which are counted when JAX starts; warnings raise."""
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """`subprocess.Popen`, with SIGINT as a shell's foreground has it; kills what the test leaves.
 
-    def run(count: int, script: str, *arguments: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
-            "JAX_PLATFORMS": "cpu",
-        }
-        command = [sys.executable, "-W", "error", "-c", script, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    A shell starts background jobs with SIGINT ignored, and their children inherit that.
+    """
+    started: list[subprocess.Popen] = []
 
-    return run
+    def popen(command, **options) -> subprocess.Popen:
+        # What has a handler here has the default action in the child. `preexec_fn` would fork this
+        # process, whose threads JAX warns of.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            started.append(subprocess.Popen(command, process_group=0, **options))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return started[-1]
+
+    yield popen
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:  # closes its pipes and waits for it
+            pass

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -69,8 +71,20 @@ def _signal_again(lost: Any) -> None:
     number = {KeyboardInterrupt: signal.SIGINT, _TerminatedError: signal.SIGTERM}.get(lost.exc_type)
     if number is None:
         sys.__unraisablehook__(lost)
-    else:  # a little later: raised from within this hook, it would be dropped again
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    else:
+        threading.Thread(target=_signal_after_the_hook, args=(number,), daemon=True).start()
+
+
+def _signal_after_the_hook(number: signal.Signals) -> None:
+    # What is raised within the hook is dropped too, and for good.
+    main = threading.main_thread().ident
+    assert main is not None
+    hook = _signal_again.__code__
+    while any(
+        frame.f_code is hook for frame, _ in traceback.walk_stack(sys._current_frames()[main])
+    ):
+        time.sleep(0.001)
+    os.kill(os.getpid(), number)
 
 
 def failure(message: str, code: int) -> typer.Exit:

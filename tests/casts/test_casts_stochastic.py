@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_oracle import SPECS, assert_same_bits, p3109, stochastic_codes
+from casts_oracle import SPECS, assert_same_bits, bits_of, p3109, stochastic_codes
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 from qtoolkit.casts._random import _high_product, counter_bits, element_index
@@ -661,64 +663,69 @@ def test_round_cotangent_continues_a_stream():
     assert_same_bits(part, np.asarray(whole)[2:])
 
 
-# Devices are counted when JAX starts, hence the process of its own.
+# Meshes of eight devices.
 
-SCRIPT = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-import qtoolkit as qt
-
-assert len(jax.devices()) == 8
-host = np.random.default_rng(0).normal(0, 20, (16, 24)).astype(np.float32)
-given = np.random.default_rng(1).integers(0, 2**16, host.shape, np.uint16)
-key = jax.random.key(3)
-how = dict(rounding="stochastic", key=key)
-functions = {
-    "encode": lambda x, r: qt.encode(x, "e4m3fn", **how),
-    "A": lambda x, r: qt.encode(x, "e5m2", rounding=qt.Stochastic("A", bits=5), key=key),
-    "C": lambda x, r: qt.encode(x, "bfloat16", rounding=qt.Stochastic("C", bits=24), key=key),
-    "int8": lambda x, r: qt.cast(x, "int8", **how),
-    "offset": lambda x, r: qt.encode(x, "e4m3fn", **how, index_offset=2**32 - 100),
+GIVEN = np.random.default_rng(1).integers(0, 2**16, (16, 24), np.uint16)
+ON_MESHES = np.random.default_rng(0).normal(0, 20, GIVEN.shape).astype(np.float32)
+FIXED = {"rounding": "stochastic", "key": jax.random.key(3)}
+FUNCTIONS = {
+    "encode": lambda x, r: qt.encode(x, "e4m3fn", **FIXED),
+    "A": lambda x, r: qt.encode(x, "e5m2", **FIXED | {"rounding": qt.Stochastic("A", bits=5)}),
+    "C": lambda x, r: qt.encode(x, "bfloat16", **FIXED | {"rounding": qt.Stochastic("C", bits=24)}),
+    "int8": lambda x, r: qt.cast(x, "int8", **FIXED),
+    "offset": lambda x, r: qt.encode(x, "e4m3fn", **FIXED, index_offset=2**32 - 100),
     "bits": lambda x, r: qt.encode(x, "e4m3fn", rounding="stochastic", random_bits=r),
-    "round": lambda x, r: qt.round_to_format(x, "e4m3fn", **how),
-    "fake_cast": lambda x, r: qt.fake_cast(x, "e4m3fn", **how),
-    "fake_convert": lambda x, r: qt.fake_convert(x, 2.0, 0.5, fmt="e5m2", **how),
-    "grad": lambda x, r: jax.grad(lambda x: jnp.sum(qt.fake_cast(x, "e4m3fn", **how) ** 2))(x),
+    "round": lambda x, r: qt.round_to_format(x, "e4m3fn", **FIXED),
+    "fake_cast": lambda x, r: qt.fake_cast(x, "e4m3fn", **FIXED),
+    "fake_convert": lambda x, r: qt.fake_convert(x, 2.0, 0.5, fmt="e5m2", **FIXED),
+    "grad": lambda x, r: jax.grad(lambda x: jnp.sum(qt.fake_cast(x, "e4m3fn", **FIXED) ** 2))(x),
     "cotangent": lambda x, r: jax.grad(
-        lambda x: jnp.sum(qt.round_cotangent(x, "e5m2", **how) ** 2))(x),
+        lambda x: jnp.sum(qt.round_cotangent(x, "e5m2", **FIXED) ** 2)
+    )(x),
 }
-expected = {n: np.asarray(f(jnp.asarray(host), jnp.asarray(given))) for n, f in functions.items()}
-together = jax.jit(lambda x, r: {n: f(x, r) for n, f in functions.items()})
-for axis_type in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
-    with jax.set_mesh(mesh):
-        for spec in (P("a", "b"), P(("a", "b"), None), P(None, "b"), P("b", "a"), P()):
-            where = NamedSharding(mesh, spec)
-            x, r = jax.device_put(host, where), jax.device_put(given, where)
-            runs = [together(x, r)]
-            if spec == P("a", "b"):
-                runs.append({n: f(x, r) for n, f in functions.items()})
-                text = together.lower(x, r).compile().as_text()
-                assert "all-gather" not in text and "all-to-all" not in text
-            for got in runs:
-                for name, wanted in expected.items():
-                    assert got[name].sharding.is_equivalent_to(where, 2), (name, spec)
-                    np.testing.assert_array_equal(
-                        np.asarray(got[name]).view(np.uint8), wanted.view(np.uint8), err_msg=name)
-    # Under shard_map the offset of the shard continues the stream of the whole.
-    def local(x):
-        start = jax.lax.axis_index("a") * x.size
-        return qt.encode(x, "e4m3fn", **how, index_offset=start)
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(axis_type,))
-    rows = jax.shard_map(local, mesh=mesh, in_specs=P("a", None), out_specs=P("a", None))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(host, NamedSharding(mesh, P("a", None)))
-        np.testing.assert_array_equal(rows(x), expected["encode"])
-print("all equal")
-"""
+
+
+def draw_all(x, r):
+    return {name: function(x, r) for name, function in FUNCTIONS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return draw_all(jnp.asarray(ON_MESHES), jnp.asarray(GIVEN))
 
 
 @pytest.mark.quick
-def test_eight_devices_draw_what_one_draws(on_devices):
-    done = on_devices(8, SCRIPT)
-    assert done.stdout.strip() == "all equal", done.stderr[-3000:]
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_eight_devices_draw_what_one_draws(on_one_device, kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    together = jax.jit(draw_all)
+    for spec in (P("a", "b"), P(("a", "b"), None), P(None, "b"), P("b", "a"), P()):
+        where = NamedSharding(mesh, spec)
+        with jax.set_mesh(mesh):
+            x, r = jax.device_put(ON_MESHES, where), jax.device_put(GIVEN, where)
+            runs = [together(x, r)]
+            if spec == P("a", "b"):
+                runs.append(draw_all(x, r))
+                text = together.lower(x, r).compile().as_text()
+                assert "all-gather" not in text
+                assert "all-to-all" not in text
+        for got in runs:
+            for name, wanted in on_one_device.items():
+                assert got[name].sharding.is_equivalent_to(where, 2), (name, spec)
+                np.testing.assert_array_equal(bits_of(got[name]), bits_of(wanted), err_msg=name)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_offset_of_a_shard_continues_the_stream(on_one_device, kind):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(kind,))
+    rows = P("a", None)
+
+    def local(x):
+        start = jax.lax.axis_index("a") * x.size
+        return qt.encode(x, "e4m3fn", **FIXED, index_offset=start)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(ON_MESHES, NamedSharding(mesh, rows))
+        got = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)(x)
+    np.testing.assert_array_equal(got, on_one_device["encode"])

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -55,7 +56,10 @@ def test_failures_are_one_line_and_come_before_any_training(
 @pytest.mark.parametrize("seconds", [1, 3])  # while it loads, while it compiles
 def test_ctrl_c_is_one_line(start, tmp_path, seconds):
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = start("demo", "--steps", 100000, "--out", tmp_path, env=environment)
+    command = [sys.executable, "-m", "qtoolkit", "demo", "--steps", "100000", "--out", tmp_path]
+    process = start(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout.readline().startswith("text:")
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)

@@ -1,27 +1,17 @@
-"""Block formats on Auto and Explicit meshes of eight devices: the bits of one device.
+"""Block formats on Auto and Explicit meshes of eight devices: the bits of one device."""
 
-Devices are counted when JAX starts, hence the process of its own.
-"""
+import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-SCRIPT = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import qtoolkit as qt
 
-assert len(jax.devices()) == 8
-kind = getattr(AxisType, sys.argv[1])
-mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
-rng = np.random.default_rng(0)
-host = (rng.normal(size=(16, 256)) * np.exp2(rng.integers(-9, 9, (16, 8)).repeat(32, 1)))
-host = host.astype(np.float32)
-host[0, :4] = [np.inf, -0.0, 0.0, -np.inf]
-host[1, 100], host[2, 200] = np.nan, np.nan
-host[3, :64] = 0
-host[4, 64:96] *= np.float32(2.0**-140)
-key = jax.random.key(0)
+KEY = jax.random.key(0)
 UINT4 = qt.BlockFormat(element="uint4", block=(32,), zero_point=True)
 TILES = qt.BlockFormat(element="e4m3fn", block=(2, 32))
 TOKENS = qt.BlockFormat.token("int8")
@@ -37,71 +27,113 @@ PLACES = {
     "int8": [BOTH],
 }
 
-def bits(x):
-    x = np.asarray(x)
-    return x.view(f"uint{8 * x.dtype.itemsize}")
+every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
-def run(x, spec):
+
+def _mesh(kind):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+
+
+@functools.cache
+def _host():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 256)) * np.exp2(rng.integers(-9, 9, (16, 8)).repeat(32, 1))
+    x = x.astype(np.float32)
+    x[0, :4] = [np.inf, -0.0, 0.0, -np.inf]
+    x[1, 100], x[2, 200] = np.nan, np.nan
+    x[3, :64] = 0
+    x[4, 64:96] *= np.float32(2.0**-140)
+    return x
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _run(x, spec):
     q = qt.quantize(x, spec)
     return q, q.dequantize(), qt.fake_quantize(x, spec)
 
-def same(got, wanted, name):
-    np.testing.assert_array_equal(bits(got), bits(wanted), err_msg=str(name))
 
-jitted = jax.jit(run, static_argnums=1)
-expected = {spec: jitted(jnp.asarray(host), spec) for spec in PLACES}
-for spec, places in PLACES.items():
-    for place in places:
-        name, where = (str(spec), place), NamedSharding(mesh, place)
-        with jax.set_mesh(mesh):
-            q, y, fake = got = jitted(jax.device_put(host, where), spec)
-        for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected[spec]), strict=True):
-            same(leaf, other, name)
-        for leaf in (q.codes, y, fake):
-            assert leaf.sharding.is_equivalent_to(where, 2), (name, leaf.sharding)
+@functools.cache
+def _expected(spec):
+    return _run(jnp.asarray(_host()), spec)
 
-# Eager calls; packed codes where shards hold whole bytes; random bits; derivatives.
-with jax.set_mesh(mesh):
-    where = NamedSharding(mesh, BOTH)
-    x = jax.device_put(host, where)
-    q = qt.quantize(x, "int4_group32")
-    assert q.codes.sharding.is_equivalent_to(where, 2)
-    same(q.dequantize(), expected["int4_group32"][1], "eager")
-    same(qt.fake_quantize(x, "int4_group32"), expected["int4_group32"][2], "eager")
-    packed = qt.quantize(x, "int4_group32", packed=True)
-    random = qt.quantize(x, "int4_group32", rounding="stochastic", key=key)
-    slope = jax.jit(jax.grad(lambda x: jnp.sum(qt.fake_quantize(x, TILES))))(x)
-    assert slope.sharding.is_equivalent_to(where, 2)
-same(packed.codes, qt.quantize(host, "int4_group32", packed=True).codes, "packed")
-same(random.codes, qt.quantize(host, "int4_group32", rounding="stochastic", key=key).codes, "key")
-same(slope, jax.grad(lambda x: jnp.sum(qt.fake_quantize(x, TILES)))(jnp.asarray(host)), "slope")
 
-# Blocks that cross shards: XLA moves them on an Auto mesh; an Explicit one is told.
-crossing = [((16, 264), BOTH, "int4_group32"), ((16, 64), WHOLE, "nvfp4")]
-for shape, place, spec in crossing:
-    data = rng.normal(size=shape).astype(np.float32)
+def _assert_same_bits(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(*(x.view(f"uint{8 * x.itemsize}") for x in (a, b)))
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [(spec, place) for spec, places in PLACES.items() for place in places],
+    ids=str,
+)
+def test_eight_devices_give_what_one_gives(spec, place, kind):
+    mesh = _mesh(kind)
+    where = NamedSharding(mesh, place)
     with jax.set_mesh(mesh):
-        x = jax.device_put(data, NamedSharding(mesh, place))
-        for function in (qt.quantize, qt.fake_quantize):
-            if kind is AxisType.Explicit:
-                for call in (function, jax.jit(function, static_argnums=1)):
-                    try:
-                        call(x, spec)
-                    except ValueError as error:
-                        message = str(error)
-                    assert f"axis 1 has {shape[1]} elements in" in message, message
-                    assert "expected whole blocks of" in message, message
-                    assert "reshard x" in message, message
-                    del message
-            else:
-                got = function(x, spec)
-                got = got.dequantize() if function is qt.quantize else got
-                same(got, qt.fake_quantize(data, spec), (shape, spec))
-print("all equal")
-"""
+        got = _run(jax.device_put(_host(), where), spec)
+    _assert_same_bits(got, _expected(spec))
+    q, y, fake = got
+    for leaf in (q.codes, y, fake):
+        assert leaf.sharding.is_equivalent_to(where, 2), leaf.sharding
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_eight_devices_give_what_one_gives(axis_type, on_devices):
-    done = on_devices(8, SCRIPT, axis_type)
-    assert done.stdout.strip() == "all equal", done.stderr[-3000:]
+@every_kind
+def test_eager_calls_packed_codes_random_bits_and_derivatives(kind):
+    """Codes are packed where shards hold whole bytes."""
+    mesh, host = _mesh(kind), _host()
+    where = NamedSharding(mesh, BOTH)
+
+    def slope(x):
+        return jax.grad(lambda x: jnp.sum(qt.fake_quantize(x, TILES)))(x)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(host, where)
+        q = qt.quantize(x, "int4_group32")
+        assert q.codes.sharding.is_equivalent_to(where, 2)
+        _, dequantized, fake = _expected("int4_group32")
+        _assert_same_bits(q.dequantize(), dequantized)
+        _assert_same_bits(qt.fake_quantize(x, "int4_group32"), fake)
+        packed = qt.quantize(x, "int4_group32", packed=True)
+        random = qt.quantize(x, "int4_group32", rounding="stochastic", key=KEY)
+        slopes = jax.jit(slope)(x)
+        assert slopes.sharding.is_equivalent_to(where, 2)
+    one = qt.quantize(host, "int4_group32", packed=True)
+    _assert_same_bits(packed.codes, one.codes)
+    one = qt.quantize(host, "int4_group32", rounding="stochastic", key=KEY)
+    _assert_same_bits(random.codes, one.codes)
+    _assert_same_bits(slopes, slope(jnp.asarray(host)))
+
+
+CROSSING = [((16, 264), BOTH, "int4_group32"), ((16, 64), WHOLE, "nvfp4")]
+
+
+def _crossing(mesh, shape, place):
+    """Where blocks cross shards: the array here, and on the mesh."""
+    host = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    return host, jax.device_put(host, NamedSharding(mesh, place))
+
+
+@pytest.mark.parametrize(("shape", "place", "spec"), CROSSING)
+def test_blocks_that_cross_shards_are_moved_on_auto_meshes(shape, place, spec):
+    mesh = _mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        host, x = _crossing(mesh, shape, place)
+        got = qt.quantize(x, spec).dequantize(), qt.fake_quantize(x, spec)
+    expected = qt.fake_quantize(host, spec)
+    _assert_same_bits(got, (expected, expected))
+
+
+@pytest.mark.parametrize(("shape", "place", "spec"), CROSSING)
+@pytest.mark.parametrize("function", [qt.quantize, qt.fake_quantize])
+def test_blocks_that_cross_shards_raise_on_explicit_meshes(function, shape, place, spec):
+    mesh = _mesh(AxisType.Explicit)
+    message = rf"axis 1 has {shape[1]} elements in.*expected whole blocks of.*reshard x"
+    with jax.set_mesh(mesh):
+        _, x = _crossing(mesh, shape, place)
+        for call in (function, jax.jit(function, static_argnums=1)):
+            with pytest.raises(ValueError, match=message):
+                call(x, spec)
