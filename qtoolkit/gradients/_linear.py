@@ -110,8 +110,8 @@ _evaluate_jitted = jax.jit(_evaluate, static_argnames=("forward", "transpose"))
 
 
 def _abstract_eval(*avals: Any, forward: Linear, transpose: Linear) -> Any:
-    evaluate = functools.partial(_evaluate, forward=forward, transpose=transpose)
-    return jax.make_jaxpr(evaluate)(*avals).out_avals[0]
+    evaluate = functools.partial(_evaluate_jitted, forward=forward, transpose=transpose)
+    return jax.make_jaxpr(evaluate)(*avals).out_avals[0]  # traced once for all calls alike
 
 
 def _jvp(
@@ -155,4 +155,4 @@ _linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
-mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate_jitted, multiple_results=False))

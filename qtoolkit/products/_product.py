@@ -21,9 +21,7 @@ from qtoolkit.casts.internal import (
     FLOATS,
     check_differentiable,
     check_holds,
-    floor_log2,
-    power_of_two,
-    product,
+    settled,
 )
 from qtoolkit.formats import BlockFormat
 from qtoolkit.gradients import linear_with_transpose
@@ -69,29 +67,43 @@ def quantized_product(
     return _quantized_product(*varying_alike(lhs, rhs), function, recipe, dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _product(
+# Compiled as one function, so that all products alike are traced once: those of a model with six
+# equal blocks as those of one.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _quantized_product(
     lhs: jax.Array, rhs: jax.Array, function: Bilinear, recipe: Recipe, dtype: DTypeLike
 ) -> jax.Array:
-    out = _combined(function, _operand(lhs, recipe.forward), _operand(rhs, recipe.forward))
-    return differentiable_in_dtype(out, dtype)
+    operands = _operand(lhs, recipe.forward), _operand(rhs, recipe.forward)
+    return _product((lhs, rhs), operands, function, recipe.gradient, dtype)
 
 
-# One traced program for all products alike: a model of six equal blocks traces one block's.
-_quantized_product = jax.jit(_product, static_argnums=(2, 3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _product(
+    given: tuple[jax.Array, jax.Array],
+    operands: tuple[Operand, Operand],
+    function: Bilinear,
+    gradient: BlockFormat | None,
+    dtype: DTypeLike,
+) -> jax.Array:
+    return differentiable_in_dtype(_combined(function, *operands), dtype)
 
 
 def _product_jvp(
-    function: Bilinear, recipe: Recipe, dtype: DTypeLike, primals: Any, tangents: Any
+    function: Bilinear,
+    gradient: BlockFormat | None,
+    dtype: DTypeLike,
+    primals: Any,
+    tangents: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    out = _product(*primals, function, recipe, dtype)
+    """By what was given; the tangents of its roundings are for second derivatives alone."""
+    (given, operands), (dots, _) = primals, tangents
+    out = _product(given, operands, function, gradient, dtype)
     terms = []
-    for side, (operand, dot) in enumerate(zip(primals, tangents, strict=True)):
+    for side, (x, dot) in enumerate(zip(given, dots, strict=True)):
         if not isinstance(dot, SymbolicZero):
-            other = _operand(primals[1 - side], recipe.forward)
             forward = _Tangent(function, side, dtype)
-            transpose = _Cotangent(function, side, recipe.gradient, _struct(operand))
-            terms.append(linear_with_transpose(forward, transpose, other, dot))
+            transpose = _Cotangent(function, side, gradient, _struct(x))
+            terms.append(linear_with_transpose(forward, transpose, operands[1 - side], dot))
     return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
 
 
@@ -174,18 +186,16 @@ def _unscaled(operand: Operand) -> jax.Array:
 
 @jax.custom_jvp
 def _times_scales(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """`x * (first * second)`, where that product may lie beyond float32 though the result does not.
+    """`x * first * second`, no step of which leaves float32's range where the result does not.
 
-    The scales' significands, from 1 to 2, and exponents are multiplied apart, and half of the
-    exponents' sum is applied at a time: x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 is
-    1e36 in either order. Whatever lies between x and the result is never beyond both of them.
+    Where one scale is below 1 and the other is not, their product is taken first, which lies
+    between them: x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 is 1e36, in either order.
+    Where both are on one side of 1, x moves to that side in two steps.
     """
-    exponents = [floor_log2(scale) for scale in (first, second)]
-    parts = [s * power_of_two(-e) for s, e in zip((first, second), exponents, strict=True)]
-    total = exponents[0] + exponents[1]
-    half = total // 2
-    x = product(x, (parts[0] * parts[1]) * power_of_two(half))
-    return product(x, power_of_two(total - half))
+    is_mixed = (first < 1) != (second < 1)
+    both = first * second
+    first, second = jnp.where(is_mixed, both, first), jnp.where(is_mixed, 1.0, second)
+    return settled(settled(x * first) * second)
 
 
 @_times_scales.defjvp
@@ -197,7 +207,7 @@ def _times_scales_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
 
 
 def _operand(x: jax.Array, spec: BlockFormat | None) -> Operand:
-    return (x,) if spec is None else _quantized(x, spec)
+    return (x,) if spec is None else _quantized_jitted(x, spec)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -216,3 +226,6 @@ def _quantized_jvp(
     for scale in scales:
         q_dot = q_dot / scale
     return (q, *scales), (q_dot.astype(q.dtype), *map(jnp.zeros_like, scales))
+
+
+_quantized_jitted = jax.jit(_quantized, static_argnums=1)
