@@ -137,7 +137,9 @@ def test_scales_that_are_not_positive_and_finite(bad):
     wanted = r"^quantize: scale.* is .*, expected a positive number"
     with pytest.raises(ValueError, match=wanted):
         qt.quantize(X, "int8", scale=bad)
-    with pytest.raises(ValueError, match=r"^quantize: tensor_scale.* is .*, expected a positive num"):
+    with pytest.raises(
+        ValueError, match=r"^quantize: tensor_scale.* is .*, expected a positive num"
+    ):
         qt.quantize(X, "nvfp4", tensor_scale=bad)
     if bad in (1e-300, 1e300):
         return
@@ -147,7 +149,9 @@ def test_scales_that_are_not_positive_and_finite(bad):
         with pytest.raises(ValueError, match=wanted + r".*1 of 8 are not") as error:
             qt.quantize(X, spec, scale=value)
         assert "at (3, 1)" in str(error.value)
-    with pytest.raises(ValueError, match=r"^fake_quantize: scale is .* at \(3, 1\), expected a pos"):
+    with pytest.raises(
+        ValueError, match=r"^fake_quantize: scale is .* at \(3, 1\), expected a pos"
+    ):
         qt.fake_quantize(X, "int4_group32", scale=jnp.asarray(value))
 
 
@@ -155,12 +159,16 @@ def test_scales_that_are_not_positive_and_finite(bad):
 def test_scales_in_their_own_dtype_are_checked_too(bad):
     value = np.ones((4, 4), ml_dtypes.float8_e4m3fn)
     value[3, 1] = bad
-    with pytest.raises(ValueError, match=r"^quantize: scale is .* at \(3, 1\), expected a positive"):
+    with pytest.raises(
+        ValueError, match=r"^quantize: scale is .* at \(3, 1\), expected a positive"
+    ):
         qt.quantize(X, "nvfp4", scale=value, tensor_scale=1.0)
     if np.isnan(bad):
         powers = np.full((4, 2), 127, np.uint8)
         powers[3, 1] = 0xFF
-        with pytest.raises(ValueError, match=r"^quantize: scale is nan at \(3, 1\), expected a pos"):
+        with pytest.raises(
+            ValueError, match=r"^quantize: scale is nan at \(3, 1\), expected a pos"
+        ):
             qt.quantize(X, "mxfp4", scale=powers.view(ml_dtypes.float8_e8m0fnu))
 
 
