@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -220,7 +221,9 @@ class QArray:
 
     def _check_lengths(self) -> None:
         lengths, rank = self.lengths, len(self.shape)
-        good = isinstance(lengths, tuple) and all(isinstance(n, int) and n >= 1 for n in lengths)
+        good = isinstance(lengths, tuple) and all(
+            jax.export.is_symbolic_dim(n) or (isinstance(n, int) and n >= 1) for n in lengths
+        )
         if not good or 0 in self.shape:
             raise ValueError(
                 f"QArray: lengths={lengths!r} for an array of shape {self.shape}, expected a tuple "
