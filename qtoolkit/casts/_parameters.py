@@ -1,6 +1,7 @@
 """The one check of what stands beside an array: scales, shifts, offsets, bounds."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,19 +80,28 @@ def parameter(
 
 def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain) -> np.ndarray:
     """A Python number as `dtype` has it; ValueError where that is outside of the domain."""
+    sign = math.copysign(1, value) if value == 0 else 0  # 0.0 and -0.0 are one key otherwise
+    array, is_inside = _converted(value, sign, np.dtype(dtype), domain)
+    if not is_inside:
+        raise ValueError(
+            f"{where}: {shown_number(name, value)} is {array} in {array.dtype}, expected "
+            f"{domain.wanted}"
+        )
+    return array
+
+
+@functools.lru_cache(maxsize=256)
+def _converted(
+    value: float, sign: float, dtype: np.dtype, domain: Domain
+) -> tuple[np.ndarray, bool]:
     try:
         with np.errstate(over="ignore", under="ignore"):
             array = np.asarray(float(value), dtype)
     except OverflowError:  # integers beyond float64
         array = np.asarray(math.inf if value > 0 else -math.inf, dtype)
     if abs(array) < _LEAST:  # float32's subnormals, as XLA reads them
-        array = np.zeros_like(array)
-    if not domain.contains(array.astype(np.float64)):
-        raise ValueError(
-            f"{where}: {shown_number(name, value)} is {array} in {array.dtype}, expected "
-            f"{domain.wanted}"
-        )
-    return array
+        array = np.asarray(math.copysign(0.0, value), dtype)
+    return array, bool(domain.contains(array.astype(np.float64)))
 
 
 def check_dtype(where: str, name: str, value: Any, dtypes: Sequence[DTypeLike]) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts._modes import Rounding, Stochastic, check_rounding
+from qtoolkit.casts._modes import (
+    DETERMINISTIC,
+    SATURATIONS,
+    Rounding,
+    Stochastic,
+    check_rounding,
+)
 from qtoolkit.casts._random import Draw, check_draw
 
 _STATIC: dict[str, Any] = {"static": True}
@@ -63,6 +69,8 @@ class Projection:
 
 NEAREST = Projection()
 UNCLAMPED = Projection(saturation="none")  # as IEEE 754 and `astype` have it
+# Made beforehand: every eager cast asks for one.
+_WITHOUT_DRAW = {(r, s): Projection(r, s) for r in DETERMINISTIC for s in SATURATIONS}
 
 
 def projection_of(
@@ -75,6 +83,16 @@ def projection_of(
     index_offset: Any = 0,
 ) -> Projection:
     """The keywords of a public cast of an array of that shape, checked, as one object."""
+    draws = key is not None or random_bits is not None or not isinstance(index_offset, int)
+    if (
+        not draws
+        and index_offset == 0
+        and isinstance(rounding, str)
+        and isinstance(saturation, str)
+    ):
+        known = _WITHOUT_DRAW.get((rounding, saturation))
+        if known is not None:
+            return known
     rounding = check_rounding(where, rounding, saturation)
     draw = check_draw(where, shape, rounding, key, random_bits, index_offset)
     return Projection(rounding, saturation, draw)
