@@ -20,15 +20,25 @@ lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-exhaustive: $(VENV)/.stamp-dev  ## every float32 input; minutes
+# MODES=all compares with a C oracle in all modes and saturations: needs a C compiler, takes an hour,
+# goes on where it was interrupted, and writes experiments/RESULTS.md.
+exhaustive: $(VENV)/.stamp-dev  ## every float32 input, against ml_dtypes; minutes
+ifeq ($(MODES),all)
+	$(BIN)/python experiments/benchmarks/every_float32.py $(ARGS)
+	$(BIN)/python experiments/benchmarks/results.py
+else
 	$(BIN)/python -m pytest -m exhaustive -s $(ARGS)
+endif
 
-bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run
-	$(BIN)/python experiments/benchmarks/casts.py
-	$(BIN)/python experiments/benchmarks/scales.py
-	$(BIN)/python experiments/benchmarks/operators.py
-	$(BIN)/python experiments/benchmarks/gpu.py
-	$(BIN)/python experiments/benchmarks/training.py
+BENCHMARKS := import_time training casts scales operators gpu
+# Quick results are kept apart from those that count.
+RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
+
+bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run; ARGS=--quick tries it out
+	for name in $(BENCHMARKS); do \
+	  $(BIN)/python experiments/benchmarks/$$name.py --results $(RESULTS)/results $(ARGS) || exit; \
+	done
+	$(BIN)/python experiments/benchmarks/results.py --results $(RESULTS)/results
 
 $(VENV)/.stamp-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -196,18 +196,32 @@ def _numpy_scales(amax: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarray
     return scale, scale, ()
 
 
+# The rule that does what ours does: for mxfp4 that is "even", "floor" after one more addition.
+SAME_RULE = {"mxfp8_e4m3": "rceil", "mxfp4": "floor"}
+
+
+def _torch_peers(compiled: bool) -> dict[Peer, tuple[str, ...]]:
+    rows = {}
+    for rule in ("floor", "rceil", None):
+        name = " ".join(filter(None, ("PyTorch as torchao", rule, compiled and "compiled")))
+        make = partial(torch_quantize, rule=rule, compiled=compiled)
+        has = tuple(scheme for scheme in BLOCKS if (scheme in SAME_RULE) == (rule is not None))
+        if not compiled:
+            rows[Peer(name, make, ("torch",), slow=True)] = has
+            continue
+        same = tuple(scheme for scheme in has if SAME_RULE.get(scheme) == rule)
+        rows[Peer(name, make, ("torch",), promised=True)] = same
+        rows[Peer(name, make, ("torch",))] = tuple(scheme for scheme in has if scheme not in same)
+    return rows
+
+
 def _peers() -> dict[Peer, tuple[str, ...]]:
     """The rows, and the schemes that each has. PyTorch is compiled, too, given a C++ compiler."""
-    mx = ("mxfp8_e4m3", "mxfp4")
     four_bits = tuple(scheme for scheme in BLOCKS if element(scheme) == "float4_e2m1fn")
-    rows = {}
-    for compiled in (False, True) if shutil.which(os.environ.get("CXX", "g++")) else (False,):
-        for rule in ("floor", "rceil", None):
-            name = " ".join(filter(None, ("PyTorch as torchao", rule, compiled and "compiled")))
-            make = partial(torch_quantize, rule=rule, compiled=compiled)
-            has = mx if rule else tuple(scheme for scheme in BLOCKS if scheme not in mx)
-            rows[Peer(name, make, ("torch",))] = has
     bytes_only = tuple(scheme for scheme in BLOCKS if scheme not in four_bits)
+    rows = _torch_peers(compiled=False)
+    if shutil.which(os.environ.get("CXX", "g++")):
+        rows |= _torch_peers(compiled=True)
     rows[Peer("qwix.quantize", qwix_quantize, ("qwix",))] = bytes_only
     rows[Peer("qwix.quantize, 4 bits", qwix_quantize, ("qwix",), slow=True)] = four_bits
     rows[Peer("ml_dtypes, NumPy", numpy_quantize, ("ml_dtypes",), slow=True)] = tuple(BLOCKS)

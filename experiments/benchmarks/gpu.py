@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import typer
+from _results import Folder, Quick, Recorder, at_most
 from _timing import interleaved
 
 import qtoolkit as qt
@@ -40,8 +41,8 @@ def all_variants(x: jax.Array, key: jax.Array, fmt: Format) -> jax.Array:
     return jnp.stack(codes)
 
 
-def count_differences(device: jax.Device) -> int:
-    """Prints a line per format and source, and returns the number of codes that differ."""
+def count_differences(recorder: Recorder, device: jax.Device) -> int:
+    """Records a line per format and source, and returns the number of codes that differ."""
     cpu = jax.devices("cpu")[0]
     key = jax.random.key(0)
     total = 0
@@ -56,11 +57,12 @@ def count_differences(device: jax.Device) -> int:
             )
             different = int(np.count_nonzero(here != there))
             total += different
-            print(f"  {dtype.name:<8}  {fmt.name:<11}  {here.size:,} codes, {different:,} differ")
+            title = "codes of all 16-bit floats, against the CPU's"
+            recorder.count(title, f"{dtype.name} to {fmt.name}", here.size, different)
     return total
 
 
-def print_bandwidths(device: jax.Device, size: int) -> None:
+def time_bandwidths(recorder: Recorder, device: jax.Device, size: int) -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jax.device_put(jnp.ones(size, dtype), device)
         functions: dict[str, Callable[[jax.Array], jax.Array]] = {"copy": jnp.copy}
@@ -72,18 +74,13 @@ def print_bandwidths(device: jax.Device, size: int) -> None:
         functions["pack(encode e2m1fn)"] = lambda x: qt.pack(qt.encode(x, "e2m1fn"), "e2m1fn")
         jitted = {name: jax.jit(function) for name, function in functions.items()}
         seconds = interleaved({name: in_a_row(call, x) for name, call in jitted.items()})
-        bandwidth = {
-            name: CALLS * (x.nbytes + call(x).nbytes) / np.median(seconds[name])
-            for name, call in jitted.items()
-        }
-        print(f"\nbandwidth, {jnp.dtype(dtype).name}, {size:,} elements")
-        for name, bytes_per_second in bandwidth.items():
-            share = bytes_per_second / bandwidth["copy"]
-            word = "holds" if share >= 0.85 else "FALLS SHORT"
-            print(
-                f"  {name:<22}  {bytes_per_second / 1e9:8.1f} GB/s"
-                f"  {share:6.1%} of the copy   promised >= 85 %: {word}"
-            )
+        # For a gigabyte moved, so that rows with other amounts of it compare.
+        for name, call in jitted.items():
+            seconds[name] *= 1e9 / (CALLS * (x.nbytes + call(x).nbytes))
+        title = f"time for a gigabyte, {jnp.dtype(dtype).name}, {size:,} elements"
+        within = at_most(1 / 0.85, "copy")
+        promises = {name: [within] for name in seconds if name != "copy"}
+        recorder.table(title, seconds, "copy", promises)
 
 
 def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any]:
@@ -100,17 +97,19 @@ def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any
 def main(
     platform: Annotated[str, typer.Option(help='"gpu"; "cpu" to try the script out.')] = "gpu",
     size: Annotated[int, typer.Option(help="Elements of the bandwidth's arrays.")] = 2**28,
+    quick: Quick = False,
+    results: Folder = None,
 ) -> None:
     try:
         device = jax.devices(platform)[0]
     except RuntimeError as error:
         print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
         return
-    print(f"jax {jax.__version__}, {device.device_kind}")
-    print("\ncodes of all 16-bit floats, against the CPU's")
-    different = count_differences(device)
-    print_bandwidths(device, size)
-    print(f"\ncodes that differ between {platform.upper()} and CPU: {different:,}")
+    size = 2**20 if quick else size
+    with Recorder("gpu", results, quick) as recorder:
+        recorder.origin["host"] += f", {device.device_kind}"
+        different = count_differences(recorder, device)
+        time_bandwidths(recorder, device, size)
     if different:
         raise typer.Exit(1)
 

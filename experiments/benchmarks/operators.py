@@ -8,7 +8,7 @@ Inside `jit` results go into one buffer; "called eagerly" is what one call from 
 of the arguments and a new result included. Other libraries are timed one at a time, after the rest.
 """
 
-import os
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import peers
 import typer
+from _results import Folder, Quick, Recorder, at_most, faster_by
 from casts import Table, in_place, into_one_buffer, numbers
 
 import qtoolkit as qt
@@ -52,28 +53,19 @@ def compared(
     jitted: Callable[[Function], Callable[[], Any]],
     x: jax.Array,
     others: tuple[peers.Peer, ...],
-    runs: int,
-) -> list[str]:
-    ours, operator = names
-    table = None
+) -> Table:
+    plain_name, operator = names
+    table = Table(title, f"{plain_name} {COMPARED[0]}, in jit", jitted(functions(COMPARED[0])[0]))
+    slower = table.add_peers(others, np.asarray(x), COMPARED)
     for fmt in COMPARED:
         plain, published = functions(fmt)
         for how, make in (("in jit", jitted), ("called eagerly", lambda f: eager(f, x))):
-            row = f"{ours} {fmt}, {how}"
-            if table is None:
-                table = Table(title, row, make(plain))
-            else:
-                table.add(row, make(plain))
-            table.add(f"{operator} {fmt}, {how}", make(published), WITHIN, row)
-    assert table is not None
-    table.add_peers(others, np.asarray(x), COMPARED, operator)
-    for name in list(table.promises):  # the peer is compared with the call from Python
-        promise = table.promises[name]
-        if promise.at_least:
-            table.promises[name] = type(promise)(
-                promise.factor, f"{promise.of}, called eagerly", at_least=True
-            )
-    return table.run(runs)
+            table.add(f"{plain_name} {fmt}, {how}", make(plain))
+            # The peer is compared with the call from Python.
+            peer = [faster_by(1, *slower[fmt])] if how == "called eagerly" else []
+            same = at_most(WITHIN, f"{plain_name} {fmt}, {how}")
+            table.add(f"{operator} {fmt}, {how}", make(published), same, *peer)
+    return table
 
 
 def only(group: tuple[peers.Peer, ...], name: str) -> tuple[peers.Peer, ...]:
@@ -87,33 +79,31 @@ def only(group: tuple[peers.Peer, ...], name: str) -> tuple[peers.Peer, ...]:
 def main(
     size: Annotated[list[int] | None, typer.Option(help="Elements.")] = None,
     runs: Annotated[int, typer.Option(help="Runs of each row.")] = 25,
+    quick: Quick = False,
+    results: Folder = None,
 ) -> None:
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} threads")
-    short = []
-    for elements in size or (2**20, 2**24):
-        for source in SOURCES:
+    sizes, runs = ((2**16,), 3) if quick else (size or (2**20, 2**24), runs)
+    with Recorder("operators", results, quick) as recorder:
+        for elements, source in itertools.product(sizes, SOURCES):
             x = numbers(elements, source)
-            buffer = [x.copy()]
-            short += compared(
+            casts = compared(
                 f"{source} to 8-bit floats, {elements:,} elements",
                 ("cast", "onnx.cast"),
                 cast_functions,
                 into_one_buffer(x),
                 x,
                 only(peers.CODES, "ONNX Runtime"),
-                runs,
             )
-            short += compared(
+            casts.run(recorder, runs)
+            converts = compared(
                 f"{source}, scale and shift, {elements:,} elements",
                 ("fake_convert", "openvino.fake_convert"),
                 fake_convert_functions,
-                partial(in_place, buffer),
+                partial(in_place, [x.copy()]),
                 x,
                 only(peers.VALUES, "OpenVINO"),
-                runs,
             )
-    print(f"\npromises that fall short: {len(short)}")
-    print("\n".join(short))
+            converts.run(recorder, runs)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""Writes experiments/RESULTS.md from what the benchmarks stored in experiments/results.
+
+Command: python experiments/benchmarks/results.py   (both `make bench` and `make exhaustive` end so)
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from _results import ROOT, load
+from c_casts import NUMPY_HAS, ROUNDINGS
+
+FOLDER = ROOT / "experiments" / "results"
+ORDER = ("casts", "scales", "training", "import_time", "operators", "gpu")
+INTRODUCTION = """# Results
+
+Written by `python experiments/benchmarks/results.py` from `experiments/results/*.jsonl`, which the
+commands below store; not edited by hand. `make bench` runs all benchmarks, `make exhaustive
+MODES=all` compares every float32. Times are medians, beside them the middle half of the runs;
+ratios are of medians within one table.
+"""
+
+Row = dict[str, Any]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def provenance(origin: Row) -> str:
+    lines = [f"* `{origin['command']}`", f"* {origin['date']}, commit {origin['commit']}"]
+    lines += [f"* {origin['host']}", f"* {origin['versions']}"]
+    lines += [f"* {origin['compiler']}"] if "compiler" in origin else []
+    if origin.get("quick"):
+        lines.append("* **A quick run, on small arrays: no figures to quote.**")
+    return "\n".join(lines) + "\n"
+
+
+def verdicts(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    return [(row, verdict) for row in rows for verdict in row.get("promises", ())]
+
+
+def judged(verdict: Row) -> str:
+    return f"{verdict['promise']} x {verdict['of']}: {verdict['ratio']:.2f}"
+
+
+def summary(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
+    lines = []
+    for name, (origin, rows) in benchmarks.items():
+        kept = [verdict["holds"] for _, verdict in verdicts(rows)]
+        counts = str(len(kept)), str(kept.count(False))
+        lines.append([name, origin["date"], origin["commit"], *counts])
+    heads = ("benchmark", "date", "commit", "promises", "fall short")
+    return "## Promises\n\n" + table(heads, lines)
+
+
+def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
+    lines = [
+        [f"{name}: {row['table']}", row["row"], judged(verdict)]
+        for name, (_, rows) in benchmarks.items()
+        for row, verdict in verdicts(rows)
+        if not verdict["holds"]
+    ]
+    heads = ("table", "row", "promised: measured")
+    return "### What falls short\n\n" + (table(heads, lines) if lines else "Nothing.\n")
+
+
+def timed_line(row: Row) -> list[str]:
+    low, high = row["quartiles_ms"]
+    promises = row.get("promises", ())
+    words = ["holds" if promise["holds"] else "**missed**" for promise in promises]
+    times = [f"{row['median_ms']:g}", f"{low:g} - {high:g}", str(row["runs"])]
+    ratios = [f"{row['ratio']:.2f}", "; ".join(map(judged, promises)), "; ".join(words)]
+    return [row["row"], *times, *ratios]
+
+
+def tables_of(rows: Sequence[Row]) -> str:
+    parts = []
+    for title in dict.fromkeys(row["table"] for row in rows):
+        inside = [row for row in rows if row["table"] == title]
+        if "differ" in inside[0]:
+            lines = [[r["row"], f"{r['compared']:,}", f"{r['differ']:,}"] for r in inside]
+            parts.append(f"### {title}\n\n" + table(("what", "compared", "differ"), lines))
+            continue
+        heads = ("row", "median, ms", "middle half, ms", "runs")
+        heads += (f"ratio to {inside[0]['yardstick']}", "promise", "")
+        parts.append(f"### {title}\n\n" + table(heads, map(timed_line, inside)))
+    return "\n".join(parts)
+
+
+def every_float32(origin: Row, rows: Sequence[Row]) -> str:
+    by_place = {(row["format"], row["rounding"]): row for row in rows}
+
+    def cell(name: str, rounding: str) -> str:
+        row = by_place.get((name, rounding))
+        return ", ".join(f"{n:,}" for n in row["differ"].values()) if row else "not compared"
+
+    differ = sum(sum(row["differ"].values()) for row in rows)
+    codes = sum(row["compared"] * len(row["differ"]) for row in rows)
+    minutes = sum(row["seconds"] for row in rows) / 60
+    text = (
+        f"`qt.encode` against the oracle in C, {3 * len(rows)} of {18 * len(NUMPY_HAS)} "
+        f"comparisons, {codes:,} codes in {minutes:.0f} minutes: **{differ:,} differ**. Each cell: "
+        "how many of 4,294,967,296 differ in the saturations finite, propagate and none.\n"
+    )
+    lines = [[name, *(cell(name, rounding) for rounding in ROUNDINGS)] for name in NUMPY_HAS]
+    examples = [
+        f"* {row['format']} {row['rounding']} {saturation}: {', '.join(patterns)}\n"
+        for row in rows
+        for saturation, patterns in row["examples"].items()
+        if patterns
+    ]
+    parts = ["## Every float32 input\n\n", provenance(origin), "\n", text, "\n"]
+    return "".join([*parts, table(("format", *ROUNDINGS), lines), *examples])
+
+
+def main(
+    results: Annotated[
+        Path, typer.Option(help="Where they are; the page goes beside it.")
+    ] = FOLDER,
+) -> None:
+    page = results.parent / "RESULTS.md"
+    stored = {path.stem: load(path) for path in sorted(results.glob("*.jsonl"))}
+    names = [name for name in ORDER if name in stored]
+    benchmarks = {name: (stored[name][0], stored[name][1:]) for name in names}
+    parts = [INTRODUCTION, summary(benchmarks), shortfalls(benchmarks)]
+    if "every_float32" in stored:
+        origin, *rows = stored["every_float32"]
+        parts.append(every_float32(origin, rows))
+    parts += [
+        f"## {name}\n\n{provenance(origin)}\n{tables_of(rows)}"
+        for name, (origin, rows) in benchmarks.items()
+    ]
+    page.write_text("\n".join(parts), encoding="utf-8")
+    print(f"{page}: {len(stored)} results")
+
+
+if __name__ == "__main__":
+    typer.run(main)
