@@ -4,7 +4,7 @@ import enum
 import math
 from typing import Any
 
-import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -286,7 +286,8 @@ def _check_shape(shape: tuple[int, ...]) -> None:
         )
     if 0 in shape:
         raise ValueError(f"{_WHERE}: input is empty, shape {shape}, expected elements")
-    if math.prod(shape) > _INT32_MAX:
+    is_known = not any(map(jax.export.is_symbolic_dim, shape))
+    if is_known and math.prod(shape) > _INT32_MAX:
         raise ValueError(
             f"{_WHERE}: input has shape {shape}, {math.prod(shape)} elements, expected at most "
             f"2**31 - 1 = {_INT32_MAX}; cast it in parts"
