@@ -55,7 +55,7 @@ FORMATS = {
     "e4m3fnuz": Fields(4, 3, 8, "FNUZ", "TO_NAN"),
     "e5m2fnuz": Fields(5, 2, 16, "FNUZ", "TO_NAN"),
     "e4m3b11fnuz": Fields(4, 3, 11, "FNUZ", "TO_NAN"),
-    "float8_e4m3": Fields(4, 3, 7, "IEEE", "TO_INF"),
+    "e4m3_ieee": Fields(4, 3, 7, "IEEE", "TO_INF"),
     "e3m4": Fields(3, 4, 3, "IEEE", "TO_INF"),
     "ue4m3": Fields(4, 3, 7, "FN", "TO_NAN", is_signed=False),
     "e8m0fnu": Fields(8, 0, 127, "FN", "TO_NAN", is_signed=False, has_zero=False),

@@ -22,9 +22,10 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None, default: str = "non
     """
     if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
         raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    element, resolved = found(of), spec(of)
+    element = None if isinstance(of, BlockFormat) else found(of)
     if element is not None:
         return _SHAPES[scaling or default](element)
+    resolved = spec(of)
     if scaling is not None:
         raise ValueError(
             f"{where}: scaling={scaling!r} beside {resolved.name}, which has scales of its own; "
