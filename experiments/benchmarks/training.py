@@ -22,7 +22,7 @@ from _results import Folder, Quick, Recorder, at_most
 from _timing import interleaved
 from flax import nnx
 
-from qtoolkit.demo._language_model import CONTEXT, Block, ByteTransformer, bits_per_byte
+from qtoolkit.demo import CONTEXT, Block, ByteTransformer, bits_per_byte
 from qtoolkit.nnx import wrap
 
 PLAIN, WRAPPED = "plain float32", "qtoolkit.nnx.wrap, E4M3 / E5M2"

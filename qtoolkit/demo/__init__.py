@@ -2,11 +2,13 @@
 
 from qtoolkit.demo._demo import parameters, restore, run
 from qtoolkit.demo._language_model import (
+    CONTEXT,
     Block,
     ByteTransformer,
     Corpus,
     TrainingPair,
     TrainingRun,
+    bits_per_byte,
     evaluate,
     load_corpus,
     train_pair,
@@ -15,12 +17,14 @@ from qtoolkit.demo._language_model import (
 from qtoolkit.demo._results import Results
 
 __all__ = [
+    "CONTEXT",
     "Block",
     "ByteTransformer",
     "Corpus",
     "Results",
     "TrainingPair",
     "TrainingRun",
+    "bits_per_byte",
     "evaluate",
     "load_corpus",
     "parameters",
