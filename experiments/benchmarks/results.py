@@ -117,7 +117,9 @@ def every_float32(origin: Row, rows: Sequence[Row]) -> str:
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Where they are; the page goes beside it.")] = FOLDER,
+    results: Annotated[
+        Path, typer.Option(help="Where they are; the page goes beside it.")
+    ] = FOLDER,
 ) -> None:
     page = results.parent / "RESULTS.md"
     stored = {path.stem: load(path) for path in sorted(results.glob("*.jsonl"))}
