@@ -56,18 +56,28 @@ def converted(tmp_path, tensors, **options):
 
 
 SHAPES = [(1, 1), (1, 65), (65, 1), (5, 7, 3), (2, 200), (129, 2)]
+# Each shape compiles programs of its own, in each format.
+SOME_SHAPES = [(5, 7, 3), (2, 200)]
 CASES = [
-    *(("e4m3fn", dtype, 64) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)),
-    *((fmt, np.float32, 2**20) for fmt in TARGETS),
+    *(("e4m3fn", dtype, 64, SHAPES) for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)),
+    ("e4m3fn", np.float32, 2**20, SHAPES),
+    *((fmt, np.float32, 2**20, SOME_SHAPES) for fmt in TARGETS if fmt != "e4m3fn"),
+    *(
+        pytest.param(fmt, np.float32, 2**20, SHAPES, marks=pytest.mark.exhaustive)
+        for fmt in TARGETS
+        if fmt != "e4m3fn"
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fmt", "dtype", "chunk"), CASES)
-def test_codes_and_scales_equal_numpy_with_ml_dtypes(tmp_path, monkeypatch, fmt, dtype, chunk):
+@pytest.mark.parametrize(("fmt", "dtype", "chunk", "shapes"), CASES)
+def test_codes_and_scales_equal_numpy_with_ml_dtypes(
+    tmp_path, monkeypatch, fmt, dtype, chunk, shapes
+):
     monkeypatch.setattr(_convert, "CHUNK", chunk)
     tensors = {
         f"{i}{ending}": normal(shape, dtype, seed=i)
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate(shapes)
         for ending in (".weight", "/kernel")
     }
     for scaling in ("tensor", "channel"):
