@@ -59,7 +59,7 @@ def test_a_run_that_fails_keeps_what_was_stored_before(tmp_path):
 def test_the_page_holds_every_row_and_says_what_fell_short(tmp_path):
     folder = tmp_path / "results"
     record(folder)
-    every = {"differ": dict.fromkeys(SATURATIONS, 0), "examples": dict.fromkeys(SATURATIONS, [])}
+    every = {"differ": dict.fromkeys(SATURATIONS, 0), "examples": {key: [] for key in SATURATIONS}}
     wrong = {
         "differ": {"finite": 0, "propagate": 0, "none": 17},
         "examples": {"finite": [], "propagate": [], "none": ["0x43e80001"]},
