@@ -83,11 +83,8 @@ FUNCTIONS = {
     "openvino.convert": lambda x: qt.openvino.convert(x, "f8e5m2"),
     "pypto.cast": lambda x: qt.pypto.cast(x, qt.pypto.DT_INT16, qt.pypto.CastMode.CAST_FLOOR),
 }
-# What asks for the number of elements as a number; PyPTO has a limit for it.
-FIXED_SHAPE = (
-    *("AbsMax", "Percentile", "lsq_scale", "metrics", "sqnr_db"),
-    *("onnx.dynamic_quantize_linear", "pypto.cast"),
-)
+# What asks for the number of elements as a number.
+FIXED_SHAPE = ("AbsMax", "Percentile", "lsq_scale", "metrics", "sqnr_db")
 
 
 def example(rows):

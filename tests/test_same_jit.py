@@ -21,10 +21,6 @@ KEY = jax.random.key(7)
 BIAS = np.float32(0.37)
 
 
-def gelu_like(a, b):
-    return jax.nn.gelu(a) + jnp.zeros_like(b)
-
-
 def carried(a, b):
     """The carry of a scan: what its last step made."""
     return jax.lax.scan(lambda c, v: (c * v + v, None), a, jnp.stack([b, a]))[0]

@@ -31,7 +31,8 @@ class Domain:
 
 FINITE = Domain("a finite number", np.isfinite)
 NONZERO = Domain(
-    "a finite number other than zero", lambda v: np.isfinite(v) & (np.abs(v) >= _LEAST)
+    "a finite number other than zero, 2**-126 or more in magnitude",
+    lambda v: np.isfinite(v) & (np.abs(v) >= _LEAST),
 )
 POSITIVE = Domain(
     "a positive finite number, 2**-126 or more", lambda v: (v >= _LEAST) & (v < np.inf)

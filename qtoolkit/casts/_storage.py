@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from qtoolkit.casts._bits import codes_from_dtype, dtype_from_codes
+from qtoolkit.casts._bits import codes_from_dtype, dtype_from_codes, from_pattern, pattern
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
-from qtoolkit.casts._sources import codes_of, values_of
+from qtoolkit.casts._sources import codes_of, round_values, values_of
 from qtoolkit.formats import FLOAT32, FloatFormat, format
 
 
 def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to nearest even to `dtype`; infinite where that overflows."""
-    fmt = format(dtype)
-    assert isinstance(fmt, FloatFormat)
-    return to_stored(x, fmt, UNCLAMPED)
+    """float32 rounded to nearest even to float16, bfloat16 or float32; infinite on overflow."""
+    return from_pattern(pattern(rounded_to(x, dtype)), dtype)
+
+
+def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The float32 values of `in_dtype`."""
+    return x if dtype == jnp.float32 else round_values(x, format(dtype), UNCLAMPED)
 
 
 def to_stored(x: jax.Array, fmt: FloatFormat, projection: Projection = NEAREST) -> jax.Array:

@@ -42,10 +42,9 @@ from qtoolkit.casts._sources import (
     codes_of,
     is_array,
     round_values,
-    shown_number,
     values_of,
 )
-from qtoolkit.casts._storage import from_stored, in_dtype, to_stored
+from qtoolkit.casts._storage import from_stored, in_dtype, rounded_to, to_stored
 
 __all__ = [
     "FINITE",
@@ -91,8 +90,8 @@ __all__ = [
     "product",
     "quotient",
     "round_values",
+    "rounded_to",
     "settled",
-    "shown_number",
     "times_power_of_two",
     "to_stored",
     "values_of",

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     FINITE,
     NONZERO,
-    UNCLAMPED,
     check_arguments,
     check_differentiable,
     check_holds,
@@ -23,8 +22,9 @@ from qtoolkit.casts.internal import (
     product,
     quotient,
     round_values,
+    rounded_to,
 )
-from qtoolkit.formats import Format, FormatLike, format
+from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import (
     CotangentEstimator,
     Estimator,
@@ -104,9 +104,9 @@ def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Ar
     float32 has at least 2p + 2 significand bits for the p of float16 and bfloat16, so rounding its
     sums, products and quotients once more is as rounding the exact ones (Figueroa, 1995).
     """
-    u = _rounded(product(exact_float32(x), exact_float32(scale)), x.dtype)
+    u = product(exact_float32(x), exact_float32(scale))
     if shift is not None:
-        u = _rounded(u - exact_float32(shift), x.dtype)
+        u = rounded_to(u, x.dtype) - exact_float32(shift)
     return in_dtype(u, x.dtype)
 
 
@@ -117,11 +117,6 @@ def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     if shift is not None:
         u_dot -= broadcast_product(jnp.ones(x.shape, jnp.float32), shift_dot, x.dtype)
     return _argument(x, scale, shift), u_dot
-
-
-def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to what `dtype` holds; XLA may drop an `astype` there and back."""
-    return x if dtype == jnp.float32 else round_values(x, format(dtype), UNCLAMPED)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
@@ -136,7 +131,7 @@ def _fake_convert(
     u = _argument(x, scale, shift)
     q = exact_float32(round_values(u, fmt, projection.drawn(x.shape)))
     if shift is not None:
-        q = _rounded(q + exact_float32(shift), x.dtype)
+        q = rounded_to(q + exact_float32(shift), x.dtype)
     return in_dtype(quotient(q, exact_float32(scale)), x.dtype)
 
 

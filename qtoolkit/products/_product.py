@@ -17,12 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts.internal import (
-    FLOATS,
-    check_differentiable,
-    check_holds,
-    settled,
-)
+from qtoolkit.casts.internal import FLOATS, check_differentiable, check_holds, settled
 from qtoolkit.formats import BlockFormat
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import (
@@ -168,20 +163,19 @@ def _combined(
     """`function` of two operands, float32.
 
     Scales multiply the result where both operands have one: q is as far from the ends of float32 as
-    its format is. Beside a wide operand, 1e36, already its product with q = 448 would overflow, so
-    that there q is multiplied by its scale first.
+    its format is. Beside an operand without one, 1e36, already its product with q = 448 would
+    overflow, so that there q is multiplied by its scale first, in float32.
     """
-    if len(first) == len(second) == 2:
-        (q, scale), (other_q, other_scale) = first, second
-        return _times_scales(function(q, other_q.astype(q.dtype)), scale, other_scale)
-    wide, other = _unscaled(first), _unscaled(second)
-    return function(wide, other.astype(wide.dtype))
+    q, other_q = first[0], second[0]
+    if len(first) != len(second):
+        return function(_unscaled(first), _unscaled(second))
+    out = function(q, other_q.astype(q.dtype))
+    return out if len(first) == 1 else _times_scales(out, first[1], second[1])
 
 
 def _unscaled(operand: Operand) -> jax.Array:
-    if len(operand) == 1:
-        return operand[0]
-    return differentiable_widened(operand[0]) * operand[1]
+    wide = differentiable_widened(operand[0])
+    return wide if len(operand) == 1 else wide * operand[1]
 
 
 @jax.custom_jvp

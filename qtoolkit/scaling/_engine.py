@@ -146,9 +146,7 @@ def block_values(
     return _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
 
 
-def operand_values(
-    x: Array, spec: BlockFormat, projection: Projection = NEAREST
-) -> tuple[Array, Array | None]:
+def operand_values(x: Array, spec: BlockFormat) -> tuple[Array, Array | None]:
     """`x` as values q of the element format and one scale for all of it: x ~ q * scale.
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
@@ -167,7 +165,7 @@ def operand_values(
     if scales.scale is not None:
         scale = effective(scales.scale, None, spec).reshape(())
         u = quotient(wide, scale)
-    q = element_values(u, spec, projection.drawn(x.shape), None)
+    q = element_values(u, spec, NEAREST, None)
     q = jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
     # Without the barrier XLA's CPU repeats the rounding in every transposed copy of q that a
     # product asks for.

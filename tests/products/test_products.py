@@ -4,6 +4,8 @@ Products of 8-bit values are exact in float32, so results differ from the oracle
 accumulation only: at most K * 2**-24 of the sum of magnitudes, for K terms.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -321,3 +323,22 @@ def test_products_of_the_largest_and_the_smallest_numbers():
 def test_a_recipe_takes_no_scales_of_blocks(fmt):
     with pytest.raises(ValueError, match=r"Recipe: forward=.*expected a format with one scale"):
         Recipe(fmt)
+
+
+def test_a_rounded_operand_beside_a_wide_one_is_rounded_once():
+    """bfloat16 activations and cotangents, float32 weights, cotangents left wide.
+
+    Oracle: float64 with ml_dtypes' E4M3. Rounded to bfloat16 once more, q * scale would be off by
+    up to 2**-9.
+    """
+    x, w, g = draw(16, 24, dtype=ml_dtypes.bfloat16), draw(24, 8, seed=1), draw(16, 8, seed=2)
+    g = g.astype(ml_dtypes.bfloat16)
+    product = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=Recipe(gradient=None))
+    _, back = jax.vjp(product, jnp.asarray(x), jnp.asarray(w))
+    _, dw = back(jnp.asarray(g))
+    qx, sx = quantized(x)
+    assert dw.dtype == jnp.float32
+    assert_close(dw, (qx * sx).T @ g.astype(np.float64), 16, np.abs(np.asarray(dw)).max())
+    _, tangent = jax.jvp(lambda w: product(jnp.asarray(x), w, preferred_element_type=jnp.float32),
+                         (jnp.asarray(w),), (jnp.asarray(w),))  # fmt: skip
+    assert_close(tangent, (qx * sx) @ w.astype(np.float64), 24, np.abs(np.asarray(tangent)).max())
