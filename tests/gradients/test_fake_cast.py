@@ -1,5 +1,7 @@
 """fake_cast: its values are those of decode(encode(x)), its derivative the estimator's slope."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -61,6 +63,9 @@ def modes_of(fmt):
 
 EVERY = [fmt for fmt in FORMATS if fmt.bits < 32 or fmt.name == "float32"]
 EVERY += map(format, ("binary8p1se", "binary8p3sf", "binary12p6ue", "int5", "uint13"))
+# Compiled as users compile them: what is shipped, and one format for each other way of rounding.
+COMPILED = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bfloat16", "float16", "int8", "binary8p1se"]
+COMPILED += ["e8m0fnu", "ue4m3", "e2m1fn", "int4", "bool", "nf4", "hifloat8", "float32"]
 
 
 @pytest.mark.quick
@@ -82,7 +87,9 @@ def test_every_format_and_mode_equals_decode_of_encode(fmt):
         got = [fake_cast(x, fmt, **h) for h in how]
         return got, [decode(encode(x, fmt, **h), fmt, x.dtype) for h in how]
 
-    for h, got, expected in zip(how, *both(x), strict=True):
+    with contextlib.nullcontext() if fmt.name in COMPILED else jax.disable_jit():
+        results = both(x)
+    for h, got, expected in zip(how, *results, strict=True):
         np.testing.assert_array_equal(bits(got), bits(expected), err_msg=str(h))
 
 
