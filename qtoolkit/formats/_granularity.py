@@ -7,14 +7,14 @@ from qtoolkit.formats._spec import SpecLike, spec
 SCALINGS = ("none", "tensor", "channel", "token")
 
 
-def scaled_by(where: str, of: SpecLike, scaling: str | None, default: str = "none") -> BlockFormat:
+def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
     """The block format that an element format and a word for its scales stand for.
 
     Args:
       where: Who asks, for the messages.
       of: A block format, which has scales of its own; or an element format; or a spelling.
       scaling: "none", "tensor", "channel" (a scale for each index of the last axis) or "token" (one
-        for each vector along it). None: those of a block format, for an element `default`.
+        for each vector along it). None: those of a block format, none for an element.
 
     Raises:
       ValueError: Another word; one beside a block format; or `of` is unknown.
@@ -24,7 +24,7 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None, default: str = "non
         raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
     element = None if isinstance(of, BlockFormat) else found(of)
     if element is not None:
-        return _SHAPES[scaling or default](element)
+        return _SHAPES[scaling or "none"](element)
     resolved = spec(of)
     if scaling is not None:
         raise ValueError(

@@ -21,13 +21,14 @@ from qtoolkit.casts.internal import (
     product,
     quotient,
     round_values,
+    rounded_to,
     times_power_of_two,
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, UINT8, Format, IntFormat, format
 from qtoolkit.onnx._cast import cast_to
 from qtoolkit.onnx._operator import Operator
-from qtoolkit.onnx._types import FLOAT6, FLOAT8, FORMATS, DataType, is_traced, of_dtype
+from qtoolkit.onnx._types import DTYPES, FLOAT6, FLOAT8, FORMATS, DataType, is_traced, of_dtype
 
 _T = DataType
 _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
@@ -130,7 +131,7 @@ def quantize_linear(
             for array in operands.arrays
         ),
         operands.granularity,
-        FORMATS[division or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
+        DTYPES[division or (scale_type if scale_type in _FLOATS else _T.FLOAT)],
         division is not None,
         FORMATS[target],
     )
@@ -367,7 +368,7 @@ def _quantize(
     scale: jax.Array,
     zero: jax.Array | None,
     granularity: tuple[int, int] | None,
-    precision: Format,
+    precision: np.dtype,
     converts_first: bool,
     target: Format,
 ) -> jax.Array:
@@ -375,16 +376,16 @@ def _quantize(
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
     wide, divisor = _float32(x), _spread(scale, x, granularity)
     if converts_first:
-        wide, divisor = _rounded(wide, precision), _rounded(divisor, precision)
+        wide, divisor = rounded_to(wide, precision), rounded_to(divisor, precision)
     ratio = _times_power_of_two(wide, divisor, -1) if is_power else quotient(wide, divisor)
-    ratio = _rounded(ratio, precision)
+    ratio = rounded_to(ratio, precision)
     offset = None if zero is None else _spread(zero, x, granularity)
     if isinstance(target, IntFormat):
         return _integers(ratio, offset, target)
     if offset is None:
         return ratio
     # Where the zero point is zero, -0 keeps its sign.
-    return jnp.where(offset == 0, ratio, _rounded(ratio + offset, precision))
+    return jnp.where(offset == 0, ratio, rounded_to(ratio + offset, precision))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -417,11 +418,6 @@ def _integers(x: jax.Array, zero: jax.Array | None, fmt: IntFormat) -> jax.Array
     """`x` rounded to nearest even, and `zero` added, clamped to integers of `fmt`."""
     total = x if zero is None else round_values(x, _WIDE) + zero
     return dtype_from_codes(codes_of(total, fmt, NEAREST), fmt)
-
-
-def _rounded(x: jax.Array, fmt: Format) -> jax.Array:
-    """float32 numbers rounded to what a narrower type holds."""
-    return x if fmt == FLOAT32 else round_values(x, fmt, UNCLAMPED)
 
 
 def _times_power_of_two(x: jax.Array, scale: jax.Array, sign: int) -> jax.Array:

@@ -17,11 +17,11 @@ from qtoolkit.casts.internal import (
     NEAREST,
     UNCLAMPED,
     exact_float32,
-    in_dtype,
     product,
     quotient,
     round_values,
     settled,
+    to_stored,
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
@@ -51,7 +51,7 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
         # these two are 0, what is left is the pattern of an infinity.
         kept = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
         wide = jnp.where(wide == wide, _to_float16(wide), kept)
-    return in_dtype(wide, fmt.dtype)
+    return to_stored(wide, fmt, UNCLAMPED)
 
 
 def fake_convert(
