@@ -32,7 +32,7 @@ from qtoolkit.casts._powers import (
     power_of_two,
     times_power_of_two,
 )
-from qtoolkit.casts._projection import NEAREST, UNCLAMPED
+from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,
@@ -88,6 +88,7 @@ __all__ = [
     "parameter",
     "power_of_two",
     "product",
+    "projection_of",
     "quotient",
     "round_values",
     "rounded_to",

@@ -17,25 +17,51 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
-Linear = Callable[[tuple[jax.Array, ...], jax.Array], jax.Array]
+# From residuals and what it is linear in to its result: arrays, or tuples of arrays.
+Linear = Callable[[tuple[jax.Array, ...], Any], Any]
 
 _linear_p = Primitive("linear_with_transpose")
+_linear_p.multiple_results = True
 
 
 def linear_with_transpose(
-    forward: Linear, transpose: Linear, residuals: tuple[jax.Array, ...], x: jax.Array
+    forward: Linear, transpose: Linear, residuals: tuple[jax.Array, ...], x: Any
 ) -> jax.Array:
     """`forward(residuals, x)`, whose transpose is `transpose(residuals, cotangent)`.
 
     Args:
-      forward: Linear in `x`; hashable. Its derivative by the residuals is the ordinary one.
+      forward: Linear in `x`, gives one array; hashable. Its derivative by the residuals is the
+        ordinary one.
       transpose: From the shape and dtype of the result to those of `x`; hashable. It need not be
         linear: rounding the cotangent is what it is for.
       residuals: Arrays that both functions get.
-      x: The linear operand.
+      x: The linear operand, an array; or a tuple of them, which both functions take and give.
     """
-    operands = varying_alike(*residuals, x)
-    return _linear_p.bind(*operands, forward=forward, transpose=transpose)
+    is_tuple = isinstance(x, tuple)
+    xs = x if is_tuple else (x,)
+    operands = varying_alike(*residuals, *xs)
+    (out,) = _linear_p.bind(
+        *operands,
+        forward=_Flat(forward, is_tuple, False),
+        transpose=_Flat(transpose, False, is_tuple),
+        residuals=len(residuals),
+    )
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """`function` from a tuple of arrays to a tuple of arrays."""
+
+    function: Linear
+    takes_tuple: bool
+    gives_tuple: bool
+
+    def __call__(
+        self, residuals: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        out = self.function(residuals, xs if self.takes_tuple else xs[0])
+        return tuple(out) if self.gives_tuple else (out,)
 
 
 def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -92,62 +118,88 @@ class _ProductTransposed:
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
-    """`function` mapped over a leading axis of `x` and over `residual_axes` of the residuals."""
+    """`function` mapped over a leading axis of what it is linear in, and `axes` of the residuals."""
 
     function: Linear
-    residual_axes: tuple[int | None, ...]
+    axes: tuple[int | None, ...]
 
-    def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-        return jax.vmap(self.function, in_axes=(self.residual_axes, 0))(residuals, x)
+    def __call__(
+        self, residuals: tuple[jax.Array, ...], xs: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        return jax.vmap(self.function, in_axes=(self.axes, 0))(residuals, xs)
 
 
-def _evaluate(*operands: jax.Array, forward: Linear, transpose: Linear) -> jax.Array:
+def _evaluate(
+    *operands: jax.Array, forward: Linear, transpose: Linear, residuals: int
+) -> list[jax.Array]:
     del transpose
-    return forward(operands[:-1], operands[-1])
+    return list(forward(operands[:residuals], operands[residuals:]))
 
 
-_evaluate_jitted = jax.jit(_evaluate, static_argnames=("forward", "transpose"))
+_STATIC = ("forward", "transpose", "residuals")
+_evaluate_jitted = jax.jit(_evaluate, static_argnames=_STATIC)
 
 
-def _abstract_eval(*avals: Any, forward: Linear, transpose: Linear) -> Any:
-    evaluate = functools.partial(_evaluate_jitted, forward=forward, transpose=transpose)
-    return jax.make_jaxpr(evaluate)(*avals).out_avals[0]  # traced once for all calls alike
+def _abstract_eval(*avals: Any, **static: Any) -> Any:
+    evaluate = functools.partial(_evaluate_jitted, **static)
+    return jax.make_jaxpr(evaluate)(*avals).out_avals  # traced once for all calls alike
 
 
 def _jvp(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...], *, forward: Linear, transpose: Linear
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    forward: Linear,
+    transpose: Linear,
+    residuals: int,
 ) -> tuple[Any, Any]:
-    *residuals, x = primals
-    *residual_dots, x_dot = tangents
-    bind = functools.partial(_linear_p.bind, forward=forward, transpose=transpose)
-    out = bind(*residuals, x)
-    terms = [] if isinstance(x_dot, ad.Zero) else [bind(*residuals, x_dot)]
-    if not all(isinstance(dot, ad.Zero) for dot in residual_dots):
-        dots = tuple(map(ad.instantiate_zeros, residual_dots))
-        terms.append(jax.jvp(lambda *r: forward(r, x), tuple(residuals), dots)[1])
-    return out, functools.reduce(jnp.add, terms)
+    kept, xs = tuple(primals[:residuals]), tuple(primals[residuals:])
+    kept_dots, x_dots = tangents[:residuals], tangents[residuals:]
+    bind = functools.partial(
+        _linear_p.bind, forward=forward, transpose=transpose, residuals=residuals
+    )
+    terms = []
+    if not all(isinstance(dot, ad.Zero) for dot in x_dots):
+        terms.append(bind(*kept, *map(ad.instantiate_zeros, x_dots)))
+    if not all(isinstance(dot, ad.Zero) for dot in kept_dots):
+        dots = tuple(map(ad.instantiate_zeros, kept_dots))
+        terms.append(jax.jvp(lambda *r: forward(r, xs), kept, dots)[1])
+    return bind(*primals), [
+        functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)
+    ]
 
 
-def _transpose(cotangent: Any, *operands: Any, forward: Linear, transpose: Linear) -> list[Any]:
-    *residuals, x = operands
-    if isinstance(cotangent, ad.Zero):
-        return [None] * len(residuals) + [ad.Zero(x.aval)]
-    out = _linear_p.bind(*residuals, cotangent, forward=transpose, transpose=forward)
-    return [None] * len(residuals) + [out]
+def _transpose(
+    cotangents: Any, *operands: Any, forward: Linear, transpose: Linear, residuals: int
+) -> list[Any]:
+    kept, xs = operands[:residuals], operands[residuals:]
+    nothing = [None] * residuals
+    if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
+        return nothing + [ad.Zero(x.aval) for x in xs]
+    cotangents = map(ad.instantiate_zeros, cotangents)
+    return nothing + _linear_p.bind(
+        *kept, *cotangents, forward=transpose, transpose=forward, residuals=residuals
+    )
 
 
 def _batch(
-    operands: tuple[Any, ...], axes: tuple[Any, ...], *, forward: Linear, transpose: Linear
-) -> tuple[Any, int]:
-    *residuals, x = operands
-    *residual_axes, x_axis = axes
-    if x_axis is None:
-        size = next(a.shape[d] for a, d in zip(operands, axes, strict=True) if d is not None)
-        x = jnp.broadcast_to(x, (size, *x.shape))
-    else:
-        x = jnp.moveaxis(x, x_axis, 0)
-    mapped = [_Batched(function, tuple(residual_axes)) for function in (forward, transpose)]
-    return _linear_p.bind(*residuals, x, forward=mapped[0], transpose=mapped[1]), 0
+    operands: tuple[Any, ...],
+    axes: tuple[Any, ...],
+    *,
+    forward: Linear,
+    transpose: Linear,
+    residuals: int,
+) -> tuple[Any, Any]:
+    size = next(a.shape[d] for a, d in zip(operands, axes, strict=True) if d is not None)
+    xs = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands[residuals:], axes[residuals:], strict=True)
+    ]
+    mapped = [_Batched(function, tuple(axes[:residuals])) for function in (forward, transpose)]
+    outs = _linear_p.bind(
+        *operands[:residuals], *xs, forward=mapped[0], transpose=mapped[1], residuals=residuals
+    )
+    return outs, [0] * len(outs)
 
 
 _linear_p.def_impl(_evaluate_jitted)
@@ -155,4 +207,4 @@ _linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
-mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate_jitted, multiple_results=False))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate_jitted, multiple_results=True))

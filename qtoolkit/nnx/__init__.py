@@ -1,8 +1,10 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register
+from qtoolkit.nnx._state import Probe, ScalingState, roll, value_and_grad
 from qtoolkit.nnx._wrap import wrap
 
 register()
 
-__all__ = ["wrap"]
+__all__ = ["Probe", "ScalingState", "report", "roll", "value_and_grad", "wrap"]

@@ -1,112 +1,111 @@
-"""`wrap`: an nnx model whose products are quantized, made by attribute injection."""
+"""`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
 from qtoolkit.formats import Rules
-from qtoolkit.products import Recipe, conv_general_dilated, dot_general, einsum
+from qtoolkit.nnx._products import (
+    Attention,
+    ConvGeneralDilated,
+    DotGeneral,
+    Einsum,
+    StatefulProducts,
+    keep_kernel_dtype,
+)
+from qtoolkit.nnx._report import check_strict
+from qtoolkit.nnx._rewriting import leave, original_class, product_methods, rewriting_class
+from qtoolkit.nnx._state import ProductState
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import Site
+from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-
-@dataclasses.dataclass(frozen=True)
-class DotGeneral:
-    """Stands in for `jax.lax.dot_general`. Equal recipes make equal objects: no second trace."""
-
-    recipe: Recipe
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        return dot_general(lhs, rhs, *args, recipe=self.recipe, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """Stands in for `jax.numpy.einsum` of an input and a kernel."""
-
-    recipe: Recipe
-
-    def __call__(self, subscripts: str, lhs: jax.Array, rhs: jax.Array, **kwargs: Any) -> jax.Array:
-        return einsum(subscripts, lhs, rhs, recipe=self.recipe, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvGeneralDilated:
-    """Stands in for `jax.lax.conv_general_dilated`."""
-
-    recipe: Recipe
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        return conv_general_dilated(lhs, rhs, *args, recipe=self.recipe, **kwargs)
-
-
-def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Flax's `promote_dtype` for (inputs, kernel, bias), but for the kernel.
-
-    The kernel is rounded from its own dtype; a bfloat16 copy of it would be rounded twice.
-    """
-    inputs, kernel, *biases = args
-    dtype = dtypes.canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
-    biases = [None if bias is None else jnp.asarray(bias, dtype) for bias in biases]
-    return jnp.asarray(inputs, dtype), jnp.asarray(kernel), *biases
-
-
-# For each layer with a hook: its attribute, Flax's own value of it, ours.
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, DotGeneral),
-    nnx.LinearGeneral: ("dot_general", None, DotGeneral),
-    nnx.Einsum: ("einsum_op", jnp.einsum, Einsum),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated),
+_ANYTHING: Any = object()
+# For each layer with a hook: its attribute, Flax's own value of it, ours, the products it computes.
+_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
+    nnx.Linear: ("dot_general", lax.dot_general, DotGeneral, 1),
+    nnx.LinearGeneral: ("dot_general", None, DotGeneral, 1),
+    nnx.Einsum: ("einsum_op", jnp.einsum, Einsum, 1),
+    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated, 1),
+    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
 }
+# Flax's own layers without a hook, and how many products they compute.
+_REWRITTEN = {nnx.Embed: 1, nnx.ConvTranspose: 1, nnx.LoRA: 2}
 
 
-def wrap(model: Model, recipe: Recipe | Rules[Recipe] | None = None) -> Model:
+def wrap(
+    model: Model,
+    recipe: Recipe | Rules[Recipe] | None = None,
+    *,
+    strict: Sequence[Any] | None = None,
+) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
-    Every `nnx.Linear`, `nnx.LinearGeneral` (attention's projections are four of them),
-    `nnx.Einsum` and `nnx.Conv`, and any subclass that uses their hook, gets a quantized product by
-    attribute. Everything else stays as it is: embeddings, normalisation, softmax, and attention's
-    own two products. Under `nnx.vmap` each example has scales of its own: `qtoolkit.dot_general`.
+    Reached are `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv` by their attributes for products;
+    the two products of `MultiHeadAttention`; and the modules that compute products by themselves,
+    Flax's (`Embed.attend`, `ConvTranspose`, `LoRA`) and those of one's own (`x @ self.kernel`,
+    `jnp.einsum`): these get a subclass of the same name, whose methods are traced and run with
+    quantized products. `report` lists every product of a model and what became of it.
+
+    Two activations, such as queries and keys, are both rounded as an input is. Normalization,
+    softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
+    has scales of its own: `qtoolkit.dot_general`. Delayed scales are kept by the layers of Flax;
+    products of one's own modules scale by their own magnitudes.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
-      recipe: Formats and scaling; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or
-        `Rules` of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it
-        is, and so does a missing default. A type stands for layers of that type and for those
-        inside modules of that type. A layer that is shared has several paths; a rule matches it
-        where it matches one of them.
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+        of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
+        so does a missing default. A type stands for layers of that type and for those inside
+        modules of that type. A layer that is shared has several paths; a rule matches it where it
+        matches one of them.
+      strict: Inputs of the model: it is traced with them, and it is an error where a product is
+        left that no rule leaves.
 
     Returns:
-      A model of the same class. Parameters are shared, their paths unchanged: training one trains
-      the other, and checkpoints fit both.
+      A model of the same class, or a subclass of the same name. Parameters are shared, their paths
+      unchanged: training one trains the other, and checkpoints of parameters fit both.
 
     Raises:
-      TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them.
-      ValueError: No layer is quantized; a rule matches no layer (one with None: no module); or a
-        layer has a product of the user's own in the place where ours would go, and the message
-        names its path.
+      TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
+        kernel of float64, of 8 bits, or a `QArray`.
+      ValueError: No layer is quantized; a rule matches no layer (one with None: no module); a layer
+        has a product of the user's own in the place where ours would go, and the message names its
+        path; or, with `strict`, a product is left.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"wrap: model has type {type(model).__name__}, expected an nnx.Module")
+        hint = "; use qtoolkit.linen.wrap" if isinstance(model, linen.Module) else ""
+        raise TypeError(
+            f"wrap: model has type {type(model).__name__}, expected an nnx.Module{hint}"
+        )
     rules = _as_rules(recipe)
     modules = _modules(model)
-    layers = [found for found in modules if found.has_hook]
+    layers = [found for found in modules if found.has_products]
     if not layers:
-        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in _HOOKS)
-        raise ValueError(f"wrap: {type(model).__name__} has no layer to quantize, expected {kinds}")
+        kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
+        raise ValueError(
+            f"wrap: {type(model).__name__} has no layer to quantize, expected {kinds} or a module "
+            "whose methods compute a product"
+        )
     _check_rules(rules, layers, modules)
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, tuple[_Found, Recipe]] = {}
+    left: set[str] = set()
     for found in layers:
         chosen = rules.lookup(found.paths, found.kinds)
         if chosen is not None:
-            attributes = _attributes(found, chosen)
-            changes.update(dict.fromkeys(found.paths, attributes))
+            _check_kernels(found)
+            changes.update(dict.fromkeys(found.paths, (found, chosen)))
+        else:
+            left.update(found.paths)
     if not changes:
         raise ValueError(
             f"wrap: the rules leave every layer of {type(model).__name__} as it is, expected a "
@@ -114,22 +113,110 @@ def wrap(model: Model, recipe: Recipe | Rules[Recipe] | None = None) -> Model:
         )
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
-        for attribute, value in changes.get("/".join(map(str, path)), {}).items():
-            setattr(node, attribute, value)
+        shown = "/".join(map(str, path))
+        change = changes.get(shown)
+        if change is not None and isinstance(node, nnx.Module):
+            attach(node, change[1], change[0])
+        elif shown in left:  # so that a module around it leaves its products, too
+            leave(node, shown)
         return node
 
-    return nnx.recursive_map(inject, model, graph=True)  # a copy that shares the variables
+    wrapped = nnx.recursive_map(inject, model, graph=True)  # a copy that shares the variables
+    if strict is not None:
+        check_strict(wrapped, rules, strict)
+    return wrapped
+
+
+def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
+    """Gives one layer its quantized products."""
+    found = _Found(layer, [""]) if found is None else found
+    site = Site(recipe, found.paths[0])
+    for kind, (attribute, original, made, count) in _HOOKS.items():
+        if not isinstance(layer, kind):
+            continue
+        arguments = [site]
+        if original is _ANYTHING:
+            arguments.append(_original_attention(getattr(layer, attribute)))
+        else:
+            _check_attribute(found, attribute, (original, None), (made, StatefulProducts))
+        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, count, site))
+    if isinstance(layer, tuple(_KERNEL_HOOKS)):
+        _check_attribute(found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
+        layer.promote_dtype = keep_kernel_dtype
+    if isinstance(layer, nnx.LinearGeneral):
+        _check_attribute(found, "dot_general_cls", (None,))
+    methods = product_methods(original_class(type(layer)))
+    if methods:
+        layer.__class__ = rewriting_class(original_class(type(layer)), methods)
+        layer.qtoolkit_site = site
+        count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
+        if count and (recipe.is_delayed or recipe.is_stochastic):
+            layer.qtoolkit_products = nnx.List(_states(layer, recipe, count, site))
+
+
+_KERNEL_HOOKS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+
+
+def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
+    if not (recipe.is_delayed or recipe.is_stochastic):
+        return call
+    return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
+
+
+def _states(layer: Any, recipe: Recipe, count: int, site: Site) -> list[ProductState]:
+    lead = _stacked(layer)
+    return [ProductState(recipe, lead, f"{site.path}:{i}") for i in range(count)]
+
+
+def _stacked(layer: Any) -> tuple[int, ...]:
+    """The leading axes of a layer's kernel that `nnx.vmap` added."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        return _stacked(layer.query)
+    if isinstance(layer, nnx.Embed):
+        return tuple(layer.embedding.shape[:-2])
+    if isinstance(layer, nnx.LoRA):
+        return tuple(layer.lora_a.shape[:-2])
+    shape = tuple(layer.kernel.shape)
+    if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
+        rank = len(layer.kernel_shape)
+    elif isinstance(layer, nnx.LinearGeneral):
+        batch = len(layer.batch_axis)
+        rank = batch + len(_tuple(layer.in_features)) + len(_tuple(layer.out_features))
+    else:
+        rank = 2
+    return shape[: len(shape) - rank]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _original_attention(function: Any) -> Any:
+    """The attention function under one of ours, if it is one."""
+    if isinstance(function, StatefulProducts):
+        function = function.call
+    return function.original if isinstance(function, Attention) else function
 
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:
     def checked(value: Any) -> Recipe:
         if not isinstance(value, Recipe):
-            raise TypeError(f"wrap: recipe has type {type(value).__name__}, expected a Recipe")
+            hint = f"; write qtoolkit.Recipe({_written(value)})"
+            raise TypeError(
+                f"wrap: recipe has type {type(value).__name__}, expected a Recipe{hint}"
+            )
         return value
 
     if isinstance(recipe, Rules):
         return recipe.map(checked)
     return Rules((), default=Recipe() if recipe is None else checked(recipe))
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    name = getattr(value, "name", None)
+    return repr(name) if isinstance(name, str) else "..."
 
 
 @dataclasses.dataclass
@@ -141,8 +228,9 @@ class _Found:
     kinds: list[type] = dataclasses.field(default_factory=list)  # its own, of those around it
 
     @property
-    def has_hook(self) -> bool:
-        return isinstance(self.module, tuple(_HOOKS))
+    def has_products(self) -> bool:
+        is_layer = isinstance(self.module, tuple(_HOOKS))
+        return is_layer or bool(product_methods(original_class(type(self.module))))
 
     @property
     def shown(self) -> str:
@@ -157,6 +245,8 @@ def _modules(model: nnx.Module) -> list[_Found]:
         if any(node is outer for outer in around):
             return  # a cycle; Flax says what is wrong with it
         around = (*around, node)
+        if isinstance(node, StatefulProducts | ProductState):
+            return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
             this = found.setdefault(id(node), _Found(node))
             this.paths.append("/".join(path))
@@ -179,26 +269,34 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 def _check_rules(rules: Rules[Recipe], layers: list[_Found], modules: list[_Found]) -> None:
     """A recipe must reach a layer; None may stand for what would not be quantized anyway."""
     wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
-    others = [found for found in modules if not found.has_hook]
+    others = [found for found in modules if not found.has_products]
     for part, among in ((wanted, layers), (rules, layers + others)):
         part.check_used("wrap", [f.paths for f in among], [f.kinds for f in among])
 
 
-def _attributes(found: _Found, recipe: Recipe) -> dict[str, Any]:
-    """What is to be set on a layer; ValueError where that would discard something."""
-    attributes: dict[str, Any] = {"promote_dtype": keep_kernel_dtype}
-    for kind, (attribute, original, quantized) in _HOOKS.items():
-        if isinstance(found.module, kind):
-            _check_attribute(found, attribute, (original, None), quantized)
-            attributes[attribute] = quantized(recipe)
-    _check_attribute(found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-    if isinstance(found.module, nnx.LinearGeneral):
-        _check_attribute(found, "dot_general_cls", (None,))
-    return attributes
+def _check_kernels(found: _Found) -> None:
+    """The dtypes of a layer's own parameters."""
+    for name, value in vars(found.module).items():
+        if not isinstance(value, nnx.Param):
+            continue
+        raw = value.get_value() if hasattr(value, "get_value") else value.value
+        where = f"wrap: {found.shown}: {type(found.module).__name__}.{name}"
+        if isinstance(raw, QArray):
+            raise TypeError(
+                f"{where} is a QArray, expected an array; parameters stay wide in training: wrap "
+                "the model first, or dequantize() them"
+            )
+        dtype = getattr(raw, "dtype", None)
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if is_float and jnp.finfo(dtype).bits not in (16, 32):
+            raise TypeError(
+                f"{where} has dtype {dtype}, expected float32, float16 or bfloat16; create the "
+                "layer with another param_dtype, or leave it alone by a rule"
+            )
 
 
 def _check_attribute(
-    found: _Found, attribute: str, replaceable: tuple[Any, ...], ours: type | tuple[()] = ()
+    found: _Found, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
 ) -> None:
     value = getattr(found.module, attribute)
     if not (any(value is known for known in replaceable) or isinstance(value, ours)):

@@ -1,140 +1,324 @@
 """The one quantized product: any bilinear function of two arrays, with its derivatives.
 
-The forward product is `f(q_l, q_r) * s_l * s_r`: operands on the grid of their format, the scales
-outside. Its derivatives are products of the same kind: `f` transposed, of the rounded cotangent and
-the other operand's q. Rounding an operand counts as the identity: with current scaling nothing
-saturates. Infinities and NaNs of operands and cotangents stay in q, so that results are not finite
-where those of the plain product are not: loss scalers and skipped steps rely on it.
+The forward product is `f(q_l, q_r) * s_l * s_r` where both operands have one scale, and
+`f(q_l * s_l, q_r * s_r)` in float32 where one has several. Its derivatives are products of the same
+kind, `f` transposed: dgrad of the cotangent and rhs, wgrad of lhs and the cotangent, each operand
+rounded as the recipe says for that product. Rounding an operand counts as the identity, also where
+delayed or static scales saturate. Infinities and NaNs of operands and cotangents stay in q, so that
+results are not finite where those of the plain product are not: loss scalers and skipped steps rely
+on it.
+
+Everything static about a product is one hashable `_Plan`; everything else is arrays.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts.internal import FLOATS, check_differentiable, check_holds, settled
-from qtoolkit.formats import BlockFormat
-from qtoolkit.gradients import linear_with_transpose
-from qtoolkit.gradients.internal import (
-    differentiable_in_dtype,
-    differentiable_widened,
-    varying_alike,
+from qtoolkit.casts.internal import (
+    FLOATS,
+    check_differentiable,
+    check_holds,
+    codes_of,
+    dtype_from_codes,
+    exact_float32,
+    settled,
 )
-from qtoolkit.products._recipe import Recipe
-from qtoolkit.scaling.internal import operand_values
+from qtoolkit.formats import FloatFormat
+from qtoolkit.gradients import linear_with_transpose
+from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
+from qtoolkit.products._bilinear import Axes, Bilinear
+from qtoolkit.products._operand import Cut, Kept, Rounded, cut, kept, restored, rounded
+from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.scaling.internal import Scales, amax_of, histogram
+
+Array = jax.Array
 
 
-class Bilinear(Protocol):
-    """A hashable bilinear function of two arrays of one dtype, accumulated in float32."""
+class State(NamedTuple):
+    """What a layer keeps for its product from step to step.
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array: ...
+    Attributes:
+      amax: float32[3], of lhs, rhs and the cotangent, from the steps before; 0 for the current one.
+      probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
+      key: uint32[2], words of a key for stochastic rounding.
+    """
 
+    amax: Array | None = None
+    probe: Array | None = None
+    key: Array | None = None
 
-Operand = tuple[jax.Array, ...]  # (q, scale) with x ~ q * scale; (x,) where it stays wide
+    def swapped(self) -> "State":
+        """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
+        order = jnp.array([1, 0, 2])
+        amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
+        return self._replace(amax=amax, probe=probe)
 
 
 def quantized_product(
     where: str,
     function: Bilinear,
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Array,
+    rhs: Array,
     recipe: Recipe,
     dtype: DTypeLike | None,
-) -> jax.Array:
+    state: State | None = None,
+    extra: tuple[Array, ...] = (),
+) -> Array:
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe")
+        hint = f"; write Recipe({recipe!r})" if isinstance(recipe, str) else ""
+        raise TypeError(
+            f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}"
+        )
+    if recipe.is_delayed and (state is None or state.amax is None):
+        raise ValueError(
+            f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
+            "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
+        )
     lhs, rhs = (check_differentiable(where, operand, wide=False) for operand in (lhs, rhs))
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in FLOATS:
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )
-    for spec, held_in in ((recipe.forward, (lhs.dtype, rhs.dtype)), (recipe.gradient, (dtype,))):
-        for held in held_in:
-            if spec is not None:
-                check_holds(where, spec.element, held)
-    return _quantized_product(*varying_alike(lhs, rhs), function, recipe, dtype)
+    _check_held(where, recipe, lhs.dtype, rhs.dtype, dtype)
+    if state is not None:
+        state = jax.tree.map(jnp.asarray, state)
+        state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
+    plan = _Plan(function, recipe, jnp.dtype(dtype))
+    return qtoolkit_product(*varying_alike(lhs, rhs), state or State(), extra, plan)
+
+
+def _stopped(x: Array | None) -> Array | None:
+    return None if x is None else lax.stop_gradient(x)
+
+
+def _check_held(where: str, recipe: Recipe, *dtypes: Any) -> None:
+    lhs, rhs, out = dtypes
+    for pair, held in (
+        (recipe.forward, (lhs, rhs)),
+        (recipe.dgrad, (out, rhs)),
+        (recipe.wgrad, (lhs, out)),
+    ):
+        for operand, dtype in zip(pair, held, strict=True):
+            if operand is not None:
+                check_holds(where, operand.spec.element, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A product without its arrays. Products alike are traced once."""
+
+    function: Bilinear
+    recipe: Recipe
+    dtype: Any
+
+    def forward(self, lhs: Any, rhs: Any) -> tuple[Cut, Cut]:
+        """How lhs and rhs are cut in the product."""
+        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
+        first, second = self.recipe.forward
+        return self._cut(first, of_lhs, lhs), self._cut(second, of_rhs, rhs)
+
+    def other(self, side: int, lhs: Any, rhs: Any) -> Cut:
+        """How the other operand is cut in the product that gives the gradient of one side."""
+        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
+        if side:
+            return self._cut(self.recipe.wgrad[0], of_lhs.turned(), lhs)
+        return self._cut(self.recipe.dgrad[1], of_rhs.turned(), rhs)
+
+    def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
+        """And how the cotangent is."""
+        *_, of_out = self.function.axes(lhs.shape, rhs.shape)
+        if side:
+            return self._cut(self.recipe.wgrad[1], of_out.turned(), cotangent)
+        return self._cut(self.recipe.dgrad[0], of_out, cotangent)
+
+    def _cut(self, operand: Operand | None, axes: Axes, x: Any) -> Cut:
+        return cut(operand, axes, x.shape, self.recipe.axis_names)
+
+    def combined(self, function: Callable[..., Array], first: Rounded, second: Rounded) -> Array:
+        return _combined(function, first, second, native=self.recipe.arithmetic == "native")
 
 
 # Compiled as one function, so that all products alike are traced once: those of a model with six
-# equal blocks as those of one.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _quantized_product(
-    lhs: jax.Array, rhs: jax.Array, function: Bilinear, recipe: Recipe, dtype: DTypeLike
-) -> jax.Array:
-    operands = _operand(lhs, recipe.forward), _operand(rhs, recipe.forward)
-    return _product((lhs, rhs), operands, function, recipe.gradient, dtype)
+# equal blocks as those of one. Reports find products by its name.
+@functools.partial(jax.jit, static_argnums=(4,))
+def qtoolkit_product(
+    lhs: Array, rhs: Array, state: State, extra: tuple[Array, ...], plan: _Plan
+) -> Array:
+    operands = _forward_operands(lhs, rhs, state, plan)
+    return _product((lhs, rhs), operands, state, extra, plan)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _forward_operands(
+    lhs: Array, rhs: Array, state: State, plan: _Plan
+) -> tuple[Rounded, Rounded]:
+    first, second = plan.forward(lhs, rhs)
+    amax_l, amax_r, _ = _amaxes(state)
+    return rounded(lhs, amax_l, state.key, first), rounded(rhs, amax_r, state.key, second)
+
+
+def _amaxes(state: State) -> tuple[Array | None, Array | None, Array | None]:
+    if state.amax is None:
+        return None, None, None
+    first, second, third = state.amax
+    return first, second, third
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _product(
-    given: tuple[jax.Array, jax.Array],
-    operands: tuple[Operand, Operand],
-    function: Bilinear,
-    gradient: BlockFormat | None,
-    dtype: DTypeLike,
-) -> jax.Array:
-    return differentiable_in_dtype(_combined(function, *operands), dtype)
+    given: tuple[Array, Array],
+    operands: tuple[Rounded, Rounded],
+    state: State,
+    extra: tuple[Array, ...],
+    plan: _Plan,
+) -> Array:
+    def function(lhs: Array, rhs: Array) -> Array:
+        return plan.function(lhs, rhs, *extra)
+
+    return differentiable_in_dtype(plan.combined(function, *operands), plan.dtype)
 
 
-def _product_jvp(
-    function: Bilinear,
-    gradient: BlockFormat | None,
-    dtype: DTypeLike,
-    primals: Any,
-    tangents: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """By what was given; the tangents of its roundings are for second derivatives alone."""
-    (given, operands), (dots, _) = primals, tangents
-    out = _product(given, operands, function, gradient, dtype)
-    terms = []
-    for side, (x, dot) in enumerate(zip(given, dots, strict=True)):
-        if not isinstance(dot, SymbolicZero):
-            forward = _Tangent(function, side, dtype)
-            transpose = _Cotangent(function, side, gradient, _struct(x))
-            terms.append(linear_with_transpose(forward, transpose, operands[1 - side], dot))
-    return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
+def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """By what was given; the tangents of its roundings are for second derivatives alone.
+
+    Where nobody differentiates by the probe, nobody rolls the state, whose scales would go stale:
+    then all scales are current ones.
+    """
+    (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
+    is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
+    if state.probe is not None and not is_observed:
+        state = State(key=state.key)
+        operands = _forward_operands(*given, state, plan)
+    out = _product(given, operands, State(key=state.key), extra, plan)
+    sides = tuple(side for side in (0, 1) if not isinstance(dots[side], SymbolicZero))
+    xs = [dots[side] for side in sides] + ([state_dots.probe] if is_observed else [])
+    if not xs:
+        return out, jnp.zeros_like(out)
+    residuals = _Residuals(
+        operands=tuple(_residual(plan, side, given, operands, state) for side in sides),
+        amax=_amaxes(state)[2],
+        key=state.key,
+        seen=_seen(given) if is_observed else None,
+        extra=extra,
+    )
+    leaves, structure = jax.tree.flatten(residuals)
+    facts = _Facts(plan, sides, tuple(map(_struct, given)), is_observed, structure)
+    tangent = linear_with_transpose(
+        _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
+    )
+    return out, tangent
 
 
 _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What derivatives keep of the forward product.
+
+    Attributes:
+      operands: For each side that is differentiated, the other operand, as that product takes it.
+      amax: Of the cotangent, from the steps before.
+      key: For stochastic rounding.
+      seen: Of lhs and rhs, what `amax_of` gives, where the state observes.
+      extra: The integer arrays of the function.
+    """
+
+    operands: tuple[Kept | Rounded, ...]
+    amax: Array | None
+    key: Array | None
+    seen: Any
+    extra: tuple[Array, ...]
+
+
+def _residual(
+    plan: _Plan,
+    side: int,
+    given: tuple[Array, Array],
+    operands: tuple[Rounded, Rounded],
+    state: State,
+) -> Kept | Rounded:
+    """The other operand: that of the forward product, where it is rounded in the same way."""
+    other = 1 - side
+    how = plan.other(side, *given)
+    x, operand = given[other], operands[other]
+    if how != plan.forward(*given)[other]:
+        operand = rounded(x, _amaxes(state)[other], state.key, how)
+    return kept(operand, x, how)
+
+
+def _seen(given: tuple[Array, Array]) -> Any:
+    return tuple(amax_of(lax.stop_gradient(x)) for x in given)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What the tangent of a product and its transpose both know."""
+
+    plan: _Plan
+    sides: tuple[int, ...]
+    given: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    is_observed: bool
+    structure: Any
+
+    def residuals(self, leaves: tuple[Array, ...]) -> _Residuals:
+        return jax.tree.unflatten(self.structure, leaves)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tangent:
-    """The product with a tangent on one side, the other operand being q * scale."""
+    """The sum of the products with a tangent on one side and the other operand rounded."""
 
-    function: Bilinear
-    side: int
-    dtype: DTypeLike
+    facts: _Facts
+    out: jax.ShapeDtypeStruct
 
-    def __call__(self, other: Operand, tangent: jax.Array) -> jax.Array:
-        function = _OnSide(self.function, self.side)
-        return differentiable_in_dtype(_combined(function, (tangent,), other), self.dtype)
+    def __call__(self, leaves: tuple[Array, ...], xs: tuple[Array, ...]) -> Array:
+        facts = self.facts
+        residuals = facts.residuals(leaves)
+        terms = []
+        for side, kept_other, x in zip(facts.sides, residuals.operands, xs, strict=False):
+            function = _OnSide(facts.plan.function, side, residuals.extra)
+            how = facts.plan.other(side, *facts.given)
+            other = how.untransformed(restored(kept_other), facts.given[1 - side].shape)
+            terms.append(_combined(function, Rounded(x, Scales(), None), other, native=False))
+        if not terms:  # only the probe
+            return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
+        return differentiable_in_dtype(functools.reduce(jnp.add, terms), facts.plan.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cotangent:
-    """Its transpose, of the cotangent rounded to `spec` with a scale of its own."""
+    """Its transpose: dgrad and wgrad, of the cotangent as each of them rounds it."""
 
-    function: Bilinear
-    side: int
-    spec: BlockFormat | None
-    operand: jax.ShapeDtypeStruct
+    facts: _Facts
 
-    def __call__(self, other: Operand, cotangent: jax.Array) -> jax.Array:
-        def transposed(q_g: jax.Array, q: jax.Array) -> jax.Array:
-            along = functools.partial(_OnSide(self.function, self.side), q=q)
-            wide = self.operand.update(dtype=jnp.float32)
-            return jax.linear_transpose(along, wide)(q_g.astype(jnp.float32))[0]
-
-        out = _combined(transposed, _operand(cotangent, self.spec), other)
-        return differentiable_in_dtype(out, self.operand.dtype)
+    def __call__(self, leaves: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+        facts = self.facts
+        residuals = facts.residuals(leaves)
+        found: dict[Cut, Rounded] = {}
+        outs = []
+        for side, other in zip(facts.sides, residuals.operands, strict=True):
+            how = facts.plan.cotangent(side, *facts.given, cotangent)
+            if how not in found:
+                found[how] = rounded(cotangent, residuals.amax, residuals.key, how)
+            wide = facts.given[side].update(dtype=jnp.float32)
+            function = _Transposed(facts.plan.function, side, residuals.extra, wide)
+            out = facts.plan.combined(function, found[how], restored(other))
+            outs.append(differentiable_in_dtype(out, facts.given[side].dtype))
+        if facts.is_observed:
+            seen = (*residuals.seen, amax_of(cotangent))
+            outs.append(jnp.stack([histogram(*one) for one in seen]))
+        return tuple(outs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +327,30 @@ class _OnSide:
 
     function: Bilinear
     side: int
+    extra: tuple[Array, ...]
 
-    def __call__(self, operand: jax.Array, q: jax.Array) -> jax.Array:
+    def __call__(self, operand: Array, q: Array) -> Array:
         operand, q = operand.astype(jnp.float32), q.astype(jnp.float32)
-        return self.function(q, operand) if self.side else self.function(operand, q)
+        lhs, rhs = (q, operand) if self.side else (operand, q)
+        return self.function(lhs, rhs, *self.extra)
 
 
-def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+@dataclasses.dataclass(frozen=True)
+class _Transposed:
+    """`function` transposed on one side: of the cotangent and q, to the struct of that side."""
+
+    function: Bilinear
+    side: int
+    extra: tuple[Array, ...]
+    wide: jax.ShapeDtypeStruct
+
+    def __call__(self, q_g: Array, q: Array) -> Array:
+        function = _OnSide(self.function, self.side, self.extra)
+        along = functools.partial(function, q=q)
+        return jax.linear_transpose(along, self.wide)(q_g.astype(jnp.float32))[0]
+
+
+def _struct(x: Array) -> jax.ShapeDtypeStruct:
     """Shape, dtype, and where on a mesh `x` is: what a transpose needs to know."""
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(
@@ -158,28 +359,30 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _combined(
-    function: Callable[[jax.Array, jax.Array], jax.Array], first: Operand, second: Operand
-) -> jax.Array:
+    function: Callable[[Array, Array], Array], first: Rounded, second: Rounded, *, native: bool
+) -> Array:
     """`function` of two operands, float32.
 
     Scales multiply the result where both operands have one: q is as far from the ends of float32 as
     its format is. Beside an operand without one, 1e36, already its product with q = 448 would
-    overflow, so that there q is multiplied by its scale first, in float32.
+    overflow, so that there q is multiplied by its scale first, in float32; and so are blocks, whose
+    scales differ along the axis that is summed.
     """
-    q, other_q = first[0], second[0]
-    if len(first) != len(second):
-        return function(_unscaled(first), _unscaled(second))
-    out = function(q, other_q.astype(q.dtype))
-    return out if len(first) == 1 else _times_scales(out, first[1], second[1])
-
-
-def _unscaled(operand: Operand) -> jax.Array:
-    wide = differentiable_widened(operand[0])
-    return wide if len(operand) == 1 else wide * operand[1]
+    scales = first.scale, second.scale
+    if scales[0] is not None and scales[1] is not None:
+        q, other = first.q, second.q
+        if native and _is_native(first) and _is_native(second):
+            q, other = _native(first), _native(second)
+        else:
+            other = other.astype(q.dtype)
+        return _times_scales(function(q, other), *scales)
+    if first.is_wide and second.is_wide:
+        return function(first.q, second.q.astype(first.q.dtype))
+    return function(first.unscaled(), second.unscaled())
 
 
 @jax.custom_jvp
-def _times_scales(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+def _times_scales(x: Array, first: Array, second: Array) -> Array:
     """`x * first * second`, no step of which leaves float32's range where the result does not.
 
     Where one scale is below 1 and the other is not, their product is taken first, which lies
@@ -193,33 +396,23 @@ def _times_scales(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Arra
 
 
 @_times_scales.defjvp
-def _times_scales_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    def plain(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+def _times_scales_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    def plain(x: Array, first: Array, second: Array) -> Array:
         return x * first * second
 
     return _times_scales(*primals), jax.jvp(plain, primals, tangents)[1]
 
 
-def _operand(x: jax.Array, spec: BlockFormat | None) -> Operand:
-    return (x,) if spec is None else _quantized_jitted(x, spec)
+def _is_native(operand: Rounded) -> bool:
+    assert operand.spec is not None
+    element = operand.spec.element
+    return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _quantized(x: jax.Array, spec: BlockFormat) -> Operand:
-    """The derivative takes x = q * scale for an equality, with a scale that does not move."""
-    q, scale = operand_values(x, spec)
-    return (q,) if scale is None else (q, scale)
-
-
-@_quantized.defjvp
-def _quantized_jvp(
-    spec: BlockFormat, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[Operand, Operand]:
-    q, *scales = _quantized(*primals, spec)
-    q_dot = tangents[0].astype(jnp.float32)
-    for scale in scales:
-        q_dot = q_dot / scale
-    return (q, *scales), (q_dot.astype(q.dtype), *map(jnp.zeros_like, scales))
-
-
-_quantized_jitted = jax.jit(_quantized, static_argnums=1)
+def _native(operand: Rounded) -> Array:
+    """q as an array of its 8-bit type; an infinity that the type lacks becomes its NaN."""
+    assert operand.spec is not None
+    element = operand.spec.element
+    q = operand.q
+    q = q if element.has_inf else jnp.where(jnp.isinf(q), jnp.nan, q).astype(q.dtype)
+    return dtype_from_codes(codes_of(exact_float32(q), element), element)

@@ -1,56 +1,337 @@
-"""What a quantized product rounds its operands and cotangents to."""
+"""What a quantized product rounds, and how: frozen data."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import NEAREST
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, SpecLike, spec
 
-_FORWARD, _GRADIENT = BlockFormat.tensor(E4M3FN), BlockFormat.tensor(E5M2)
+ARITHMETIC = ("emulate", "native")
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Formats of a quantized product and of its derivatives. Frozen, hence hashable.
+class Current:
+    """Scales from the array itself, in the step that uses it. Nothing is kept."""
 
-    Every operand and cotangent is divided by its own current scale, which maps its largest finite
-    magnitude to that of the format. Nothing is kept from step to step.
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """Scales from the largest magnitudes of the steps before, which a wrapped layer keeps.
+
+    Values above them saturate. The first step, and a layer that was never reached, scale as
+    `Current` does.
 
     Attributes:
-      forward: What both operands are rounded to, in the product and in the products of its
-        derivatives: whatever `qtoolkit.spec` takes that has one scale for the tensor, or none. An
-        element format of up to 8 bits stands for one scale, wider ones for none. None leaves them
-        as they are.
-      gradient: What the cotangent that flows back is rounded to; None leaves it as it is.
+      history: How many steps count, 1 or more.
+      margin: Room above the largest magnitude, in powers of two.
 
-    Raises:
-      ValueError: Unknown format, or one with a scale for each block, a second scale or zero points.
-      TypeError: No format.
-
-    Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
+    Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine, whose default is
+    1,024 steps.
     """
 
-    forward: BlockFormat | None = _FORWARD
-    gradient: BlockFormat | None = _GRADIENT
+    history: int = 16
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("history", 1), ("margin", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 4096:
+                raise ValueError(f"Delayed: {name}={value!r}, expected an integer of {least} to 4096")
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """One scale that never moves: x ~ q * scale. What does not fit saturates.
+
+    Attributes:
+      scale: A positive number, which float32 holds as a normal one.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not is_number or not 2.0**-126 <= self.scale <= 2.0**127:
+            raise ValueError(f"Static: scale={self.scale!r}, expected a number of 2**-126 to 2**127")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+    """Both operands of a product are transformed in blocks along the contracted axis.
+
+    (x H)(H w) = x w, but an outlier is spread over its block before it is rounded. A contracted
+    axis that is no multiple of `block` is padded with zeros.
+
+    Attributes:
+      block: The length of a block, a power of two.
+      seed: Of the random signs, as NVFP4 training has them, the same in every step; None for none.
+
+    Source: arXiv:2509.25149, section on the random Hadamard transform.
+    """
+
+    block: int = 16
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        is_int = isinstance(self.block, int) and not isinstance(self.block, bool)
+        if not is_int or self.block < 2 or self.block & (self.block - 1):
+            raise ValueError(f"Hadamard: block={self.block!r}, expected a power of two, 2 or more")
+
+
+Scaling: TypeAlias = Current | Delayed | Static
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What one operand of a product is rounded to. Frozen, hence hashable.
+
+    Attributes:
+      spec: A block format, or whatever `qtoolkit.spec` takes. Blocks without `axes` are cut along
+        the contracted axis of the product (the last one where there are several), a block of two
+        lengths along one that is kept and the contracted one; blocks with `axes`, such as those of
+        `BlockFormat.token(...)`, stay where they are. An axis shorter than a block is one block.
+        "mxfp8" is short for "mxfp8_e4m3".
+      projection: Rounding and saturation.
+      scaling: Where the scales come from. Delayed and static ones take formats with one scale.
+      transform: A `Hadamard` transform before the rounding, for both operands of a product.
+
+    Raises:
+      ValueError: An unknown format, one with zero points, a scaling that it cannot have.
+      TypeError: An argument of another kind.
+    """
+
+    spec: BlockFormat
+    projection: Projection = NEAREST
+    scaling: Scaling = Current()
+    transform: Hadamard | None = None
 
     if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
 
         def __init__(
-            self, forward: SpecLike | None = _FORWARD, gradient: SpecLike | None = _GRADIENT
+            self,
+            spec: SpecLike,
+            projection: Projection = NEAREST,
+            scaling: Scaling = Current(),
+            transform: Hadamard | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for field in ("forward", "gradient"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, _one_scale(field, getattr(self, field)))
+        given: Any = self.spec
+        found = spec("mxfp8_e4m3" if given == "mxfp8" else given)
+        object.__setattr__(self, "spec", found)
+        for name, kinds in (
+            ("projection", (Projection,)),
+            ("scaling", (Current, Delayed, Static)),
+            ("transform", (Hadamard, type(None))),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(
+                    f"Operand: {name} has type {type(value).__name__}, expected {names}"
+                )
+        if self.projection.draw is not None:
+            raise ValueError(
+                "Operand: the projection has random bits of its own; leave out its draw, products "
+                "get a key"
+            )
+        if found.zero_point:
+            raise ValueError(
+                f"Operand: {found.name} has zero points, which products do not take; use a "
+                "symmetric format, or qtoolkit.fake_quantize on the operand"
+            )
+        if not isinstance(self.scaling, Current) and not self.has_one_scale:
+            raise ValueError(
+                f"Operand: {found.name} has no single scale of float32 for the tensor, which "
+                f"{type(self.scaling).__name__} scaling needs; expected e.g. {found.element.name!r}"
+            )
+
+    @property
+    def has_one_scale(self) -> bool:
+        """One scale for the tensor, which may be any number."""
+        fmt = self.spec
+        is_tensor = fmt.block == () and fmt.other_axes is None
+        return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
+
+    def __str__(self) -> str:
+        notes = [type(self.scaling).__name__.lower()] if self.has_one_scale else []
+        notes += [] if self.projection == NEAREST else [str(self.projection.rounding)]
+        notes += ["Hadamard"] if self.transform else []
+        return ", ".join([self.spec.name, *notes])
 
 
-def _one_scale(field: str, given: SpecLike) -> BlockFormat:
-    found = spec(given)
-    is_tensor = found.scale is None or (found.block == () and found.other_axes is None)
-    if not is_tensor or found.tensor_scale is not None or found.zero_point or found.has_powers:
-        raise ValueError(
-            f"Recipe: {field}={found.name}, expected a format with one scale for the tensor; "
-            f"quantized products take no scales of blocks yet: use {found.element.name!r}, or "
-            "qtoolkit.fake_quantize on the operands"
+OperandLike: TypeAlias = Operand | SpecLike | None
+Pair: TypeAlias = tuple[Operand | None, Operand | None]
+
+_FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.tensor(E5M2))
+_UNSET: Any = object()
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Recipe:
+    """What a quantized product and the products of its derivatives round. Frozen, hashable.
+
+    For y = f(lhs, rhs), a layer's input and its kernel, three products are computed: y itself,
+    `dgrad`, the gradient of lhs, from the cotangent and rhs, and `wgrad`, the gradient of rhs, from
+    lhs and the cotangent. Each has two operands of its own; None leaves one as it is.
+
+        Recipe()                                             E4M3 forward, E5M2 for gradients
+        Recipe(forward="mxfp8")                              MX blocks in all three products
+        Recipe(("e4m3fn", "int4_group32"), gradient=None)    a pair: lhs, rhs
+        Recipe("e4m3fn", wgrad=None)                         dW = x^T ct, nothing rounded
+
+    **One scale for a tensor, from the tensor itself, is neither causal nor independent of the
+    batch**: the last token, or another example, may hold the largest magnitude and so move the
+    scale of all others. In a language model whose logits have a standard deviation of 1.1, changing
+    the last token moved earlier logits by up to 0.28. Token scaling
+    (`recipes.token_scaled`), `Delayed` and `Static` scaling do not have this.
+
+    Attributes:
+      forward: Operands (lhs, rhs) of the product.
+      dgrad: (cotangent, rhs).
+      wgrad: (lhs, cotangent).
+      arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
+        "native" gives XLA arrays of 8-bit floats where both operands have such a format and one
+        scale each; other products are emulated.
+      axis_names: Axes of `jax.shard_map` over which shards share scales of whole tensors. Without
+        them each shard has scales of its own.
+
+    Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
+    """
+
+    forward: Pair
+    dgrad: Pair
+    wgrad: Pair
+    arithmetic: str = "emulate"
+    axis_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        forward: OperandLike | tuple[OperandLike, OperandLike] = _FORWARD,
+        gradient: OperandLike = _UNSET,
+        *,
+        dgrad: tuple[OperandLike, OperandLike] | None = _UNSET,
+        wgrad: tuple[OperandLike, OperandLike] | None = _UNSET,
+        arithmetic: str = "emulate",
+        axis_names: tuple[str, ...] = (),
+    ) -> None:
+        """From operands, formats or their names.
+
+        Args:
+          forward: For both operands, or a pair (lhs, rhs).
+          gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Left out: the
+            format of `forward` where that has blocks, else E5M2 with one scale.
+          dgrad: (cotangent, rhs). Left out: (gradient, rhs as in `forward`). None: both wide.
+          wgrad: (lhs, cotangent). Left out: (lhs as in `forward`, gradient). None: both wide.
+          arithmetic, axis_names: See above.
+
+        Raises:
+          ValueError: An unknown format, or a transform that only one operand of a product has.
+          TypeError: An argument of another kind.
+        """
+        lhs, rhs = _pair("forward", forward)
+        if gradient is _UNSET:
+            blocks = [o for o in (lhs, rhs) if o is not None and o.spec.block != ()]
+            gradient = blocks[0] if blocks else _GRADIENT
+        cotangent = _operand("gradient", gradient)
+        pairs = {
+            "forward": (lhs, rhs),
+            "dgrad": (cotangent, rhs) if dgrad is _UNSET else _pair("dgrad", dgrad),
+            "wgrad": (lhs, cotangent) if wgrad is _UNSET else _pair("wgrad", wgrad),
+        }
+        for name, pair in pairs.items():
+            transforms = [None if operand is None else operand.transform for operand in pair]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"Recipe: {name} transforms its operands by {transforms[0]} and "
+                    f"{transforms[1]}, expected the same for both: the product would be another"
+                )
+            object.__setattr__(self, name, pair)
+        if arithmetic not in ARITHMETIC:
+            raise ValueError(
+                f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
+            )
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"Recipe: axis_names={axis_names!r}, expected names of mesh axes")
+        object.__setattr__(self, "arithmetic", arithmetic)
+        object.__setattr__(self, "axis_names", names)
+
+    @property
+    def operands(self) -> tuple[Operand | None, ...]:
+        """All six."""
+        return (*self.forward, *self.dgrad, *self.wgrad)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a layer has to keep histories for it."""
+        return any(isinstance(o.scaling, Delayed) for o in self.operands if o is not None)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it uses random bits."""
+        return any(is_stochastic(o) for o in self.operands)
+
+    @property
+    def history(self) -> int:
+        """The longest history that one of its operands asks for; 0 where none does."""
+        kept = [o.scaling for o in self.operands if o is not None]
+        return max((s.history for s in kept if isinstance(s, Delayed)), default=0)
+
+    def of_activations(self) -> "Recipe":
+        """The same for a product of two activations, such as the two of attention.
+
+        Both are rounded as a layer's input is, and nothing as its kernel is: a recipe for weights
+        alone leaves such a product as it is.
+        """
+        lhs, cotangent = self.forward[0], self.dgrad[0]
+        beside = lhs
+        if lhs is not None:
+            transform = None if cotangent is None else cotangent.transform
+            beside = dataclasses.replace(lhs, transform=transform)
+        return dataclasses.replace(
+            self, forward=(lhs, lhs), dgrad=(cotangent, beside), wgrad=(beside, cotangent)
         )
-    return found
+
+    def swapped(self) -> "Recipe":
+        """The same for a product whose lhs is the kernel."""
+        return dataclasses.replace(
+            self,
+            forward=self.forward[::-1],
+            dgrad=self.wgrad[::-1],
+            wgrad=self.dgrad[::-1],
+        )
+
+    def without_state(self) -> "Recipe":
+        """The same with current scales in place of delayed ones."""
+
+        def current(operand: Operand | None) -> Operand | None:
+            is_delayed = operand is not None and isinstance(operand.scaling, Delayed)
+            return dataclasses.replace(operand, scaling=Current()) if is_delayed else operand
+
+        pairs = {name: tuple(map(current, getattr(self, name))) for name in _PRODUCTS}
+        return dataclasses.replace(self, **pairs)
+
+
+def is_stochastic(operand: Operand | None) -> bool:
+    return operand is not None and not isinstance(operand.projection.rounding, str)
+
+
+def _pair(name: str, given: Any) -> Pair:
+    if isinstance(given, tuple | list):
+        if len(given) != 2:
+            raise ValueError(f"Recipe: {name} has {len(given)} operands, expected two")
+        return _operand(name, given[0]), _operand(name, given[1])
+    both = _operand(name, given)
+    return both, both
+
+
+def _operand(name: str, given: Any) -> Operand | None:
+    if given is None or isinstance(given, Operand):
+        return given
+    try:
+        return Operand(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Recipe: {name}: {error}") from error

@@ -5,6 +5,7 @@ from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage
 from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smoothing_factors
 from qtoolkit.scaling._hadamard import hadamard_transform
 from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
+from qtoolkit.scaling._history import AmaxHistory
 from qtoolkit.scaling._metrics import Metrics, metrics, sqnr_db
 from qtoolkit.scaling._observer import Observer
 from qtoolkit.scaling._qarray import QArray
@@ -14,6 +15,7 @@ from qtoolkit.scaling._scales import scale_from_amax
 __all__ = [
     "MSE",
     "AbsMax",
+    "AmaxHistory",
     "Bins",
     "Entropy",
     "Metrics",

@@ -146,30 +146,49 @@ def block_values(
     return _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
 
 
-def operand_values(x: Array, spec: BlockFormat) -> tuple[Array, Array | None]:
-    """`x` as values q of the element format and one scale for all of it: x ~ q * scale.
+def operand_values(
+    x: Array, spec: BlockFormat, projection: Projection = NEAREST, given: Scales = NOT_GIVEN
+) -> tuple[Array, Scales]:
+    """`x` as values q of the element format, and the scales of its blocks: x ~ q * scale.
 
     Infinities and NaNs stay what they are in q, whatever the format: a product of q is not finite
     wherever that of x is not.
 
     Args:
-      spec: With one scale for the tensor, or none. The dtype of `x` holds its elements.
+      spec: Any without zero points. The dtype of `x` holds its elements.
+      given: Scales to use instead of those that `x` itself has.
 
     Returns:
       q: Shape and dtype of `x`.
-      scale: float32 scalar; None where `spec` has none.
+      scales: As stored.
     """
-    scales, _ = find_scales(x, spec, holds_nan=True)
-    u = wide = exact_float32(x)
-    scale = None
-    if scales.scale is not None:
-        scale = effective(scales.scale, None, spec).reshape(())
-        u = quotient(wide, scale)
-    q = element_values(u, spec, NEAREST, None)
+    scales, _ = find_scales(x, spec, given, holds_nan=True)
+    blocks = blocks_of(x, spec)
+    projection = projection.drawn(x.shape).reshaped(blocks.split)
+
+    def rounded(u: Array, unscale: Map) -> Array:
+        return blocks.join(element_values(u, spec, projection, None))
+
+    q = _with_scales(blocks.split(x), spec, projection, scales, blocks, None, rounded)
+    wide = exact_float32(x)
     q = jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
     # Without the barrier XLA's CPU repeats the rounding in every transposed copy of q that a
     # product asks for.
-    return lax.optimization_barrier(q), scale
+    return lax.optimization_barrier(q), scales
+
+
+def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
+    """q * scale of what `operand_values` gave, float32."""
+    blocks = blocks_of(q, spec)
+    view = blocks.split(exact_float32(q))
+    y = _with_scales(view, spec, NEAREST, scales, blocks, None, lambda _, unscale: unscale(view))
+    return blocks.join(y)
+
+
+def single_scale(scales: Scales, spec: BlockFormat) -> Array:
+    """The one scale of a tensor, a float32 scalar."""
+    assert scales.scale is not None
+    return effective(scales.scale, scales.tensor_scale, spec).reshape(())
 
 
 def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:

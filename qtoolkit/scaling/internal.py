@@ -8,19 +8,28 @@ from qtoolkit.scaling._engine import (
     find_scales,
     operand_values,
     scaled_values,
+    single_scale,
+    unscaled_values,
 )
+from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import kept_range, scale_from
 
 __all__ = [
+    "BUCKETS",
     "Scales",
+    "amax_of",
     "block_codes",
     "block_values",
     "check_quantize",
     "element_values",
     "find_scales",
+    "histogram",
     "kept_range",
     "operand_values",
+    "rolled",
     "scale_from",
     "scaled_values",
+    "single_scale",
+    "unscaled_values",
 ]

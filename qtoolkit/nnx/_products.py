@@ -1,0 +1,120 @@
+"""What stands in layers for JAX's functions: the products of a site, with what they keep."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from qtoolkit.nnx._state import ProductState
+from qtoolkit.products.internal import Site, State, rewritten
+
+States = Sequence[State]
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """Stands in for `jax.lax.dot_general`. Equal sites make equal objects: no second trace."""
+
+    site: Site
+
+    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
+        return self.site.dot_general(*args, state=_first(states), **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """Stands in for `jax.numpy.einsum` of an input and a kernel."""
+
+    site: Site
+
+    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
+        return self.site.einsum(*args, state=_first(states), **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvGeneralDilated:
+    """Stands in for `jax.lax.conv_general_dilated`."""
+
+    site: Site
+
+    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
+        return self.site.conv_general_dilated(*args, state=_first(states), **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Stands in for an attention function, whose products it replaces."""
+
+    site: Site
+    original: Callable[..., jax.Array]
+
+    def __call__(
+        self, *arrays: Any, module: Any = None, states: States = (), **options: Any
+    ) -> jax.Array:
+        named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
+
+        names: list[Any] = []
+
+        def traced(arrays: Any, named: Any) -> Any:
+            recorder = None if module is None else _Recorder()
+            out = self.original(*arrays, **named, **options, module=recorder)
+            names[:] = [] if recorder is None else recorder.sown
+            return out, [value for _, _, value in names]
+
+        function = rewritten(traced, self.site.multiply(states), _no_parameters)
+        out, values = function(arrays, named)
+        for (kind, name, _), value in zip(names, values, strict=True):
+            module.sow(kind, name, value)
+        return out
+
+
+_ARRAYS = ("bias", "mask", "dropout_rng")
+
+
+class _Recorder:
+    """Takes what an attention function sows, inside of a trace that a module must not see."""
+
+    def __init__(self) -> None:
+        self.sown: list[Any] = []
+
+    def sow(self, kind: Any, name: str, value: Any) -> None:
+        self.sown.append((kind, name, value))
+
+
+def _no_parameters(*args: Any) -> Any:
+    return jax.tree.map(lambda _: False, args)
+
+
+class StatefulProducts(nnx.Module):
+    """One of the above, and what its products keep.
+
+    Attributes:
+      call: The function.
+      products: A `ProductState` for each product that it computes, in order.
+    """
+
+    def __init__(self, call: Any, products: Sequence[ProductState]) -> None:
+        self.call = call
+        self.products = nnx.List(products)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return self.call(*args, states=[kept.state() for kept in self.products], **kwargs)
+
+
+def _first(states: States) -> State | None:
+    return states[0] if states else None
+
+
+def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """Flax's `promote_dtype` for (inputs, kernel, bias), but for the kernel.
+
+    The kernel is rounded from its own dtype; a bfloat16 copy of it would be rounded twice.
+    """
+    inputs, kernel, *biases = args
+    dtype = dtypes.canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
+    biases = [None if bias is None else jnp.asarray(bias, dtype) for bias in biases]
+    return jnp.asarray(inputs, dtype), jnp.asarray(kernel), *biases

@@ -1,0 +1,104 @@
+"""`report`: every product of a wrapped model, quantized or left."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from qtoolkit.formats import Rules
+from qtoolkit.nnx._rewriting import leave, original_class, product_methods
+from qtoolkit.nnx._state import Probe, ScalingState
+from qtoolkit.products import Recipe
+from qtoolkit.products._report import Report
+from qtoolkit.products.internal import report_of
+
+
+def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
+    """Counts the matrix products and convolutions of a model, forward and backward.
+
+        print(qtoolkit.nnx.report(wrapped, batch))
+
+    The model is traced with `inputs`, and differentiated by its parameters and by inputs of
+    floats; nothing is computed, and its state stays as it is.
+
+    Args:
+      wrapped: A model from `wrap`; one that is not wrapped has all its products left.
+      inputs, options: What the model is called with. Arrays are traced; all else is passed as it is.
+
+    Returns:
+      A `Report`, whose text is a table.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`.
+    """
+    if not isinstance(wrapped, nnx.Module):
+        raise TypeError(
+            f"report: model has type {type(wrapped).__name__}, expected an nnx.Module"
+        )
+    paths: list[str] = []
+    seen: set[int] = set()
+
+    def tagged(path: tuple[Any, ...], node: Any) -> Any:
+        """A copy in which layers that are left say so in the name stack."""
+        if not isinstance(node, nnx.Module) or id(node) in seen:
+            return node
+        seen.add(id(node))
+        site = site_of(node)
+        shown = "/".join(map(str, path))
+        if site is not None:
+            paths.append(site.path)
+        elif _has_products(node):
+            leave(node, shown)
+        return node
+
+    model = nnx.recursive_map(tagged, wrapped, graph=True)
+    graph, floats, kept, rest = nnx.split(model, nnx.Param, nnx.Any(ScalingState, Probe), ...)
+    leaves, structure = jax.tree.flatten((inputs, options))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+    def call(floats: Any, arrays: list[Any]) -> Any:
+        merged = list(leaves)
+        for place, leaf in zip(places, arrays, strict=True):
+            merged[place] = leaf
+        args, kwargs = jax.tree.unflatten(structure, merged)
+        copied = jax.tree.map(lambda x: x, (kept, rest))
+        return nnx.merge(graph, floats, *copied)(*args, **kwargs)
+
+    return report_of(call, (floats, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+
+
+def check_strict(wrapped: nnx.Module, rules: Rules[Recipe], inputs: Sequence[Any]) -> None:
+    """Raises where a product is left that no rule leaves, or none is quantized."""
+    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    found = report(wrapped, *arguments)
+    if not found.quantized:
+        raise ValueError(
+            f"wrap: no product of {type(wrapped).__name__} is quantized with these inputs; "
+            f"left are\n{found}"
+        )
+    if found.unexplained:
+        first = found.unexplained[0]
+        raise ValueError(
+            f"wrap: {len(found.unexplained)} products of {type(wrapped).__name__} are left that no "
+            f"rule leaves, first {first.operands} at {first.where or 'an unknown line'}; name them "
+            f"in a rule with None, or use qtoolkit.dot there\n{found}"
+        )
+
+
+def site_of(module: Any) -> Any:
+    """The site of a layer that was wrapped, None for others."""
+    site = vars(module).get("qtoolkit_site")
+    if site is not None:
+        return site
+    for name in ("dot_general", "einsum_op", "conv_general_dilated", "attention_fn"):
+        value = vars(module).get(name)
+        call = getattr(value, "call", value)
+        if hasattr(call, "site"):
+            return call.site
+    return None
+
+
+def _has_products(module: Any) -> bool:
+    kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
+    return isinstance(module, kinds) or bool(product_methods(original_class(type(module))))

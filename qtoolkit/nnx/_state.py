@@ -1,0 +1,115 @@
+"""What wrapped layers keep from step to step: histories of magnitudes, and keys."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import State
+from qtoolkit.scaling.internal import BUCKETS, rolled
+
+
+class ScalingState(nnx.Variable):
+    """Histories and keys: state that is saved with a model and never differentiated."""
+
+
+class Probe(nnx.Variable):
+    """Zeros, whose gradient carries what a step observed. Neither read nor trained."""
+
+
+class ProductState(nnx.Module):
+    """What one product keeps.
+
+    Attributes:
+      history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the
+        newest step first; absent where the recipe delays no scale.
+      bad: uint32[...], the steps with an infinity or a NaN, which were left out.
+      probe: float32[..., 3, buckets].
+      key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
+
+    The leading axes are those of layers that are stacked.
+    """
+
+    def __init__(self, recipe: Recipe, lead: tuple[int, ...], path: str) -> None:
+        if recipe.is_delayed:
+            self.history = ScalingState(jnp.zeros((*lead, 3, recipe.history), jnp.float32))
+            self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
+            self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
+        if recipe.is_stochastic:
+            identity = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
+            identity = identity + np.uint32(zlib.crc32(path.encode()))
+            self.key = ScalingState(jnp.stack([identity, jnp.zeros_like(identity)], axis=-1))
+
+    def state(self) -> State:
+        """For the product. Of a stack that arrives whole, inside a scan over something else, the
+        largest magnitudes count, and every layer of it gets what is observed."""
+        amax = probe = key = None
+        if hasattr(self, "history"):
+            history, probe = self.history[...], self.probe[...]
+            amax = jnp.max(history, axis=-1)
+            amax = jnp.max(amax.reshape(-1, 3), axis=0)
+            probe = jnp.sum(probe.reshape(-1, *probe.shape[-2:]), axis=0)
+        if hasattr(self, "key"):
+            key = self.key[...].reshape(-1, 2)[0]
+        return State(amax, probe, key)
+
+    def roll(self, counts: jax.Array | None) -> None:
+        """After a step that observed `counts`, the gradient of the probe."""
+        if counts is not None:
+            function: Callable[..., Any] = rolled
+            for _ in range(counts.ndim - 2):
+                function = jax.vmap(function)
+            self.history[...], self.bad[...] = function(self.history[...], self.bad[...], counts)
+        if hasattr(self, "key"):
+            self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
+
+
+def value_and_grad(
+    loss: Callable[..., Any], wrt: Any = nnx.Param, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` for wrapped models: it also rolls delayed scales and keys, once a call.
+
+        loss, grads = qtoolkit.nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+
+    `nnx.grad` and `nnx.value_and_grad` work as well; products then scale by their own magnitudes,
+    as `Current` does, and no history moves. A step with an infinity or a NaN in an operand or a
+    cotangent changes no history of that product, and is counted in its `bad`.
+
+    Args:
+      loss: From the model and further arguments to a scalar, or to (scalar, aux).
+      wrt: What to differentiate by, as a filter of nnx.
+      has_aux: As in `nnx.value_and_grad`.
+
+    Returns:
+      A function of the model and the further arguments that gives (value, gradients), or
+      ((value, aux), gradients). Gradients hold what `wrt` selects and nothing else: clipping by
+      their global norm, or averaging them, is what it is for the plain model.
+    """
+
+    def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        both = nnx.DiffState(0, nnx.Any(wrt, Probe))
+        graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
+        value, found = graded(model, *args, **kwargs)
+        probes, grads = nnx.split_state(found, Probe, ...)
+        roll(model, probes)
+        return value, grads
+
+    return function
+
+
+def roll(model: nnx.Module, probes: Any) -> None:
+    """Takes in what a step observed: `probes` is the gradient by the model's `Probe` variables.
+
+    For training loops that differentiate by themselves, or add up micro-batches:
+    `value_and_grad` calls it. Sums and means of the gradients of several steps do.
+    """
+    counts = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, ProductState):
+            module.roll(counts.get((*path, "probe")))

@@ -1,0 +1,168 @@
+"""Recipes as text: one encoder for frozen data."""
+
+import dataclasses
+import enum
+import json
+from typing import Any
+
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.formats import (
+    BlockFormat,
+    FloatFormat,
+    IntFormat,
+    Overflow,
+    Rules,
+    Specials,
+    TableFormat,
+    format,
+    spec,
+)
+from qtoolkit.products._recipe import Current, Delayed, Hadamard, Operand, Recipe, Static
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(Recipe, Operand, Current, Delayed, Static, Hadamard, Projection, Stochastic),
+        *(BlockFormat, FloatFormat, IntFormat, Specials, Overflow),
+    )
+}
+
+
+def to_json(recipe: Recipe | Rules[Recipe]) -> str:
+    """A recipe, or rules of recipes over paths, as text: `from_json(to_json(r)) == r`.
+
+    Formats stand by their names where `qtoolkit.spec` finds them by these, else with their fields;
+    fields with their default value are left out.
+
+    Raises:
+      TypeError: Something else, a rule whose key is a class, or a table format of one's own.
+    """
+    if not isinstance(recipe, Recipe | Rules):
+        raise TypeError(
+            f"to_json: got {type(recipe).__name__}, expected a Recipe or Rules of them"
+        )
+    return json.dumps(_encoded(recipe), indent=2)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The `Recipe`, or `Rules` of recipes, that `to_json` wrote.
+
+    Raises:
+      ValueError: The text is no JSON, has a field or a type that is not known, or a value that
+        cannot be; the message says where.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"from_json: invalid JSON ({error}), expected text of to_json") from error
+    found = _decoded(data, "recipe")
+    if not isinstance(found, Recipe | Rules):
+        raise ValueError(
+            f"from_json: got {type(found).__name__}, expected "
+            '{"type": "Recipe", ...} or {"type": "Rules", ...}'
+        )
+    return found
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Rules):
+        return {
+            "type": "Rules",
+            "rules": [[_key(key), _encoded(recipe)] for key, recipe in value.rules],
+            "default": _encoded(value.default),
+        }
+    if isinstance(value, BlockFormat | FloatFormat | IntFormat | TableFormat):
+        name = _name(value)
+        if name is not None:
+            return name
+        if isinstance(value, TableFormat):
+            raise TypeError(f"to_json: {value.name} is a table of your own, which has no text form")
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: _encoded(given)
+            for field in dataclasses.fields(value)
+            if field.compare and (given := getattr(value, field.name)) != field.default
+        }
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, tuple | list):
+        return [_encoded(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return {"type": type(value).__name__, "name": value.name}
+    return value
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    raise TypeError(
+        f"to_json: rule {key.__name__} is a class, which JSON cannot hold; expected a regular "
+        "expression"
+    )
+
+
+def _name(fmt: Any) -> str | None:
+    """The name by which `qtoolkit.format` or `qtoolkit.spec` finds it again."""
+    find = spec if isinstance(fmt, BlockFormat) else format
+    try:
+        return fmt.name if find(fmt.name) == fmt else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _decoded(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return tuple(_decoded(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if not isinstance(value, dict):
+        return value
+    fields = dict(value)
+    name = fields.pop("type", None)
+    if name == "Rules":
+        return _rules(fields, where)
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(
+            f"from_json: {where} has type {name!r}, expected one of {', '.join(_KINDS)}"
+        )
+    if issubclass(kind, enum.Enum):
+        return _member(kind, fields, where)
+    known = [field.name for field in dataclasses.fields(kind) if field.compare]
+    unknown = sorted(fields.keys() - set(known))
+    if unknown:
+        raise ValueError(
+            f"from_json: {where} ({name}) has the unknown field {unknown[0]!r}, expected "
+            f"{', '.join(known) or 'none'}"
+        )
+    given = {field: _decoded(item, f"{where}.{field}") for field, item in fields.items()}
+    try:
+        return kind(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"from_json: {where}: {error}") from error
+
+
+def _member(kind: type[enum.Enum], fields: dict[str, Any], where: str) -> enum.Enum:
+    name = fields.get("name")
+    if fields.keys() != {"name"} or name not in kind.__members__:
+        raise ValueError(
+            f"from_json: {where} names no {kind.__name__}, expected one of "
+            f"{', '.join(kind.__members__)}"
+        )
+    return kind[name]
+
+
+def _rules(fields: dict[str, Any], where: str) -> Rules[Recipe]:
+    unknown = sorted(fields.keys() - {"rules", "default"})
+    if unknown:
+        raise ValueError(
+            f"from_json: {where} (Rules) has the unknown field {unknown[0]!r}, expected rules, "
+            "default"
+        )
+    try:
+        pairs = [(key, _decoded(value, f"{where} {key!r}")) for key, value in fields["rules"]]
+    except (KeyError, TypeError, ValueError) as error:
+        if str(error).startswith("from_json"):
+            raise
+        raise ValueError(
+            f'from_json: {where} (Rules) expected {{"rules": [[REGEX, RECIPE or null], ...]}}'
+        ) from error
+    default = _decoded(fields.get("default"), f"{where}.default")
+    return Rules(pairs, default)

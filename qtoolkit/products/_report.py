@@ -1,0 +1,214 @@
+"""Which products of a program are quantized, and which are not: read from its jaxpr."""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
+from qtoolkit.products._site import MODEL, Place, place_of
+
+_LIBRARIES = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "qtoolkit", "jaxlib", "optax")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Products alike in a program.
+
+    Attributes:
+      path: Of the layer, "blocks/0/mlp"; empty where no layer is known.
+      part: "forward", "dgrad", "wgrad", or "backward" for what autodiff made of plain products.
+      operands: What both were rounded to; of plain products, their dtypes and shapes.
+      reason: Why it was left; empty for quantized ones.
+      where: The line of the program, "model.py:17".
+      count: How many there are. One in a loop counts once.
+    """
+
+    path: str
+    part: str
+    operands: str
+    reason: str = ""
+    where: str = ""
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Every matrix product and convolution of a model's forward and backward pass.
+
+    Attributes:
+      quantized: Those by a recipe.
+      left: Those that are not, each with its reason and its line.
+      unreached: Paths of layers with a recipe whose products did not run.
+    """
+
+    quantized: tuple[Product, ...]
+    left: tuple[Product, ...]
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def unexplained(self) -> tuple[Product, ...]:
+        """Of those that are left, the ones that no rule and no recipe leaves."""
+        return tuple(product for product in self.left if not product.reason.startswith(BY_RULE))
+
+    def __str__(self) -> str:
+        rows = [("path", *_PARTS, "products")]
+        by_path: dict[str, list[Product]] = {}
+        for product in self.quantized:
+            by_path.setdefault(product.path, []).append(product)
+        for path, products in by_path.items():
+            cells = (_joined(products, part) for part in _PARTS)
+            rows.append((path or "-", *cells, str(sum(p.count for p in products))))
+        lines = _table(rows)
+        if self.left:
+            lines.append("")
+            heads = [("left", "product", "operands", "reason", "where", "products")]
+            lines += _table(
+                heads
+                + [
+                    (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
+                    for p in self.left
+                ]
+            )
+        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
+        lines.append(f"{done} of {done + left} products quantized")
+        if self.unreached:
+            lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
+        return "\n".join(lines)
+
+
+_PARTS = ("forward", "dgrad", "wgrad")
+
+
+def _joined(products: list[Product], part: str) -> str:
+    return "; ".join(dict.fromkeys(p.operands for p in products if p.part == part)) or "-"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+BY_RULE = "left by a rule"
+
+
+def report_of(
+    function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()
+) -> Report:
+    """The report of a pure function of pytrees and of its derivatives by all floats among them.
+
+    Args:
+      paths: Of the layers that have a recipe.
+    """
+    forward = jax.make_jaxpr(function)(*arguments)
+    leaves, structure = jax.tree.flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
+
+    def total(floats: list[Any]) -> Any:
+        merged = list(leaves)
+        for place, leaf in zip(places, floats, strict=True):
+            merged[place] = leaf
+        outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
+        return sum((jnp.sum(out.astype(jnp.float32)) for out in outs if _is_float(out)), 0.0)
+
+    found = list(_products(forward, "forward"))
+    if places:
+        floats = [leaves[place] for place in places]
+        backward = jax.make_jaxpr(jax.grad(total))(floats)
+        found += _without(list(_products(backward, "backward")), found)
+    quantized, left = [], []
+    for product, count in collections.Counter(found).items():
+        (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
+    reached = {product.path for product in quantized}
+    unreached = tuple(path for path in paths if (path or MODEL) not in reached)
+    return Report(tuple(quantized), tuple(left), unreached)
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _without(both: list[Product], forward: list[Product]) -> list[Product]:
+    """The products of a forward and backward pass without those of the forward pass."""
+    remaining = collections.Counter(dataclasses.replace(p, part="backward") for p in forward)
+    kept = []
+    for product in both:
+        as_forward = dataclasses.replace(product, part="backward")
+        if product.part in ("backward", "forward") and remaining[as_forward] > 0:
+            remaining[as_forward] -= 1
+        elif product.part != "forward":
+            kept.append(product)
+    return kept
+
+
+def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
+    yield from _walk(closed.jaxpr, "", part, None)
+
+
+def _walk(jaxpr: Any, stack: str, part: str, marked: Place | None) -> Iterator[Product]:
+    for eqn in jaxpr.eqns:
+        here = f"{stack}/{eqn.source_info.name_stack}"
+        name = eqn.primitive.name
+        place = marked or place_of(here)
+        if name == "linear_with_transpose":
+            yield from _derivatives(eqn, place)
+        elif name in PRODUCTS:
+            if marked is not None:
+                yield Product(place.path, "forward", place.label)
+            else:
+                yield _left(eqn, place, part)
+        else:
+            inside = place if eqn.params.get("name") == MARKER else marked
+            if eqn.params.get("name") == MARKER and place is None:
+                inside = Place("", "")
+            for inner in inner_jaxprs(eqn):
+                yield from _walk(inner, here, part, inside)
+
+
+def _derivatives(eqn: Any, place: Place | None) -> Iterator[Product]:
+    """Of the transposed product: its parameter `forward` is our function of the cotangent."""
+    function = eqn.params["forward"]
+    while hasattr(function, "function"):
+        function = function.function
+    facts = getattr(function, "facts", None)
+    if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
+        return
+    recipe = facts.plan.recipe
+    for side in facts.sides:
+        pair = recipe.wgrad if side else recipe.dgrad
+        part = "wgrad" if side else "dgrad"
+        label = " x ".join("wide" if operand is None else str(operand) for operand in pair)
+        yield Product("" if place is None else place.path, part, label)
+
+
+def _left(eqn: Any, place: Place | None, part: str) -> Product:
+    shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
+    is_integer = not all(_is_float(x.aval) for x in eqn.invars[:2])
+    if place is not None and place.is_left:
+        reason = BY_RULE
+    elif is_integer:
+        reason = f"{BY_RULE}: integers are not rounded"
+    else:
+        reason = "computed by itself, in no wrapped layer"
+    path = "" if place is None else place.path
+    return Product(path, part, shapes, reason, _line(eqn))
+
+
+def _line(eqn: Any) -> str:
+    """The innermost line of the user's program that made an equation."""
+    traceback = eqn.source_info.traceback
+    for frame in getattr(traceback, "frames", None) or ():
+        name = frame.file_name
+        if not any(library in name for library in _LIBRARIES) and not name.startswith("<"):
+            return f"{os.path.basename(name)}:{frame.line_num}"
+    return ""

@@ -1,0 +1,211 @@
+"""One place in a model, and the products computed there by its recipe."""
+
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from qtoolkit.products._bilinear import Bilinear, DotGeneral
+from qtoolkit.products._functions import conv_function, einsum_function, integers
+from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
+
+MODEL = "(model)"  # the path of the model itself
+_enclosing: contextvars.ContextVar["Site | None"] = contextvars.ContextVar("site", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Products by one recipe, at one path. Equal sites are equal objects: no second trace.
+
+    Its methods stand in for JAX's functions of the same names, and take their arguments.
+
+    Attributes:
+      recipe: What the products round.
+      path: Where in the model, "blocks/0/mlp"; reports find it in the name stack of the program.
+    """
+
+    recipe: Recipe
+    path: str = ""
+
+    def product(
+        self,
+        where: str,
+        function: Bilinear,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dtype: DTypeLike | None,
+        state: State | None = None,
+        extra: tuple[jax.Array, ...] = (),
+    ) -> jax.Array:
+        named = f"{where} of {self.path}" if self.path else where
+        with jax.named_scope(scope(self.path, self.recipe)):
+            return quantized_product(
+                named, function, lhs, rhs, self.recipe, dtype, state, extra
+            )
+
+    def multiply(self, states: Sequence[State] = ()) -> Multiply:
+        """For `rewritten`: the products of a function in order, each with its state.
+
+        A kernel on either side is rounded as a kernel, and two activations both as activations.
+        Products beyond the states scale by their own magnitudes where the recipe is delayed.
+        """
+        remaining = iter(states)
+
+        def multiply(found: Found) -> jax.Array:
+            recipe, state = self.recipe, next(remaining, None)
+            if found.is_parameter == (False, False):
+                recipe = recipe.of_activations()
+            elif found.is_parameter == (True, False):
+                recipe = recipe.swapped()
+                state = state and state.swapped()
+            if state is None:
+                recipe = recipe.without_state()
+            site = dataclasses.replace(self, recipe=recipe)
+            return site.product(
+                found.name,
+                found.function,
+                found.lhs,
+                found.rhs,
+                found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
+                state,
+                found.extra,
+            )
+
+        return multiply
+
+    def dot_general(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+        state: State | None = None,
+    ) -> jax.Array:
+        (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
+        numbers = (
+            (integers(contract_l), integers(contract_r)),
+            (integers(batch_l), integers(batch_r)),
+        )
+        function = DotGeneral(numbers, precision, out_sharding)
+        return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
+
+    def einsum(
+        self,
+        subscripts: str,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+        state: State | None = None,
+    ) -> jax.Array:
+        function = einsum_function(subscripts, precision, out_sharding)
+        return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
+
+    def conv_general_dilated(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        window_strides: Sequence[int],
+        padding: Any,
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+        state: State | None = None,
+    ) -> jax.Array:
+        function = conv_function(
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            out_sharding,
+        )
+        return self.product(
+            "conv_general_dilated", function, lhs, rhs, preferred_element_type, state
+        )
+
+
+@contextmanager
+def enclosing(site: Site | None) -> Iterator[None]:
+    """Within it `dot` computes by `site`."""
+    token = _enclosing.set(site)
+    try:
+        yield
+    finally:
+        _enclosing.reset(token)
+
+
+def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
+    """`jax.numpy.dot` by the recipe of the wrapped layer that calls it; outside of one, plainly.
+
+    For layers of one's own: `qtoolkit.dot(x, self.kernel)` is what `x @ self.kernel` is until the
+    model is wrapped.
+
+    Args:
+      lhs: [..., k].
+      rhs: [k] or [..., k, n].
+      precision: As for `jax.numpy.dot`.
+
+    Gradient: as `dot_general`.
+    """
+    site = _enclosing.get()
+    if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
+        return jnp.dot(lhs, rhs, precision=precision)
+    numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
+    return site.dot_general(lhs, rhs, numbers, precision)
+
+
+class Place(NamedTuple):
+    """What the name stack of a program says of a product.
+
+    Attributes:
+      path: Of the layer.
+      label: What its operands are rounded to.
+      is_left: Whether a rule leaves the layer as it is.
+    """
+
+    path: str
+    label: str
+    is_left: bool = False
+
+
+def scope(path: str, recipe: Recipe | None) -> str:
+    """The name of a layer's products in a program, None for one that is left."""
+    # A "/" would be a scope of its own.
+    named = path.replace("/", ".") or "."
+    if recipe is None:
+        return f"{LEFT}{named}|"
+    label = " x ".join("wide" if o is None else str(o) for o in recipe.forward)
+    return f"{SCOPE}{named}|{label}|"
+
+
+def place_of(name_stack: str) -> Place | None:
+    """The place of the innermost scope of a name stack, None where there is none."""
+    at = max(name_stack.rfind(SCOPE), name_stack.rfind(LEFT))
+    if at < 0:
+        return None
+    is_left = name_stack.startswith(LEFT, at)
+    path, label, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "")
+    path = MODEL if path == "." else path.replace(".", "/")
+    return Place(path, "" if is_left else label, is_left)

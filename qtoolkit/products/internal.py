@@ -1,0 +1,28 @@
+"""What the packages above need of products and users do not."""
+
+from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._rewrite import (
+    MARKER,
+    PRODUCTS,
+    Found,
+    inner_jaxprs,
+    is_quantized,
+    rewritten,
+)
+from qtoolkit.products._report import report_of
+from qtoolkit.products._site import Site, enclosing, scope
+
+__all__ = [
+    "MARKER",
+    "PRODUCTS",
+    "Found",
+    "Site",
+    "State",
+    "enclosing",
+    "inner_jaxprs",
+    "is_quantized",
+    "quantized_product",
+    "report_of",
+    "rewritten",
+    "scope",
+]

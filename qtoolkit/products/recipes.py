@@ -1,0 +1,148 @@
+"""Recipes by the names under which they are published, as data, and recipes as text.
+
+Each emulates the arithmetic of the three products of a layer. What its source does besides
+(optimizer states, communication, which layers stay wide) is not part of a recipe: `Rules` say
+which layers a recipe is for.
+"""
+
+from qtoolkit.casts import Projection
+from qtoolkit.formats import (
+    E2M1FN,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FLOAT32,
+    INT8,
+    BlockFormat,
+)
+from qtoolkit.products._json import from_json, to_json
+from qtoolkit.products._recipe import Delayed, Hadamard, Operand, Recipe
+
+__all__ = [
+    "deepseek_v3",
+    "fnuz_amd",
+    "fp8_lm",
+    "from_json",
+    "int8_qat",
+    "mxfp8",
+    "nvfp4",
+    "te_current",
+    "te_delayed_hybrid",
+    "to_json",
+    "token_scaled",
+    "w4a16",
+    "weight_only_e4m3",
+]
+
+
+def _along(element: object) -> BlockFormat:
+    """One scale for each vector along the contracted axis: for a kernel, each output channel."""
+    return BlockFormat(element=element, block=(None,))  # type: ignore[arg-type]
+
+
+te_current = Recipe("e4m3fn", "e5m2")
+"""E4M3 forward, E5M2 for gradients, one current scale for each tensor.
+
+Neither causal nor independent of the batch: see `Recipe`.
+Source: `Float8CurrentScaling` of Transformer Engine; arXiv:2209.05433. Deviations: none known.
+"""
+
+_DELAYED = Delayed(history=1024)
+te_delayed_hybrid = Recipe(
+    Operand(BlockFormat.tensor(E4M3FN), scaling=_DELAYED),
+    Operand(BlockFormat.tensor(E5M2), scaling=_DELAYED),
+)
+"""The same with scales from the largest magnitude of the last 1,024 steps.
+
+Source: `DelayedScaling` (HYBRID, amax_compute_algo "max", margin 0) of Transformer Engine.
+Deviations: amaxes are kept to buckets of an eighth of a binade, upper edge, so scales are up to
+12.5 % larger; the first step scales by its own amax instead of 1; a step with an infinity or a NaN
+leaves the history as it was.
+"""
+
+_TOKEN = BlockFormat.token(E4M3FN)
+token_scaled = Recipe(
+    (_TOKEN, _along(E4M3FN)),
+    dgrad=(_TOKEN, _along(E4M3FN)),
+    wgrad=(_along(E4M3FN), _along(E4M3FN)),
+)
+"""E4M3 with a scale for each token (vector of features) and each output channel of a kernel.
+
+Causal, and no example moves another: a scale sees nothing beside its own vector.
+Source: the recipe "rowwise" of torchao's float8 training; arXiv:2208.07339, section 2 (vector-wise
+scales). Deviations: scales are not rounded to powers of two.
+"""
+
+mxfp8 = Recipe("mxfp8_e4m3")
+"""MXFP8: E4M3 in blocks of 32 along the contracted axis, in all three products.
+
+Source: OCP MX v1.0; `MXFP8BlockScaling` of Transformer Engine; arXiv:2506.08027. Deviations: none
+known. In attention, blocks along the keys join 32 tokens.
+"""
+
+_NVFP4_2D = BlockFormat(element=E2M1FN, block=(16, 16), scale=E4M3FN, tensor_scale=FLOAT32)
+_STOCHASTIC = Projection("stochastic")
+nvfp4 = Recipe(
+    ("nvfp4", _NVFP4_2D),
+    dgrad=(Operand("nvfp4", _STOCHASTIC), _NVFP4_2D),
+    wgrad=(
+        Operand("nvfp4", transform=Hadamard(16)),
+        Operand("nvfp4", _STOCHASTIC, transform=Hadamard(16)),
+    ),
+)
+"""NVFP4: E2M1 in blocks of 16, weights in blocks of 16 x 16, a second scale for the tensor.
+
+Cotangents are rounded stochastically; the operands of wgrad go through a random Hadamard transform
+in blocks of 16.
+Source: arXiv:2509.25149; `NVFP4BlockScaling` of Transformer Engine. Deviations: the published
+training keeps some of the last layers wide, which is for `Rules` to say.
+"""
+
+deepseek_v3 = Recipe(
+    ("deepseek_1x128", "deepseek_128x128"),
+    dgrad=("deepseek_1x128", "deepseek_128x128"),
+    wgrad=("deepseek_1x128", "deepseek_1x128"),
+)
+"""E4M3 everywhere: activations and cotangents in tiles of 1 x 128, weights in blocks of 128 x 128.
+
+Source: arXiv:2412.19437, section 3.3. Deviations: sums are float32 throughout; the paper keeps
+embeddings, heads, gates, norms and attention wide, which is for `Rules` to say.
+"""
+
+fp8_lm = Recipe(
+    Operand(BlockFormat.tensor(E4M3FN), scaling=Delayed(history=16)),
+    Operand(BlockFormat.tensor(E5M2), scaling=Delayed(history=16)),
+)
+"""E4M3 forward, E5M2 for cotangents, per tensor, from the last 16 steps.
+
+Source: arXiv:2310.18313. Deviations: the products only; its FP8 communication, gradients and
+optimizer states are not emulated, and the history of 16 is our choice.
+"""
+
+fnuz_amd = Recipe(BlockFormat.tensor(E4M3FNUZ), BlockFormat.tensor(E5M2FNUZ))
+"""The FNUZ formats of AMD's MI300, one current scale for each tensor.
+
+Source: arXiv:2206.02915 (the formats). Deviations: none known.
+"""
+
+int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
+"""int8 activations by tensor and weights by output channel; gradients straight through, wide.
+
+Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their
+current amax, without zero points or moving averages.
+"""
+
+w4a16 = Recipe((None, "int4_group128"), gradient=None)
+"""int4 weights in groups of 128 along the contracted axis; activations and gradients stay wide.
+
+Source: arXiv:2210.17323 and arXiv:2306.00978 (the storage, not their search). Deviations: groups
+are rounded to nearest, symmetric.
+"""
+
+weight_only_e4m3 = Recipe((None, _along(E4M3FN)), gradient=None)
+"""E4M3 weights with a scale for each output channel; activations and gradients stay wide.
+
+Source: the scheme of FP8 weight-only inference (compressed-tensors "channel"). Deviations: none
+known.
+"""

@@ -1,0 +1,112 @@
+"""Delayed scaling: scales from the largest magnitudes of the batches before.
+
+What one use of an array contributes is a histogram with a single entry, the bucket of its amax.
+Histograms add up, so whatever a program does with one layer (scan, vmap, several uses, shards,
+micro-batches, sums or means of gradients), the top bucket that is not empty is that of the amax of
+all of them.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
+from qtoolkit.formats import SpecLike
+from qtoolkit.scaling._blocks import magnitude_max
+from qtoolkit.scaling._observer import MAX, STATIC, Observer, amax_bits, from_bits, start
+
+Array = jax.Array
+
+BUCKETS = 2048  # by 8 exponent and 3 mantissa bits; the upper edge is at most 12.5 % above amax
+_BAD = BUCKETS - 1  # the bucket of arrays with an infinity or a NaN
+_FRACTION = 20  # pattern bits within a bucket
+_LARGEST = np.uint32(0x7F7FFFFF)
+
+
+def histogram(amax: Array, is_bad: Array) -> Array:
+    """float32[BUCKETS]: 1 in the bucket of `amax`, float32 and finite, and 1 in that of bad ones.
+
+    Args:
+      is_bad: Whether the array held an infinity or a NaN.
+    """
+    bucket = (magnitude_ordinal(amax) >> np.uint32(_FRACTION)).astype(jnp.int32)
+    places = lax.broadcasted_iota(jnp.int32, (BUCKETS,), 0)
+    found = (places == bucket) | (is_bad & (places == _BAD))
+    return found.astype(jnp.float32)
+
+
+def amax_of(x: Array) -> tuple[Array, Array]:
+    """The largest finite magnitude of `x`, a float32 scalar, and whether not all is finite."""
+    found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
+    return exact_float32(found).reshape(()), ~jnp.all(jnp.isfinite(exact_float32(x)))
+
+
+def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
+    """The histories of several arrays that scales are for, after one more step.
+
+    Args:
+      history: float32[arrays, steps]: amaxes, the newest first; 0 where there was none yet.
+      bad: uint32 scalar, the steps that were left out.
+      counts: float32[arrays, BUCKETS], the sum of histograms of the step.
+
+    Returns:
+      `history` and `bad` as they become. A step with an infinity or a NaN in any of the arrays
+      changes no history. Nor does one in which an array was not seen, or held only zeros.
+    """
+    is_bad = jnp.any(counts[:, _BAD] != 0)
+    buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, 1)
+    top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=1)
+    edge = jnp.minimum((top + np.uint32(1)) << np.uint32(_FRACTION), _LARGEST)
+    amax = from_magnitude_ordinal(edge, jnp.float32)
+    moved = jnp.concatenate([amax[:, None], history[:, :-1]], axis=1)
+    is_good = (top > 0) & ~is_bad
+    return jnp.where(is_good[:, None], moved, history), bad + is_bad.astype(jnp.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AmaxHistory(Observer):
+    """The largest |x| of the last batches: delayed scaling, as an observer.
+
+    Layers wrapped with `Delayed` scaling keep the same history, from buckets that are at most
+    12.5 % above amax; here it is exact.
+
+    Attributes:
+      margin: Scales are 2**margin times as large as the amax asks for.
+      history: uint32[steps, *shape], patterns of float32 amaxes, the newest first. Merging takes
+        the larger ones: the states of devices that saw batches at the same time.
+
+    Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine.
+    """
+
+    margin: int = dataclasses.field(metadata=STATIC)
+    history: Array = dataclasses.field(metadata=MAX)
+
+    @classmethod
+    def of(
+        cls, spec: SpecLike, shape: tuple[int, ...], *, history: int = 16, margin: int = 0
+    ) -> Self:
+        """A state before its first batch.
+
+        Args:
+          spec: A format with a scale and without zero points, as `qtoolkit.spec` takes it.
+          shape: Of the batches.
+          history: How many batches count.
+          margin: Room above amax, in powers of two.
+        """
+        fields = start("AmaxHistory", spec, shape, zero_point=False)
+        zeros = jnp.zeros((history, *fields["shape"]), jnp.uint32)
+        return cls(**fields, margin=margin, history=zeros)
+
+    def _after(self, x: Array) -> Self:
+        newest = amax_bits(x, self.spec)
+        moved = jnp.concatenate([newest[None], self.history[:-1]])
+        kept = jnp.where(newest == 0, self.history, moved)  # zeros say nothing of the next batch
+        return dataclasses.replace(self, history=kept)
+
+    def _found(self) -> Array:
+        return from_bits(jnp.max(self.history, axis=0)) * np.float32(2.0**self.margin)
