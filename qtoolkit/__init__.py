@@ -22,7 +22,10 @@ _NAMES_BY_PACKAGE = {
     ),
     "scaling": ("QArray", "metrics", "quantize"),
     "gradients": ("fake_cast", "fake_convert", "fake_quantize", "round_cotangent"),
-    "products": ("Recipe", "conv_general_dilated", "dot_general", "einsum"),
+    "products": (
+        *("Operand", "Recipe", "conv_general_dilated", "dot", "dot_general", "einsum"),
+        *("ragged_dot", "recipes"),
+    ),
     "onnx": (),
     "openvino": (),
     "pypto": (),

@@ -33,10 +33,14 @@ from qtoolkit.gradients import fake_cast as fake_cast
 from qtoolkit.gradients import fake_convert as fake_convert
 from qtoolkit.gradients import fake_quantize as fake_quantize
 from qtoolkit.gradients import round_cotangent as round_cotangent
+from qtoolkit.products import Operand as Operand
 from qtoolkit.products import Recipe as Recipe
 from qtoolkit.products import conv_general_dilated as conv_general_dilated
+from qtoolkit.products import dot as dot
 from qtoolkit.products import dot_general as dot_general
 from qtoolkit.products import einsum as einsum
+from qtoolkit.products import ragged_dot as ragged_dot
+from qtoolkit.products import recipes as recipes
 from qtoolkit.scaling import QArray as QArray
 from qtoolkit.scaling import metrics as metrics
 from qtoolkit.scaling import quantize as quantize

@@ -164,9 +164,7 @@ def _jvp(
     if not all(isinstance(dot, ad.Zero) for dot in kept_dots):
         dots = tuple(map(ad.instantiate_zeros, kept_dots))
         terms.append(jax.jvp(lambda *r: forward(r, xs), kept, dots)[1])
-    return bind(*primals), [
-        functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)
-    ]
+    return bind(*primals), [functools.reduce(jnp.add, parts) for parts in zip(*terms, strict=True)]
 
 
 def _transpose(

@@ -9,8 +9,7 @@ from flax import nnx
 from qtoolkit.formats import Rules
 from qtoolkit.nnx._rewriting import leave, original_class, product_methods
 from qtoolkit.nnx._state import Probe, ScalingState
-from qtoolkit.products import Recipe
-from qtoolkit.products._report import Report
+from qtoolkit.products import Recipe, Report
 from qtoolkit.products.internal import report_of
 
 
@@ -33,9 +32,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
       TypeError: `wrapped` is no `nnx.Module`.
     """
     if not isinstance(wrapped, nnx.Module):
-        raise TypeError(
-            f"report: model has type {type(wrapped).__name__}, expected an nnx.Module"
-        )
+        raise TypeError(f"report: model has type {type(wrapped).__name__}, expected an nnx.Module")
     paths: list[str] = []
     seen: set[int] = set()
 
@@ -53,7 +50,8 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         return node
 
     model = nnx.recursive_map(tagged, wrapped, graph=True)
-    graph, floats, kept, rest = nnx.split(model, nnx.Param, nnx.Any(ScalingState, Probe), ...)
+    filters = (nnx.Param, nnx.Any(ScalingState, Probe), ...)
+    graph, floats, *kept = nnx.split(model, *filters)
     leaves, structure = jax.tree.flatten((inputs, options))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
@@ -62,8 +60,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         for place, leaf in zip(places, arrays, strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
-        copied = jax.tree.map(lambda x: x, (kept, rest))
-        return nnx.merge(graph, floats, *copied)(*args, **kwargs)
+        return nnx.merge(graph, floats, *kept)(*args, **kwargs)
 
     return report_of(call, (floats, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
 

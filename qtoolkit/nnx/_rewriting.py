@@ -25,7 +25,7 @@ _PRODUCTS = {
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
 _FRAMEWORK = set(dir(nnx.Module))
-_SITE = "qtoolkit_site"
+_SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _DEPTH = 4  # of functions that call one another
 
 
@@ -91,8 +91,8 @@ def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     body["__doc__"] = kind.__doc__
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)  # type: ignore[call-arg]
-    made.qtoolkit_original = kind
+    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
+    setattr(made, _ORIGINAL, kind)
     return made
 
 
@@ -109,8 +109,8 @@ def _scoped_class(kind: type) -> type:
     names = {"__call__", *product_methods(kind)} & set(dir(kind))
     body: dict[str, Any] = {name: _scoped(getattr(kind, name)) for name in names}
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)  # type: ignore[call-arg]
-    made.qtoolkit_original = original_class(kind)
+    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
+    setattr(made, _ORIGINAL, original_class(kind))
     return made
 
 
@@ -125,7 +125,7 @@ def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def original_class(kind: type) -> type:
     """What a subclass was made of."""
-    return getattr(kind, "qtoolkit_original", kind)
+    return getattr(kind, _ORIGINAL, kind)
 
 
 def _entered(method: Callable[..., Any]) -> Callable[..., Any]:

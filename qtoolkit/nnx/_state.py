@@ -47,7 +47,8 @@ class ProductState(nnx.Module):
 
     def state(self) -> State:
         """For the product. Of a stack that arrives whole, inside a scan over something else, the
-        largest magnitudes count, and every layer of it gets what is observed."""
+        largest magnitudes count, and every layer of it gets what is observed.
+        """
         amax = probe = key = None
         if hasattr(self, "history"):
             history, probe = self.history[...], self.probe[...]

@@ -38,7 +38,7 @@ _HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
     nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
 }
 # Flax's own layers without a hook, and how many products they compute.
-_REWRITTEN = {nnx.Embed: 1, nnx.ConvTranspose: 1, nnx.LoRA: 2}
+_REWRITTEN: dict[type[nnx.Module], int] = {nnx.Embed: 1, nnx.ConvTranspose: 1, nnx.LoRA: 2}
 
 
 def wrap(
@@ -83,9 +83,10 @@ def wrap(
         path; or, with `strict`, a product is left.
     """
     if not isinstance(model, nnx.Module):
-        hint = "; use qtoolkit.linen.wrap" if isinstance(model, linen.Module) else ""
+        given: Any = model
+        hint = "; use qtoolkit.linen.wrap" if isinstance(given, linen.Module) else ""
         raise TypeError(
-            f"wrap: model has type {type(model).__name__}, expected an nnx.Module{hint}"
+            f"wrap: model has type {type(given).__name__}, expected an nnx.Module{hint}"
         )
     rules = _as_rules(recipe)
     modules = _modules(model)
@@ -140,7 +141,7 @@ def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
         else:
             _check_attribute(found, attribute, (original, None), (made, StatefulProducts))
         setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, count, site))
-    if isinstance(layer, tuple(_KERNEL_HOOKS)):
+    if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
     if isinstance(layer, nnx.LinearGeneral):
@@ -154,7 +155,7 @@ def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
             layer.qtoolkit_products = nnx.List(_states(layer, recipe, count, site))
 
 
-_KERNEL_HOOKS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+_KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:

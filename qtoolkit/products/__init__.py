@@ -1,8 +1,11 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
+from qtoolkit.products import _presets as recipes
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
 from qtoolkit.products._operand import CODES
 from qtoolkit.products._recipe import Current, Delayed, Hadamard, Operand, Recipe, Static
+from qtoolkit.products._report import Product, Report
+from qtoolkit.products._site import dot
 
 __all__ = [
     "CODES",
@@ -10,10 +13,14 @@ __all__ = [
     "Delayed",
     "Hadamard",
     "Operand",
+    "Product",
     "Recipe",
+    "Report",
     "Static",
     "conv_general_dilated",
+    "dot",
     "dot_general",
     "einsum",
     "ragged_dot",
+    "recipes",
 ]

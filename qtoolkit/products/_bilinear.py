@@ -54,7 +54,7 @@ class DotGeneral:
             lhs,
             rhs,
             self.dimension_numbers,
-            precision=self.precision,
+            precision=_accumulating(self.precision),
             preferred_element_type=jnp.float32,
             out_sharding=self.out_sharding,
         )
@@ -81,7 +81,7 @@ class Einsum:
             self.subscripts,
             lhs,
             rhs,
-            precision=self.precision,
+            precision=_accumulating(self.precision),
             preferred_element_type=jnp.float32,
             out_sharding=self.out_sharding,
         )
@@ -118,6 +118,7 @@ class ConvGeneralDilated:
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        options["precision"] = _accumulating(self.precision)
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
@@ -137,7 +138,11 @@ class RaggedDot:
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         (group_sizes,) = extra
         return lax.ragged_dot(
-            lhs, rhs, group_sizes, precision=self.precision, preferred_element_type=jnp.float32
+            lhs,
+            rhs,
+            group_sizes,
+            precision=_accumulating(self.precision),
+            preferred_element_type=jnp.float32,
         )
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
@@ -146,3 +151,11 @@ class RaggedDot:
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
+
+
+def _accumulating(precision: Any) -> Any:
+    """What `lax.Precision` was asked for. An algorithm that names other dtypes than the rounded
+    operands have, such as attention's F16_F16_F32, is left to XLA: sums are float32 anyway.
+    """
+    is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    return None if is_algorithm else precision

@@ -38,9 +38,7 @@ def to_json(recipe: Recipe | Rules[Recipe]) -> str:
       TypeError: Something else, a rule whose key is a class, or a table format of one's own.
     """
     if not isinstance(recipe, Recipe | Rules):
-        raise TypeError(
-            f"to_json: got {type(recipe).__name__}, expected a Recipe or Rules of them"
-        )
+        raise TypeError(f"to_json: got {type(recipe).__name__}, expected a Recipe or Rules of them")
     return json.dumps(_encoded(recipe), indent=2)
 
 
@@ -141,7 +139,7 @@ def _decoded(value: Any, where: str) -> Any:
 
 def _member(kind: type[enum.Enum], fields: dict[str, Any], where: str) -> enum.Enum:
     name = fields.get("name")
-    if fields.keys() != {"name"} or name not in kind.__members__:
+    if not isinstance(name, str) or len(fields) > 1 or name not in kind.__members__:
         raise ValueError(
             f"from_json: {where} names no {kind.__name__}, expected one of "
             f"{', '.join(kind.__members__)}"

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from qtoolkit.casts import Stochastic
+from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     codes_of,
     exact_float32,
@@ -35,6 +35,7 @@ from qtoolkit.scaling.internal import (
 
 Array = jax.Array
 
+_PROPAGATE = Projection(saturation="propagate")  # what is not finite stays so
 CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
 
 
@@ -65,7 +66,7 @@ class Rounded:
         return self.spec is None or self.spec.scale is None
 
     def unscaled(self) -> Array:
-        """q * scale, float32."""
+        """Q * scale, float32."""
         if self.spec is None or self.spec.scale is None:
             return differentiable_widened(self.q)
         return _unscaled(self.q, self.scales, self.spec)
@@ -124,9 +125,7 @@ class Cut:
         if operand is None:
             return dot
         if operand.transform is not None and self.axis is not None:
-            transform = functools.partial(
-                _transformed, axis=self.axis, transform=operand.transform
-            )
+            transform = functools.partial(_transformed, axis=self.axis, transform=operand.transform)
             dot = jax.jvp(transform, (x,), (dot,))[1]
         if operand.spec.scale is None:
             return dot
@@ -138,7 +137,9 @@ class Cut:
         fmt = operand.spec
         if isinstance(operand.scaling, Static):
             assert fmt.scale is not None
-            scale = to_stored(jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale)
+            scale = to_stored(
+                jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
+            )
             return Scales(_varying_as(scale, x))
         is_delayed = delayed is not None and isinstance(operand.scaling, Delayed)
         if not operand.has_one_scale or not (is_delayed or self.axis_names):
@@ -164,7 +165,9 @@ def cut(
     fmt = operand.spec
     if fmt.block and fmt.axes is None:
         places = (*axes.kept, *along)[-len(fmt.block) :] if len(fmt.block) > 1 else along
-        fmt = dataclasses.replace(fmt, block=fmt.block[-len(places) :] if places else (), axes=places)
+        fmt = dataclasses.replace(
+            fmt, block=fmt.block[-len(places) :] if places else (), axes=places
+        )
     if fmt.block and not rank:
         fmt = dataclasses.replace(fmt, block=(), axes=(), other_axes=None)
     if fmt.axes is not None:
@@ -281,11 +284,19 @@ def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
     if fmt is None:
         return operand
     q = lax.stop_gradient(operand.q)
-    # A format may have a NaN, but no infinity; what an infinity does to a sum, a NaN does too.
-    q = q if fmt.has_inf else jnp.where(jnp.isinf(q), np.nan, q).astype(q.dtype)
-    codes = checkpoint_name(codes_of(exact_float32(q), fmt), CODES)
+    codes = checkpoint_name(code_values(q, fmt), CODES)
     scales = jax.tree.map(lambda scale: checkpoint_name(scale, CODES), operand.scales)
     return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt)
+
+
+def code_values(q: Array, fmt: Format) -> Array:
+    """The codes of values of `fmt`, infinities and NaNs.
+
+    A format may have a NaN, but no infinity: what an infinity does to a sum, a NaN does, too.
+    """
+    wide = exact_float32(q)
+    wide = wide if fmt.has_inf else jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+    return codes_of(wide, fmt, _PROPAGATE)
 
 
 def restored(operand: Kept | Rounded) -> Rounded:

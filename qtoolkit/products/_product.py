@@ -26,16 +26,14 @@ from qtoolkit.casts.internal import (
     FLOATS,
     check_differentiable,
     check_holds,
-    codes_of,
     dtype_from_codes,
-    exact_float32,
     settled,
 )
 from qtoolkit.formats import FloatFormat
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear
-from qtoolkit.products._operand import Cut, Kept, Rounded, cut, kept, restored, rounded
+from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
 
@@ -74,10 +72,9 @@ def quantized_product(
 ) -> Array:
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
     if not isinstance(recipe, Recipe):
-        hint = f"; write Recipe({recipe!r})" if isinstance(recipe, str) else ""
-        raise TypeError(
-            f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}"
-        )
+        given: Any = recipe
+        hint = f"; write Recipe({given!r})" if isinstance(given, str) else ""
+        raise TypeError(f"{where}: recipe has type {type(given).__name__}, expected a Recipe{hint}")
     if recipe.is_delayed and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
@@ -158,9 +155,7 @@ def qtoolkit_product(
     return _product((lhs, rhs), operands, state, extra, plan)
 
 
-def _forward_operands(
-    lhs: Array, rhs: Array, state: State, plan: _Plan
-) -> tuple[Rounded, Rounded]:
+def _forward_operands(lhs: Array, rhs: Array, state: State, plan: _Plan) -> tuple[Rounded, Rounded]:
     first, second = plan.forward(lhs, rhs)
     amax_l, amax_r, _ = _amaxes(state)
     return rounded(lhs, amax_l, state.key, first), rounded(rhs, amax_r, state.key, second)
@@ -193,11 +188,12 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
     Where nobody differentiates by the probe, nobody rolls the state, whose scales would go stale:
     then all scales are current ones.
     """
+    given: tuple[Array, Array]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     if state.probe is not None and not is_observed:
         state = State(key=state.key)
-        operands = _forward_operands(*given, state, plan)
+        operands = _forward_operands(given[0], given[1], state, plan)
     out = _product(given, operands, State(key=state.key), extra, plan)
     sides = tuple(side for side in (0, 1) if not isinstance(dots[side], SymbolicZero))
     xs = [dots[side] for side in sides] + ([state_dots.probe] if is_observed else [])
@@ -211,7 +207,7 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         extra=extra,
     )
     leaves, structure = jax.tree.flatten(residuals)
-    facts = _Facts(plan, sides, tuple(map(_struct, given)), is_observed, structure)
+    facts = _Facts(plan, sides, (_struct(given[0]), _struct(given[1])), is_observed, structure)
     tangent = linear_with_transpose(
         _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
     )
@@ -410,9 +406,8 @@ def _is_native(operand: Rounded) -> bool:
 
 
 def _native(operand: Rounded) -> Array:
-    """q as an array of its 8-bit type; an infinity that the type lacks becomes its NaN."""
+    """Q as an array of its 8-bit type."""
     assert operand.spec is not None
     element = operand.spec.element
-    q = operand.q
-    q = q if element.has_inf else jnp.where(jnp.isinf(q), jnp.nan, q).astype(q.dtype)
-    return dtype_from_codes(codes_of(exact_float32(q), element), element)
+    assert isinstance(element, FloatFormat)
+    return dtype_from_codes(code_values(operand.q, element), element)

@@ -37,7 +37,9 @@ class Delayed:
         for name, least in (("history", 1), ("margin", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 4096:
-                raise ValueError(f"Delayed: {name}={value!r}, expected an integer of {least} to 4096")
+                raise ValueError(
+                    f"Delayed: {name}={value!r}, expected an integer of {least} to 4096"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Static:
     def __post_init__(self) -> None:
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         if not is_number or not 2.0**-126 <= self.scale <= 2.0**127:
-            raise ValueError(f"Static: scale={self.scale!r}, expected a number of 2**-126 to 2**127")
+            raise ValueError(
+                f"Static: scale={self.scale!r}, expected a number of 2**-126 to 2**127"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +170,6 @@ Pair: TypeAlias = tuple[Operand | None, Operand | None]
 
 _FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.tensor(E5M2))
 _UNSET: Any = object()
-_PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -253,11 +256,12 @@ class Recipe:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
             )
-        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"Recipe: axis_names={axis_names!r}, expected names of mesh axes")
+        if not isinstance(axis_names, tuple) or not all(isinstance(n, str) for n in axis_names):
+            raise TypeError(
+                f"Recipe: axis_names={axis_names!r}, expected a tuple of names of mesh axes"
+            )
         object.__setattr__(self, "arithmetic", arithmetic)
-        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "axis_names", axis_names)
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
@@ -307,16 +311,34 @@ class Recipe:
     def without_state(self) -> "Recipe":
         """The same with current scales in place of delayed ones."""
 
-        def current(operand: Operand | None) -> Operand | None:
-            is_delayed = operand is not None and isinstance(operand.scaling, Delayed)
-            return dataclasses.replace(operand, scaling=Current()) if is_delayed else operand
+        def current(pair: Pair) -> Pair:
+            first, second = (
+                dataclasses.replace(operand, scaling=Current())
+                if operand is not None and isinstance(operand.scaling, Delayed)
+                else operand
+                for operand in pair
+            )
+            return first, second
 
-        pairs = {name: tuple(map(current, getattr(self, name))) for name in _PRODUCTS}
-        return dataclasses.replace(self, **pairs)
+        return dataclasses.replace(
+            self,
+            forward=current(self.forward),
+            dgrad=current(self.dgrad),
+            wgrad=current(self.wgrad),
+        )
 
 
 def is_stochastic(operand: Operand | None) -> bool:
     return operand is not None and not isinstance(operand.projection.rounding, str)
+
+
+def check_recipe(where: str, recipe: Any) -> Recipe:
+    """`recipe`; TypeError where it is something else, with the line to write."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    name = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
+    hint = f"; write qtoolkit.Recipe({name!r})" if isinstance(name, str) else ""
+    raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}")
 
 
 def _pair(name: str, given: Any) -> Pair:

@@ -59,7 +59,7 @@ class Report:
         return tuple(product for product in self.left if not product.reason.startswith(BY_RULE))
 
     def __str__(self) -> str:
-        rows = [("path", *_PARTS, "products")]
+        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products")]
         by_path: dict[str, list[Product]] = {}
         for product in self.quantized:
             by_path.setdefault(product.path, []).append(product)
@@ -69,7 +69,9 @@ class Report:
         lines = _table(rows)
         if self.left:
             lines.append("")
-            heads = [("left", "product", "operands", "reason", "where", "products")]
+            heads: list[tuple[str, ...]] = [
+                ("left", "product", "operands", "reason", "where", "products")
+            ]
             lines += _table(
                 heads
                 + [
@@ -102,9 +104,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 BY_RULE = "left by a rule"
 
 
-def report_of(
-    function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()
-) -> Report:
+def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
     """The report of a pure function of pytrees and of its derivatives by all floats among them.
 
     Args:
@@ -126,7 +126,8 @@ def report_of(
         floats = [leaves[place] for place in places]
         backward = jax.make_jaxpr(jax.grad(total))(floats)
         found += _without(list(_products(backward, "backward")), found)
-    quantized, left = [], []
+    quantized: list[Product] = []
+    left: list[Product] = []
     for product, count in collections.Counter(found).items():
         (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
     reached = {product.path for product in quantized}
@@ -164,13 +165,13 @@ def _walk(jaxpr: Any, stack: str, part: str, marked: Place | None) -> Iterator[P
             yield from _derivatives(eqn, place)
         elif name in PRODUCTS:
             if marked is not None:
-                yield Product(place.path, "forward", place.label)
+                yield Product(marked.path, "forward", marked.label)
             else:
                 yield _left(eqn, place, part)
         else:
-            inside = place if eqn.params.get("name") == MARKER else marked
-            if eqn.params.get("name") == MARKER and place is None:
-                inside = Place("", "")
+            inside = marked
+            if eqn.params.get("name") == MARKER:
+                inside = Place("", "") if place is None else place
             for inner in inner_jaxprs(eqn):
                 yield from _walk(inner, here, part, inside)
 

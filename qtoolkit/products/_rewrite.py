@@ -179,7 +179,10 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
             )
             function = DotGeneral(numbers, params["precision"], params["out_sharding"])
         case "ragged_dot_general":
-            if params["ragged_dot_dimension_numbers"] != _RAGGED or params["group_offset"] is not None:
+            if (
+                params["ragged_dot_dimension_numbers"] != _RAGGED
+                or params["group_offset"] is not None
+            ):
                 return None
             function = RaggedDot(params["precision"])
         case _:
@@ -257,8 +260,7 @@ def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
 def _cond(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
     index, *rest = operands
     branches = [
-        _on_arrays(closed.jaxpr, closed.consts, rest, multiply)
-        for closed in eqn.params["branches"]
+        _on_arrays(closed.jaxpr, closed.consts, rest, multiply) for closed in eqn.params["branches"]
     ]
     return _values(lax.switch(index.array, branches, *(x.array for x in rest)))
 

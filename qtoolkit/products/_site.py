@@ -46,9 +46,7 @@ class Site:
     ) -> jax.Array:
         named = f"{where} of {self.path}" if self.path else where
         with jax.named_scope(scope(self.path, self.recipe)):
-            return quantized_product(
-                named, function, lhs, rhs, self.recipe, dtype, state, extra
-            )
+            return quantized_product(named, function, lhs, rhs, self.recipe, dtype, state, extra)
 
     def multiply(self, states: Sequence[State] = ()) -> Multiply:
         """For `rewritten`: the products of a function in order, each with its state.

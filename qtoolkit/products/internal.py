@@ -1,6 +1,7 @@
 """What the packages above need of products and users do not."""
 
 from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
     MARKER,
     PRODUCTS,
@@ -9,7 +10,6 @@ from qtoolkit.products._rewrite import (
     is_quantized,
     rewritten,
 )
-from qtoolkit.products._report import report_of
 from qtoolkit.products._site import Site, enclosing, scope
 
 __all__ = [

@@ -178,7 +178,7 @@ def operand_values(
 
 
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """q * scale of what `operand_values` gave, float32."""
+    """What `q * scale` is, of what `operand_values` gave, float32."""
     blocks = blocks_of(q, spec)
     view = blocks.split(exact_float32(q))
     y = _with_scales(view, spec, NEAREST, scales, blocks, None, lambda _, unscale: unscale(view))

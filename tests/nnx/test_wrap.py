@@ -125,7 +125,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
     wrapped = wrap(attention)
     for name in ("query", "key", "value", "out"):
-        assert getattr(wrapped, name).dot_general.recipe == Recipe()
+        assert getattr(wrapped, name).dot_general.site.recipe == Recipe()
     assert not np.array_equal(wrapped(x), attention(x))
 
 
@@ -260,8 +260,8 @@ def recipes(model):
             except AttributeError:
                 layer = layer[int(part) if part.isdigit() else part]
         product = layer.conv_general_dilated if path == "conv" else layer.dot_general
-        if hasattr(product, "recipe"):
-            found[path] = product.recipe
+        if hasattr(product, "site"):
+            found[path] = product.site.recipe
             assert layer.promote_dtype is not nnx.Linear(1, 1, rngs=nnx.Rngs(0)).promote_dtype
     return found
 
@@ -325,7 +325,7 @@ def test_rules_leave_what_is_wrapped_already(nest):
         (
             {"norm": A, "mlp": A},
             ValueError,
-            "^wrap: rule 'norm' matches nothing.*there is again, attention/key",
+            "^wrap: rule 'norm' matches nothing.*there is again, attention,",
         ),
         ({"mlp": None}, ValueError, "^wrap: the rules leave every layer of Nest as it is"),
         ({}, ValueError, "^wrap: the rules leave every layer of Nest as it is, .* for one or more"),

@@ -319,12 +319,6 @@ def test_products_of_the_largest_and_the_smallest_numbers():
     assert dot_general(jnp.full((1, 1), 1e30), jnp.full((1, 1), 1e30), MATMUL)[0, 0] == jnp.inf
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "nvfp4", qt.BlockFormat.channel("e4m3fn")])
-def test_a_recipe_takes_no_scales_of_blocks(fmt):
-    with pytest.raises(ValueError, match=r"Recipe: forward=.*expected a format with one scale"):
-        Recipe(fmt)
-
-
 def test_a_rounded_operand_beside_a_wide_one_is_rounded_once():
     """bfloat16 activations and cotangents, float32 weights, cotangents left wide.
 
