@@ -1,6 +1,7 @@
 """What the packages above need of products and users do not."""
 
 from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
     MARKER,
@@ -18,6 +19,7 @@ __all__ = [
     "Found",
     "Site",
     "State",
+    "check_recipe",
     "enclosing",
     "inner_jaxprs",
     "is_quantized",
