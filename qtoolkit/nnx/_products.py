@@ -1,6 +1,7 @@
 """What stands in layers for JAX's functions: the products of a site, with what they keep."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.products.internal import Site, State, rewritten
+from qtoolkit.products.internal import Site, State, rewritten, scope
 
 States = Sequence[State]
 
@@ -57,6 +58,22 @@ class Attention:
     ) -> jax.Array:
         named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
 
+        scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
+        place = Site(self.site.recipe, None)
+        with scoped:
+            try:
+                static = place, self.original, tuple(sorted(options.items()))
+                hash(static)
+            except TypeError:  # an option that JAX cannot compare: traced anew each time
+                return self._sowing(arrays, named, options, module, states)
+            if module is not None:
+                return self._sowing(arrays, named, options, module, states)
+            return _attend(arrays, named, list(states), *static)
+
+    def _sowing(
+        self, arrays: Any, named: Any, options: dict[str, Any], module: Any, states: States
+    ) -> jax.Array:
+        """With what the function sows, which its trace gives back."""
         names: list[Any] = []
 
         def traced(arrays: Any, named: Any) -> Any:
@@ -65,11 +82,22 @@ class Attention:
             names[:] = [] if recorder is None else recorder.sown
             return out, [value for _, _, value in names]
 
-        function = rewritten(traced, self.site.multiply(states), _no_parameters)
-        out, values = function(arrays, named)
+        multiply = Site(self.site.recipe, None).multiply(states)
+        out, values = rewritten(traced, multiply, _no_parameters)(arrays, named)
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)
         return out
+
+
+# Jitted, so that blocks alike are traced once.
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _attend(
+    arrays: Any, named: Any, states: Any, site: Site, original: Any, options: Any
+) -> jax.Array:
+    def pure(arrays: Any, named: Any) -> Any:
+        return original(*arrays, **named, **dict(options), module=None)
+
+    return rewritten(pure, site.multiply(states), _no_parameters)(arrays, named)
 
 
 _ARRAYS = ("bias", "mask", "dropout_rng")

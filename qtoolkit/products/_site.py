@@ -1,5 +1,6 @@
 """One place in a model, and the products computed there by its recipe."""
 
+import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -29,10 +30,11 @@ class Site:
     Attributes:
       recipe: What the products round.
       path: Where in the model, "blocks/0/mlp"; reports find it in the name stack of the program.
+        None where whoever calls has said so there.
     """
 
     recipe: Recipe
-    path: str = ""
+    path: str | None = ""
 
     def product(
         self,
@@ -45,7 +47,10 @@ class Site:
         extra: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
         named = f"{where} of {self.path}" if self.path else where
-        with jax.named_scope(scope(self.path, self.recipe)):
+        named_scope: Any = contextlib.nullcontext()
+        if self.path is not None:
+            named_scope = jax.named_scope(scope(self.path, self.recipe))
+        with named_scope:
             return quantized_product(named, function, lhs, rhs, self.recipe, dtype, state, extra)
 
     def multiply(self, states: Sequence[State] = ()) -> Multiply:
