@@ -2,7 +2,7 @@
 
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Site:
         with jax.named_scope(scope(self.path, self.recipe)):
             return quantized_product(named, function, lhs, rhs, self.recipe, dtype, state, extra)
 
-    def multiply(self, states: Sequence[State] = ()) -> Multiply:
+    def multiply(self, states: Iterable[State | None] = ()) -> Multiply:
         """For `rewritten`: the products of a function in order, each with its state.
 
         A kernel on either side is rounded as a kernel, and two activations both as activations.

@@ -1,5 +1,6 @@
 """What the packages above need of products and users do not."""
 
+from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
@@ -18,6 +19,7 @@ __all__ = [
     "Found",
     "Site",
     "State",
+    "computes_product",
     "enclosing",
     "inner_jaxprs",
     "is_quantized",
