@@ -71,4 +71,5 @@ class FakeConvert(nn.Module):
         shift = None
         if self.use_shift:
             shift = self.param("shift", self.shift_init, self.shape, self.param_dtype)
-        return fake_convert(x, scale, shift, fmt=self.fmt)
+            shift = shift.astype(x.dtype)
+        return fake_convert(x, scale.astype(x.dtype), shift, fmt=self.fmt)

@@ -123,8 +123,8 @@ def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Sequence[Any]
         layers = dict.fromkeys(path or "(the model itself)" for _, path, _, has in visited if has)
         some = ", ".join(list(layers)[:3]) + (" ..." if len(layers) > 3 else "")
         raise ValueError(
-            f"wrap: {', '.join(found.unreached)} matches no layer of {name} with products, expected "
-            f"every rule to match one; there is {some or 'nothing'}"
+            f"wrap: {', '.join(found.unreached)} matches no layer of {name} with products, "
+            f"expected every rule to match one; there is {some or 'nothing'}"
         )
     if not found.quantized:
         raise ValueError(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,8 @@ class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
     """The modules that ran: rules, path, types of it and around it, whether it has products."""
 
 
+# Part of the key of jax.jit's caches: `nn.jit` must not reuse the trace of a plain call.
+_traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
@@ -112,6 +114,8 @@ class _Run:
       rng: uint32[2], words of a key of this call.
       kinds: The types that were seen at each path.
       counts: While starting, the products of each layer whose recipe keeps state.
+      traced_for: What traces within it are for: those that hold its arrays, or have to be made for
+        `counts`, are for this call alone.
     """
 
     rules: Rules[Recipe]
@@ -122,6 +126,11 @@ class _Run:
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, Recipe], list[str]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def traced_for(self) -> Any:
+        is_alone = self.starting or self.kept or self.rng is not None
+        return object() if is_alone else self.rules
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -139,9 +148,13 @@ class _Run:
         if is_foreign or name in ("setup", REWRITING):
             return call(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
-        kinds = self._kinds(path, type(module))
+        kind: Any = type(module)
+        kinds = self._kinds(path, kind)
         method = getattr(context.orig_method, "func", None)
-        has_products = _has_products(type(module), name, method)
+        if _is_in(method, _LIFTED):
+            with _traced_for(self.traced_for):
+                return call(*args, **kwargs)
+        has_products = _has_products(kind, name, method)
         visited = _visited.get()
         if visited is not None:
             visited.append((self.rules, path, kinds, has_products))
@@ -156,7 +169,8 @@ class _Run:
                 return call(*args, **kwargs)
         assert method is not None
         if not self.starting:
-            multiply = self._multiply(recipe, path, name, type(module))
+            _check_kernels(module, path)
+            multiply = self._multiply(recipe, path, name, kind)
             with jax.named_scope(scope(path, recipe)), enclosing(None):
                 return run_rewritten(method, module, multiply, args, kwargs)
         if not (recipe.is_delayed or recipe.is_stochastic):
@@ -185,8 +199,9 @@ class _Run:
         multiply = Site(recipe, path).multiply(states())
 
         def checked(found: Found) -> jax.Array | None:
-            for x, is_parameter in zip((found.lhs, found.rhs), found.is_parameter, strict=True):
-                _check_dtype(x, is_parameter, path, kind)
+            for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
+                operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
+                _check_dtype(x, operand, path, "convert it first")
             return multiply(found)
 
         return checked
@@ -203,30 +218,44 @@ class _Run:
         return count
 
 
-def _check_dtype(x: jax.Array, is_parameter: bool, path: str, kind: type) -> None:
-    if x.dtype not in _FLOATS:
-        operand = "the kernel" if is_parameter else "an operand"
-        created = (
-            "create the layer with another param_dtype" if is_parameter else "convert it first"
-        )
+def _check_kernels(module: nn.Module, path: str) -> None:
+    """The dtypes of a module's own parameters; those of 8 bits Flax would not multiply either."""
+    for name, value in module.variables.get("params", {}).items():
+        if not isinstance(value, Mapping):
+            for leaf in jax.tree.leaves(value):
+                _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
+
+
+def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
         raise TypeError(
-            f"wrap: {path or '(the model itself)'}: {operand} of {kind.__name__} has dtype "
-            f"{jnp.dtype(x.dtype)}, expected float32, float16 or bfloat16; {created}, or leave the "
-            "layer alone by a rule"
+            f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "
+            f"float16 or bfloat16; {what_to_do}, or leave the layer alone by a rule"
         )
+
+
+_CREATED = "create the layer with another param_dtype"
 
 
 @functools.cache
-def _has_products(kind: type, name: str, method: Any) -> bool:
+def _has_products(kind: Any, name: str, method: Any) -> bool:
     """Whether a method of a module computes products by itself, as far as its code tells."""
     if any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items()):
         return True
     if not isinstance(method, types.FunctionType):
         return False
-    if method.__code__.co_filename.startswith(_FLAX):
-        return False  # a layer of Flax, or a lifted method, which calls one that is seen by itself
+    if _is_in(method, _FLAX):
+        return False
     method = inspect.unwrap(method)
     return isinstance(method, types.FunctionType) and computes_product(method, kind)
 
 
+def _is_in(function: Any, place: str) -> bool:
+    """Whether the code of a function lies in a file or folder."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(place)
+
+
 _FLAX = inspect.getfile(nn).removesuffix("__init__.py")
+_LIFTED = inspect.getfile(nn.transforms)  # methods that call one that is seen by itself

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
@@ -63,14 +62,16 @@ def wrap(
       outside, `wrapped.bind(variables).layer(x)`, computes plainly.
 
     Raises:
-      TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them. When
-        the module runs: a kernel of float64 or of 8 bits.
+      TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
+        rule for a class that is no module. When the module runs: an operand of float64 or of 8
+        bits.
       ValueError: `module` is bound; or, with `strict`, what is said there.
     """
-    if not isinstance(module, nn.Module):
-        hint = "; use qtoolkit.nnx.wrap" if _is_nnx(module) else ""
+    given: Any = module
+    if not isinstance(given, nn.Module):
+        hint = "; use qtoolkit.nnx.wrap" if _is_nnx(given) else ""
         raise TypeError(
-            f"wrap: module has type {type(module).__name__}, expected an instance of "
+            f"wrap: module has type {type(given).__name__}, expected an instance of "
             f"flax.linen.Module{hint}"
         )
     if module.scope is not None:
@@ -79,7 +80,8 @@ def wrap(
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
         )
     rules = as_rules(recipe)
-    kind = wrapped_class(getattr(type(module), "qtoolkit_original", type(module)), rules)
+    kind: Any = type(module)
+    kind = _wrapped_class(getattr(kind, "qtoolkit_original", kind), rules)
     fields = {
         field.name: getattr(module, field.name)
         for field in dataclasses.fields(module)
@@ -92,12 +94,13 @@ def wrap(
 
 
 @functools.cache
-def wrapped_class(kind: type, rules: Rules[Recipe]) -> Any:
+def _wrapped_class(kind: Any, rules: Rules[Recipe]) -> Any:
     """The subclass whose public methods run by `rules`."""
     body: dict[str, Any] = {
-        name: entered(method, lambda _: rules) for name, method in _public_methods(kind).items()
+        name: entered(method, _rules_of) for name, method in _public_methods(kind).items()
     }
-    body["apply"] = _applied(kind.apply)
+    for name in ("apply", "init_with_output"):
+        body[name] = _with_method(getattr(kind, name))
     body |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -109,7 +112,7 @@ def wrapped_class(kind: type, rules: Rules[Recipe]) -> Any:
     return type(kind.__name__, (kind,), body)
 
 
-def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
+def _public_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     fields = {field.name for field in dataclasses.fields(kind)}
     found = {}
     for name in dir(kind):
@@ -135,18 +138,36 @@ def entered(
     return entering
 
 
-def _applied(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply`, whose `method` may be a function that is not of the subclass: `Model.encode`."""
+def _with_method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` or `init_with_output`, whose `method` need not be one of the subclass.
 
-    @functools.wraps(apply)
-    def applied(self: Any, variables: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if callable(method) and not isinstance(method, nn.Module):
+    It may be `Model.encode`, a lambda, or the name of a private method or a submodule.
+    """
+
+    @functools.wraps(call)
+    def calling(self: Any, first: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        if isinstance(method, str):
+            if callable(getattr(self, method)):
+                method = entered(_named(method), _rules_of)
+        elif callable(method):
             unbound = method.__func__ if inspect.ismethod(method) else method
-            method = entered(unbound, lambda module: module.qtoolkit_rules)
-        return apply(self, variables, *args, method=method, **kwargs)
+            method = entered(unbound, _rules_of)
+        return call(self, first, *args, method=method, **kwargs)
 
-    applied.nowrap = True  # type: ignore[attr-defined]
-    return applied
+    calling.nowrap = True  # type: ignore[attr-defined]
+    return calling
+
+
+def _named(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    return method
+
+
+def _rules_of(module: Any) -> Rules[Recipe]:
+    return module.qtoolkit_rules
 
 
 def as_rules(recipe: Any) -> Rules[Recipe]:
