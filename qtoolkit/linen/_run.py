@@ -47,7 +47,7 @@ class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
     """The modules that ran: rules, path, types of it and around it, whether it has products."""
 
 
-# Part of the key of jax.jit's caches: `nn.jit` must not reuse the trace of a plain call.
+# Part of the key of jax.jit's caches: `nn.jit` must not use the trace of a call by other rules.
 _traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
@@ -74,14 +74,17 @@ def run(module: nn.Module, rules: Rules[Recipe], call: Callable[[], Any]) -> Any
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # Flax says what is wrong; or a method that another one calls
     starting = module.is_initializing()
+    if starting and not any(map(_keeps_state, _recipes(rules))):
+        return call()
     kept = {} if starting else module.variables.get(COLLECTION, {})
     rng = None
-    if not starting and _is_stochastic(rules) and module.has_rng(COLLECTION):
+    is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
+    if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, type(module), module.path, starting, kept, rng)
     token = _active.set(this)
     try:
-        with nn.intercept_methods(this.intercept):
+        with nn.intercept_methods(this.intercept), _traced_for((rules, starting)):
             out = call()
     finally:
         _active.reset(token)
@@ -98,9 +101,21 @@ def _key(path: str) -> str:
     return path.replace("/", ".") or _ROOT
 
 
-def _is_stochastic(rules: Rules[Recipe]) -> bool:
+def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     values = [*(value for _, value in rules.rules), rules.default]
-    return any(value is not None and value.is_stochastic for value in values)
+    return [value for value in values if value is not None]
+
+
+def _keeps_state(recipe: Recipe) -> bool:
+    return recipe.is_delayed or recipe.is_stochastic
+
+
+def _is_in_jit(module: nn.Module) -> bool:
+    """Whether a module runs under `nn.jit`, whose traces outlive the call: they must not hold its
+    arrays.
+    """
+    assert module.scope is not None
+    return any("jit(" in part for part in module.scope.debug_path)
 
 
 @dataclasses.dataclass
@@ -114,8 +129,6 @@ class _Run:
       rng: uint32[2], words of a key of this call.
       kinds: The types that were seen at each path.
       counts: While starting, the products of each layer whose recipe keeps state.
-      traced_for: What traces within it are for: those that hold its arrays, or have to be made for
-        `counts`, are for this call alone.
     """
 
     rules: Rules[Recipe]
@@ -126,11 +139,6 @@ class _Run:
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, Recipe], list[str]] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def traced_for(self) -> Any:
-        is_alone = self.starting or self.kept or self.rng is not None
-        return object() if is_alone else self.rules
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -151,9 +159,6 @@ class _Run:
         kind: Any = type(module)
         kinds = self._kinds(path, kind)
         method = getattr(context.orig_method, "func", None)
-        if _is_in(method, _LIFTED):
-            with _traced_for(self.traced_for):
-                return call(*args, **kwargs)
         has_products = _has_products(kind, name, method)
         visited = _visited.get()
         if visited is not None:
@@ -170,10 +175,10 @@ class _Run:
         assert method is not None
         if not self.starting:
             _check_kernels(module, path)
-            multiply = self._multiply(recipe, path, name, kind)
+            multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
             with jax.named_scope(scope(path, recipe)), enclosing(None):
                 return run_rewritten(method, module, multiply, args, kwargs)
-        if not (recipe.is_delayed or recipe.is_stochastic):
+        if not _keeps_state(recipe) or _is_in_jit(module):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
         with jax.named_scope(scope(path, None)):
@@ -188,13 +193,18 @@ class _Run:
         around = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
 
-    def _multiply(self, recipe: Recipe, path: str, name: str, kind: type) -> Multiply:
+    def _multiply(
+        self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
+    ) -> Multiply:
         kept = self.kept.get(_key(path), {})
+
+        rng = None if is_in_jit else self.rng
 
         def states() -> Iterator[State | None]:
             for i in itertools.count():
                 product = f"{name}.{i}"
-                yield state_of(recipe, f"{path}:{product}", kept.get(product), self.rng)
+                known = None if is_in_jit else kept.get(product)
+                yield state_of(recipe, f"{path}:{product}", known, rng)
 
         multiply = Site(recipe, path).multiply(states())
 
@@ -245,17 +255,10 @@ def _has_products(kind: Any, name: str, method: Any) -> bool:
         return True
     if not isinstance(method, types.FunctionType):
         return False
-    if _is_in(method, _FLAX):
+    if method.__code__.co_filename.startswith(_FLAX):
         return False
     method = inspect.unwrap(method)
     return isinstance(method, types.FunctionType) and computes_product(method, kind)
 
 
-def _is_in(function: Any, place: str) -> bool:
-    """Whether the code of a function lies in a file or folder."""
-    code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(place)
-
-
 _FLAX = inspect.getfile(nn).removesuffix("__init__.py")
-_LIFTED = inspect.getfile(nn.transforms)  # methods that call one that is seen by itself

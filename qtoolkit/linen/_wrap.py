@@ -41,6 +41,7 @@ def wrap(
     scaling or stochastic rounding keep state in the collection "qtoolkit", which `init` makes and
     `value_and_grad` advances. Random keys come from the rng collection "qtoolkit" where `apply` is
     given one, else from that state; without both they follow from the values that are rounded.
+    Layers under `nn.jit`, whose traces outlive a call, keep no state: they take current scales.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
