@@ -152,13 +152,13 @@ class _Run:
         context: nn.module.InterceptorContext,
     ) -> Any:
         module, name = context.module, context.method_name
+        method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
-        if is_foreign or name in ("setup", REWRITING):
+        if is_foreign or name in ("setup", REWRITING) or _is_in(method, _MODULE):
             return call(*args, **kwargs)
         path = "/".join(module.path[len(self.root) :])
         kind: Any = type(module)
         kinds = self._kinds(path, kind)
-        method = getattr(context.orig_method, "func", None)
         has_products = _has_products(kind, name, method)
         visited = _visited.get()
         if visited is not None:
@@ -255,10 +255,17 @@ def _has_products(kind: Any, name: str, method: Any) -> bool:
         return True
     if not isinstance(method, types.FunctionType):
         return False
-    if method.__code__.co_filename.startswith(_FLAX):
+    if _is_in(method, _FLAX):
         return False
     method = inspect.unwrap(method)
     return isinstance(method, types.FunctionType) and computes_product(method, kind)
 
 
+def _is_in(function: Any, place: str) -> bool:
+    """Whether the code of a function lies in a file or folder."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(place)
+
+
+_MODULE = inspect.getfile(nn.module)  # calls a function of its own on copies without a path
 _FLAX = inspect.getfile(nn).removesuffix("__init__.py")
