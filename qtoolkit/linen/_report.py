@@ -79,7 +79,8 @@ def _reported(
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
         given = {**variables, COLLECTION: state} if state else variables
-        return wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
+        outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
+        return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
 
     with visiting() as visited:
         found = report_of(call, (others, [leaves[i] for i in places]))

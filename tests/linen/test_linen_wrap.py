@@ -142,8 +142,8 @@ MODELS = {
     "Einsum": (nn.Einsum((16, 8), "...i,io->...o"), X, 1),
     "Embed.attend": (Tied(), TOKENS, 1),
     "attention": (nn.MultiHeadAttention(4), X, 6),
-    "self attention, own function": (
-        nn.SelfAttention(4, attention_fn=lambda q, k, v, **_: q @ k.mT @ v),
+    "attention, own function": (
+        nn.MultiHeadDotProductAttention(4, attention_fn=lambda q, k, v, **_: q @ k.mT @ v),
         X,
         6,
     ),
