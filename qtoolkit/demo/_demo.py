@@ -114,8 +114,9 @@ def _convert(
     folder: Path, corpus: Corpus, recipe: Recipe, pair: TrainingPair
 ) -> tuple[Results, checkpoints.Report]:
     """Saves the float32 model, converts the file, and evaluates what the converted file holds."""
-    assert recipe.forward is not None
-    name = recipe.forward.element.name
+    kernel, cotangent = recipe.forward[1], recipe.wgrad[1]
+    assert kernel is not None
+    name = kernel.spec.element.name
     wide_path, converted_path = (folder / f"{stem}.safetensors" for stem in ("float32", name))
     checkpoints.save(wide_path, parameters(pair.wide.model), overwrite=True)
     report = checkpoints.convert(wide_path, converted_path, format=name, overwrite=True)
@@ -129,7 +130,7 @@ def _convert(
         sizes=(wide_path.stat().st_size, converted_path.stat().st_size),
         sqnr_db=report.mean_sqnr_db or math.nan,
         format=name,
-        gradient="float32" if recipe.gradient is None else recipe.gradient.element.name,
+        gradient="float32" if cotangent is None else cotangent.spec.element.name,
     )
     return results, report
 

@@ -118,7 +118,7 @@ class _ProductTransposed:
 
 @dataclasses.dataclass(frozen=True)
 class _Batched:
-    """`function` mapped over a leading axis of what it is linear in, and `axes` of the residuals."""
+    """`function` mapped over a leading axis of its operands, and over `axes` of the residuals."""
 
     function: Linear
     axes: tuple[int | None, ...]

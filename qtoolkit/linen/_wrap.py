@@ -12,6 +12,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.linen._report import check_strict
 from qtoolkit.linen._run import run
 from qtoolkit.products import Recipe
+from qtoolkit.products.internal import check_recipe
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -80,7 +81,7 @@ def wrap(
             f"wrap: {type(module).__name__} {module.name!r} is bound to the module around it, "
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
         )
-    rules = as_rules(recipe)
+    rules = _as_rules(recipe)
     kind: Any = type(module)
     kind = _wrapped_class(getattr(kind, "qtoolkit_original", kind), rules)
     fields = {
@@ -171,26 +172,16 @@ def _rules_of(module: Any) -> Rules[Recipe]:
     return module.qtoolkit_rules
 
 
-def as_rules(recipe: Any) -> Rules[Recipe]:
-    def checked(value: Any) -> Recipe:
-        if not isinstance(value, Recipe):
-            name = value if isinstance(value, str) else getattr(value, "name", None)
-            shown = repr(name) if isinstance(name, str) else "..."
-            raise TypeError(
-                f"wrap: recipe has type {type(value).__name__}, expected a Recipe; write "
-                f"qtoolkit.Recipe({shown})"
-            )
-        return value
-
+def _as_rules(recipe: Any) -> Rules[Recipe]:
     if not isinstance(recipe, Rules):
-        return Rules((), default=Recipe() if recipe is None else checked(recipe))
+        return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
     for key, _ in recipe.rules:
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
                 "of flax.linen.Module: nothing else has products"
             )
-    return recipe.map(checked)
+    return recipe.map(functools.partial(check_recipe, "wrap"))
 
 
 def _is_nnx(module: Any) -> bool:

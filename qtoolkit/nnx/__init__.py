@@ -1,5 +1,6 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
 from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register
 from qtoolkit.nnx._state import Probe, ScalingState, roll, value_and_grad
@@ -7,4 +8,15 @@ from qtoolkit.nnx._wrap import wrap
 
 register()
 
-__all__ = ["Probe", "ScalingState", "report", "roll", "value_and_grad", "wrap"]
+__all__ = [
+    "FakeConvert",
+    "Fp8Conv",
+    "Fp8Einsum",
+    "Fp8Linear",
+    "Probe",
+    "ScalingState",
+    "report",
+    "roll",
+    "value_and_grad",
+    "wrap",
+]

@@ -8,7 +8,6 @@ from flax import nnx
 
 from qtoolkit.formats import Rules
 from qtoolkit.nnx._rewriting import leave, original_class, product_methods
-from qtoolkit.nnx._state import Probe, ScalingState
 from qtoolkit.products import Recipe, Report
 from qtoolkit.products.internal import report_of
 
@@ -23,7 +22,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     Args:
       wrapped: A model from `wrap`; one that is not wrapped has all its products left.
-      inputs, options: What the model is called with. Arrays are traced; all else is passed as it is.
+      inputs, options: What the model is called with. Arrays are traced, all else passed on.
 
     Returns:
       A `Report`, whose text is a table.
@@ -50,19 +49,18 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         return node
 
     model = nnx.recursive_map(tagged, wrapped, graph=True)
-    filters = (nnx.Param, nnx.Any(ScalingState, Probe), ...)
-    graph, floats, *kept = nnx.split(model, *filters)
+    graph, state = nnx.split(model)
     leaves, structure = jax.tree.flatten((inputs, options))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
-    def call(floats: Any, arrays: list[Any]) -> Any:
+    def call(state: Any, arrays: list[Any]) -> Any:
         merged = list(leaves)
         for place, leaf in zip(places, arrays, strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
-        return nnx.merge(graph, floats, *kept)(*args, **kwargs)
+        return nnx.merge(graph, state)(*args, **kwargs)
 
-    return report_of(call, (floats, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+    return report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
 
 
 def check_strict(wrapped: nnx.Module, rules: Rules[Recipe], inputs: Sequence[Any]) -> None:

@@ -99,7 +99,8 @@ def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
 def leave(module: Any, path: str) -> None:
     """Marks the products of a layer as left."""
     if "qtoolkit_path" not in vars(module):
-        module.__class__ = _scoped_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = _scoped_class(kind)
         module.qtoolkit_path = path
 
 

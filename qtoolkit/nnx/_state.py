@@ -94,7 +94,8 @@ def value_and_grad(
     """
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        both = nnx.DiffState(0, nnx.Any(wrt, Probe))
+        wanted = nnx.All(wrt, nnx.Not(ScalingState))
+        both = nnx.DiffState(0, nnx.Any(wanted, Probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
         value, found = graded(model, *args, **kwargs)
         probes, grads = nnx.split_state(found, Probe, ...)

@@ -1,6 +1,7 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from qtoolkit.nnx._report import check_strict
 from qtoolkit.nnx._rewriting import leave, original_class, product_methods, rewriting_class
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Site
+from qtoolkit.products.internal import Site, check_recipe
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -83,10 +84,8 @@ def wrap(
         path; or, with `strict`, a product is left.
     """
     if not isinstance(model, nnx.Module):
-        given: Any = model
-        hint = "; use qtoolkit.linen.wrap" if isinstance(given, linen.Module) else ""
         raise TypeError(
-            f"wrap: model has type {type(given).__name__}, expected an nnx.Module{hint}"
+            f"wrap: model has type {type(model).__name__}, expected an nnx.Module{_hint(model)}"
         )
     rules = _as_rules(recipe)
     modules = _modules(model)
@@ -200,24 +199,13 @@ def _original_attention(function: Any) -> Any:
 
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:
-    def checked(value: Any) -> Recipe:
-        if not isinstance(value, Recipe):
-            hint = f"; write qtoolkit.Recipe({_written(value)})"
-            raise TypeError(
-                f"wrap: recipe has type {type(value).__name__}, expected a Recipe{hint}"
-            )
-        return value
-
     if isinstance(recipe, Rules):
-        return recipe.map(checked)
-    return Rules((), default=Recipe() if recipe is None else checked(recipe))
+        return recipe.map(functools.partial(check_recipe, "wrap"))
+    return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
 
 
-def _written(value: Any) -> str:
-    if isinstance(value, str):
-        return repr(value)
-    name = getattr(value, "name", None)
-    return repr(name) if isinstance(name, str) else "..."
+def _hint(model: Any) -> str:
+    return "; use qtoolkit.linen.wrap" if isinstance(model, linen.Module) else ""
 
 
 @dataclasses.dataclass

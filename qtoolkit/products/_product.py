@@ -34,7 +34,7 @@ from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
-from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
 
 Array = jax.Array
@@ -71,10 +71,7 @@ def quantized_product(
     extra: tuple[Array, ...] = (),
 ) -> Array:
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
-    if not isinstance(recipe, Recipe):
-        given: Any = recipe
-        hint = f"; write Recipe({given!r})" if isinstance(given, str) else ""
-        raise TypeError(f"{where}: recipe has type {type(given).__name__}, expected a Recipe{hint}")
+    check_recipe(where, recipe)
     if recipe.is_delayed and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "

@@ -166,7 +166,7 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _found(eqn: Any, operands: list[_Value]) -> Found | None:
-    """The product of an equation; None for those of integers, and where a ragged one sums groups."""
+    """The product of an equation; None for integers, and for ragged sums of other kinds."""
     lhs, rhs, *extra = operands
     params = eqn.params
     if not all(jnp.issubdtype(x.array.dtype, jnp.floating) for x in (lhs, rhs)):

@@ -2,6 +2,7 @@
 
 from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
     MARKER,
@@ -19,6 +20,7 @@ __all__ = [
     "Found",
     "Site",
     "State",
+    "check_recipe",
     "computes_product",
     "enclosing",
     "inner_jaxprs",

@@ -1,0 +1,75 @@
+"""Layers that are quantized from the start, for models that are written with them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike
+
+from qtoolkit.formats import FormatLike, format
+from qtoolkit.gradients import fake_convert
+from qtoolkit.nnx._wrap import attach
+from qtoolkit.products import Recipe
+
+_DEFAULT = Recipe()
+
+
+class Fp8Linear(nnx.Linear):
+    """`nnx.Linear` whose product is by a recipe, as in a wrapped model.
+
+    Args:
+      recipe: What its products round.
+      args, kwargs: As for `nnx.Linear`. Parameters are the same, and stay wide.
+    """
+
+    def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attach(self, recipe)
+
+
+class Fp8Conv(nnx.Conv):
+    """`nnx.Conv` by a recipe, as `Fp8Linear`."""
+
+    def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attach(self, recipe)
+
+
+class Fp8Einsum(nnx.Einsum):
+    """`nnx.Einsum` by a recipe, as `Fp8Linear`."""
+
+    def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attach(self, recipe)
+
+
+class FakeConvert(nnx.Module):
+    """`qtoolkit.fake_convert` as a layer: (conv(x * scale - shift) + shift) / scale.
+
+    Its scale, and its shift where there is one, are parameters: they are trained with the model.
+
+    Attributes:
+      scale: float32, one number or an array that broadcasts to the input.
+      shift: The same, or None.
+      options: Further arguments of `fake_convert`, such as its rounding and its gradient.
+    """
+
+    def __init__(
+        self,
+        fmt: FormatLike,
+        scale: ArrayLike = 1.0,
+        shift: ArrayLike | None = None,
+        **options: Any,
+    ) -> None:
+        self.fmt = format(fmt)
+        self.scale = nnx.Param(jnp.asarray(scale, jnp.float32))
+        self.shift = nnx.data(None)
+        if shift is not None:
+            self.shift = nnx.Param(jnp.asarray(shift, jnp.float32))
+        self.options = options
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shift = None if self.shift is None else self.shift[...].astype(x.dtype)
+        scale = self.scale[...].astype(x.dtype)
+        return fake_convert(x, scale, shift, fmt=self.fmt, **self.options)

@@ -1,0 +1,391 @@
+"""Which products of a model `wrap` reaches, by a count of its jaxpr that shares nothing with it.
+
+Comments say what the code before this one, and qwix 0.1.8, reached of all forward products.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import qtoolkit as qt
+from qtoolkit.products import Recipe
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def subjaxprs(eqn):
+    for value in eqn.params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if hasattr(item, "jaxpr"):
+                yield item.jaxpr
+            elif hasattr(item, "eqns"):
+                yield item
+
+
+def counted(jaxpr, inside=False):
+    """(quantized, plain): a product is quantized inside of a custom derivative of ours."""
+    total = np.zeros(2, int)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in PRODUCTS:
+            total[0 if inside else 1] += 1
+        ours = inside or (eqn.primitive.name == "jit" and "qtoolkit" in eqn.params["name"])
+        for inner in subjaxprs(eqn):
+            total += counted(inner, ours)
+    return total
+
+
+def forward_products(model, inputs):
+    graph, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(*x))(state, inputs)
+    return tuple(counted(jaxpr.jaxpr))
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 16, rngs=rngs)
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.linear(self.embed(tokens)))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=True, rngs=rngs)
+        self.head = nnx.Linear(16, 11, rngs=rngs)
+        self.attention.init_cache((2, 6, 16))
+
+    def __call__(self, tokens):
+        return self.head(self.attention(self.embed(tokens)))
+
+
+class Experts(nnx.Module):
+    def __init__(self, rngs):
+        self.router = nnx.Linear(16, 3, rngs=rngs)
+        self.up = nnx.Einsum("td,edf->tef", (3, 16, 8), rngs=rngs)
+        self.down = nnx.Einsum("tef,efd->ted", (3, 8, 16), rngs=rngs)
+
+    def __call__(self, x):
+        weights = jax.nn.softmax(self.router(x))
+        return jnp.einsum("ted,te->td", self.down(nnx.relu(self.up(x))), weights)
+
+
+class Ragged(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (3, 16, 8)))
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(lax.ragged_dot(x, self.kernel[...], jnp.array([2, 2, 2])))
+
+
+class Own(nnx.Linear):
+    """Wrapped to nothing before: its own `@` went past the hook, with a difference of 0.0."""
+
+    def __call__(self, x):
+        return x @ self.kernel[...] + self.bias[...]
+
+
+class Mixed(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = (
+            nnx.Param(jax.random.normal(rngs.params(), shape)) for shape in ((16, 8), (8, 8))
+        )
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = jnp.dot(self.linear(x @ self.first[...]), self.second[...])
+        y = lax.dot_general(y, self.second[...], (((1,), (0,)), ((), ())))
+        return qt.dot(jax.jit(helper)(y, self.second[...]), self.second[...])
+
+
+def helper(x, kernel):
+    return jnp.einsum("bi,io->bo", x, kernel)
+
+
+class Looped(nnx.Module):
+    """A product in scan, cond, remat and while."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (16, 16)))
+
+    def __call__(self, x):
+        kernel = self.kernel[...]
+        x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ kernel), None), x, None, length=2)
+        x = lax.cond(x[0, 0] > 0, lambda x: x @ kernel, lambda x: -x @ kernel, x)
+        x = jax.checkpoint(lambda x: x @ kernel)(x)
+        return lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x @ kernel), x)
+
+
+def lora(rngs):
+    b = nnx.initializers.normal()
+    return nnx.LoRA(16, 2, 8, base_module=nnx.Linear(16, 8, rngs=rngs), b_initializer=b, rngs=rngs)
+
+
+def recurrent(cell):
+    return lambda rngs: nnx.RNN(cell(16, 8, rngs=rngs), rngs=rngs)
+
+
+x, sequence, image = (
+    jax.random.normal(jax.random.key(i), shape)
+    for i, shape in enumerate([(6, 16), (2, 6, 16), (2, 8, 8, 4)])
+)
+tokens = jnp.arange(12).reshape(2, 6) % 11
+
+MODELS = {
+    "attention": (nnx.MultiHeadAttention, sequence, 6),  # 4 / 6
+    "decoder with a cache": (Decoder, tokens[:, :1], 7),  # 5 / 7
+    "tied embedding": (Tied, tokens, 2),  # 1 / 2; qwix 1 / 2
+    "experts": (Experts, x, 4),  # 3 / 4
+    "ragged experts": (Ragged, x, 2),  # 1 / 2
+    "LSTM": (recurrent(nnx.LSTMCell), sequence, 8),
+    "optimized LSTM": (recurrent(nnx.OptimizedLSTMCell), sequence, 2),
+    "GRU": (recurrent(nnx.GRUCell), sequence, 2),
+    "LoRA": (lora, x, 3),  # 1 / 3
+    "LoRALinear": (lambda rngs: nnx.LoRALinear(16, 8, lora_rank=2, rngs=rngs), x, 3),
+    "ConvTranspose": (lambda r: nnx.ConvTranspose(4, 8, (3, 3), strides=2, rngs=r), image, 1),  # 0
+    "convolution": (
+        lambda r: nnx.Conv(4, 8, (3, 3), 2, feature_group_count=2, padding="CIRCULAR", rngs=r),
+        image,
+        1,
+    ),  # qwix: a TypeError in the backward pass
+    "own product": (lambda rngs: Own(16, 8, rngs=rngs), x, 1),  # 0 / 1
+    "own products beside a layer": (Mixed, x, 6),  # 1 / 4; qwix 2 / 4
+    "own products in control flow": (Looped, x, 4),
+}
+
+
+def made(name):
+    make = MODELS[name][0]
+    if make is nnx.MultiHeadAttention:
+        return make(4, 16, decode=False, rngs=nnx.Rngs(0))
+    return make(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_reached(name):
+    _, batch, count = MODELS[name]
+    model, wrapped = made(name), qt.nnx.wrap(made(name))
+    quantized, plain = forward_products(wrapped, (batch,))
+    # `cond` has a product in each branch.
+    assert (quantized, plain) == (count + (name == "own products in control flow"), 0)
+    assert forward_products(model, (batch,))[0] == 0
+    report = qt.nnx.report(wrapped, batch)
+    assert report.left == ()
+    assert sum(p.count for p in report.quantized if p.part == "forward") == quantized
+    assert type(wrapped).__name__ == type(model).__name__
+    assert isinstance(wrapped, type(model))
+
+
+@pytest.mark.parametrize("name", ["own products beside a layer", "tied embedding", "LoRA"])
+def test_values_and_gradients_follow_the_plain_model(name):
+    _, batch, _ = MODELS[name]
+
+    def loss(model):
+        return jnp.mean(model(batch) ** 2)
+
+    model, wrapped = made(name), qt.nnx.wrap(made(name))
+    (_, plain), (_, grads) = (nnx.value_and_grad(loss)(m) for m in (model, wrapped))
+    a, b = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (plain, grads)
+    )
+    assert 0 < np.linalg.norm(a - b) < 0.3 * np.linalg.norm(a)
+    np.testing.assert_array_equal(model(batch), made(name)(batch))
+
+
+def test_a_product_of_ones_own_is_that_of_dot_general():
+    """Oracle: `qt.dot_general` by hand; a bfloat16 copy of a kernel is not what is rounded."""
+    layer = Own(16, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    expected = qt.dot_general(x, layer.kernel[...], (((1,), (0,)), ((), ()))) + layer.bias[...]
+    np.testing.assert_allclose(qt.nnx.wrap(layer)(x), expected, rtol=1e-6)
+
+    class Half(nnx.Module):
+        def __init__(self):
+            self.kernel = layer.kernel
+
+        def __call__(self, x):
+            return x @ self.kernel[...].astype(jnp.bfloat16)
+
+    half = x.astype(jnp.bfloat16)
+    expected = qt.dot_general(half, layer.kernel[...], (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(qt.nnx.wrap(Half())(half), expected)
+
+
+def test_modules_that_change_state_while_they_compute():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.eye(16))
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, *, double=False):
+            self.calls[...] += 1
+            y = self.dropout(x @ self.kernel[...])
+            return 2 * y if double else y
+
+    wrapped = qt.nnx.wrap(Counting())
+    first, second = wrapped(x, double=True), nnx.jit(lambda m, x: m(x))(wrapped, x)
+    assert int(wrapped.calls[...]) == 2
+    assert not np.array_equal(first != 0, second != 0)  # dropout drew twice
+
+
+def test_attention_weights_are_sown_as_before():
+    attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+    wrapped = qt.nnx.wrap(attention)
+
+    def weights(model):
+        _, found = nnx.capture(lambda m: m(sequence, sow_weights=True), nnx.Intermediate)(model)
+        return jax.tree.leaves(found)[0]
+
+    np.testing.assert_allclose(weights(wrapped), weights(attention), atol=0.05)
+    assert not np.array_equal(weights(wrapped), weights(attention))
+
+
+def test_rules_decide_for_each_module():
+    """A module with products of its own does not take those of a layer that a rule leaves."""
+
+    class Around(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.own = Own(16, 16, rngs=nnx.Rngs(1))
+            self.kernel = nnx.Param(jnp.eye(16))
+
+        def __call__(self, x):
+            return self.own(self.inner(x)) @ self.kernel[...]
+
+    def paths(rules):
+        wrapped = qt.nnx.wrap(Around(), rules)
+        report = qt.nnx.report(wrapped, x)
+        return (
+            {p.path for p in report.quantized},
+            {p.path for p in report.left if p.reason == "left by a rule"},
+        )
+
+    recipe = Recipe()
+    assert paths(qt.Rules({"inner": None}, recipe)) == ({"own", "(model)"}, {"inner"})
+    assert paths(qt.Rules({Own: None}, recipe)) == ({"inner", "(model)"}, {"own"})
+    assert paths(qt.Rules({"^$": None}, recipe)) == ({"inner", "own"}, {"(model)"})
+    assert paths(qt.Rules({nnx.Linear: recipe})) == ({"inner", "own"}, {"(model)"})
+
+
+class Outside(nnx.Module):
+    """Its product stands where nobody looks: in a function that is an attribute."""
+
+    def __init__(self, function):
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.kernel = nnx.Param(jnp.eye(16))
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(self.linear(x), self.kernel[...])
+
+
+def test_what_is_left_is_in_the_report_with_its_line():
+    wrapped = qt.nnx.wrap(Outside(lambda x, kernel: x @ kernel))
+    report = qt.nnx.report(wrapped, x)
+    assert [p.path for p in report.quantized] == ["linear"] * 3
+    left = [p for p in report.left if p.part == "forward"]
+    assert len(left) == 1
+    assert left[0].reason == "computed by itself, in no wrapped layer"
+    assert left[0].where.startswith("test_coverage.py:")
+    text = str(report)
+    assert "3 of 6 products quantized" in text
+    assert "test_coverage.py:" in text
+    with pytest.raises(ValueError, match=r"3 products of Outside are left that no rule leaves"):
+        qt.nnx.wrap(Outside(lambda x, kernel: x @ kernel), strict=(x,))
+    wrapped = qt.nnx.wrap(Outside(lambda x, kernel: x), strict=(x,))
+    assert qt.nnx.report(wrapped, x).left == ()
+
+
+def test_strict_refuses_what_quantizes_nothing():
+    class Unused(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="no product of Unused is quantized with these inputs"):
+        qt.nnx.wrap(Unused(), strict=(x,))
+    assert qt.nnx.report(qt.nnx.wrap(Unused()), x).unreached == ("linear",)
+
+
+def test_the_report_of_a_plain_model_has_everything_left():
+    report = qt.nnx.report(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), x)
+    assert report.quantized == ()
+    assert sum(p.count for p in report.left) == 3
+    with pytest.raises(TypeError, match=r"report: model has type dict, expected an nnx\.Module"):
+        qt.nnx.report({}, x)
+
+
+LOGITS = 64
+
+
+class Language(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(LOGITS, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attention(x, is_causal=True)
+        x = x + self.down(nnx.gelu(self.up(x)))
+        return self.embed.attend(x)
+
+
+def moved(recipe, calibrate=False):
+    """By how much the last token moves earlier logits, and another example those of the first."""
+    model = qt.nnx.wrap(Language(nnx.Rngs(0)), recipe)
+    batch = jax.random.randint(jax.random.key(3), (2, 12), 0, LOGITS)
+    if calibrate:
+        qt.nnx.value_and_grad(lambda m, t: jnp.mean(m(t) ** 2))(model, batch)
+    run = nnx.jit(lambda m, t: m(t))
+    # Exactly equal inputs to sums that a compiler may order otherwise for other shapes: the same
+    # shape each time.
+    ends = jnp.stack([batch.at[:, -1].set(token) for token in range(0, LOGITS, 8)])
+    outs = [np.asarray(run(model, tokens))[:, :-1] for tokens in ends]
+    others = [run(model, batch.at[1].set(i))[0] for i in (3, 40)]
+    return max(np.abs(out - outs[0]).max() for out in outs), np.abs(others[0] - others[1]).max()
+
+
+@pytest.mark.parametrize("name", ["te_current", "token_scaled", "te_delayed_hybrid", "plain"])
+def test_which_scales_are_causal(name):
+    recipe = Recipe(None, None) if name == "plain" else getattr(qt.recipes, name)
+    earlier, other = moved(recipe, calibrate=name == "te_delayed_hybrid")
+    if name == "te_current":
+        assert earlier > 0.01
+        assert other > 0.01
+    else:
+        assert earlier == other == 0
+
+
+def test_messages():
+    linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    from flax import linen
+
+    with pytest.raises(TypeError, match=r"expected an nnx.Module; use qtoolkit.linen.wrap"):
+        qt.nnx.wrap(linen.Dense(4))
+    with pytest.raises(TypeError, match=r"expected a Recipe; write qtoolkit.Recipe\('e4m3fn'\)"):
+        qt.nnx.wrap(linear, "e4m3fn")
+    with pytest.raises(TypeError, match=r"write qtoolkit.Recipe\('mxfp4'\)"):
+        qt.nnx.wrap(linear, qt.spec("mxfp4"))
+    with pytest.raises(ValueError, match=r"wrap: rule Conv matches nothing"):
+        qt.nnx.wrap(linear, qt.Rules({nnx.Conv: Recipe()}, Recipe()))
+    with pytest.raises(ValueError, match=r"wrap: rule LayerNorm matches nothing"):
+        qt.nnx.wrap(
+            nnx.Sequential(linear, nnx.LayerNorm(4, rngs=nnx.Rngs(0))),
+            qt.Rules({nnx.LayerNorm: Recipe()}, Recipe()),
+        )
+    narrow = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"Linear.kernel has dtype float8_e4m3fn, expected float32"):
+        qt.nnx.wrap(nnx.Sequential(narrow))
+    stored = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    stored.kernel = nnx.Param(qt.quantize(linear.kernel[...], "e4m3fn"))
+    with pytest.raises(TypeError, match=r"Linear.kernel is a QArray, expected an array"):
+        qt.nnx.wrap(stored)

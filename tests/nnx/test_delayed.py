@@ -1,0 +1,399 @@
+"""Delayed scaling in nnx: what a step sees, what it leaves behind, and every way to run one.
+
+Oracles: NumPy for the histories (buckets of an eighth of a binade), `Current` scaling for what the
+first step and plain gradients do.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.products import Delayed, Operand, Recipe
+from qtoolkit.scaling.internal import BUCKETS
+
+CURRENT = Recipe()
+DELAYED = Recipe(
+    Operand(qt.BlockFormat.tensor("e4m3fn"), scaling=Delayed(4)),
+    Operand(qt.BlockFormat.tensor("e5m2"), scaling=Delayed(4)),
+)
+
+
+class Net(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.a = nnx.Linear(16, 16, rngs=rngs)
+        self.b = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(0), (8, 16))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@nnx.jit
+def step(model, x):
+    return qt.nnx.value_and_grad(loss)(model, x)
+
+
+def kept(layer, product=0):
+    return layer.dot_general.products[product]
+
+
+def newest(layer):
+    return np.asarray(kept(layer).history[...])[..., 0]
+
+
+def edge(amax):
+    """The upper edge of the bucket of a magnitude: three bits of its fraction are kept."""
+    bits = np.asarray(amax, np.float32).view(np.uint32)
+    return (((bits >> 20) + 1) << 20).view(np.float32)
+
+
+def amaxes(model, x):
+    """Of lhs, rhs and the cotangent of both layers of a Net, by the model's own intermediate values
+    and JAX's gradient by the second layer's result."""
+    hidden = nnx.relu(model.a(x))
+    cotangent = jax.grad(lambda y: jnp.mean(y**2))(model.b(hidden))
+    return [float(jnp.max(jnp.abs(v))) for v in (hidden, model.b.kernel[...], cotangent)]
+
+
+@pytest.mark.quick
+def test_a_step_leaves_the_largest_magnitudes(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    expected = edge(amaxes(model, x))
+    step(model, x)
+    np.testing.assert_array_equal(newest(model.b), expected)
+    assert np.asarray(kept(model.b).history[...])[:, 1:].max() == 0
+    assert int(kept(model.b).bad[...]) == 0
+
+
+def test_the_first_step_scales_as_current_scaling_does(x):
+    value, grads = step(qt.nnx.wrap(Net(), DELAYED), x)
+    expected, wanted = nnx.value_and_grad(loss)(qt.nnx.wrap(Net(), CURRENT), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, wanted)
+
+
+def test_the_second_step_scales_by_the_first(x):
+    """Oracle: NumPy and ml_dtypes, with the edges of the buckets that step one saw."""
+    linear = qt.nnx.wrap(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), DELAYED)
+    step(linear, x)
+    scales = edge([np.abs(x).max(), np.abs(linear.kernel[...]).max()]) / np.float32(448)
+    louder = 3 * np.asarray(x)
+
+    def rounded(v, scale):
+        q = np.clip(v / scale, -448, 448).astype(jnp.float8_e4m3fn)
+        return q.astype(np.float64) * np.float64(scale)
+
+    expected = rounded(louder, scales[0]) @ rounded(np.asarray(linear.kernel[...]), scales[1])
+    np.testing.assert_allclose(linear(jnp.asarray(louder)), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(rounded(louder, scales[0]) - louder).max() > 1  # and it saturated
+
+
+def test_two_hundred_steps_replayed_in_numpy(x):
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
+    seen = []
+    for i in range(200):
+        batch = x * np.float32(1.5 ** np.sin(i))
+        step(model, batch)
+        seen.insert(0, edge(np.abs(batch).max()))
+        if i % 50 == 49:
+            np.testing.assert_array_equal(np.asarray(kept(model).history[...])[0], seen[:4])
+
+
+def test_gradients_hold_what_is_asked_for_and_clip_as_those_of_the_plain_model(x):
+    """Flax's fp8_ops: the global norm went from 5.1 to 28.8 by the scales in it."""
+    model = qt.nnx.wrap(Net(), DELAYED)
+    _, plain = nnx.value_and_grad(loss)(Net(), x)
+    _, grads = step(model, x)
+    assert jax.tree.structure(jax.tree.leaves(grads)) == jax.tree.structure(jax.tree.leaves(plain))
+    np.testing.assert_allclose(optax.tree.norm(grads), optax.tree.norm(plain), rtol=0.05)
+    _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.PathContains("b"))(model, x)
+    assert set(nnx.to_pure_dict(grads)) == {"b"}
+
+
+def test_it_trains_with_donation_accumulation_and_clipping_without_a_second_trace(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(transform, 2), wrt=nnx.Param)
+    traces = []
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def train(model, optimizer, x):
+        traces.append(1)
+        value, grads = qt.nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(train(model, optimizer, x)) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    assert len(traces) == 1
+
+
+def test_gradients_with_probes_may_go_to_an_optimizer(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    both = nnx.DiffState(0, nnx.Any(nnx.Param, qt.nnx.Probe))
+    grads = nnx.grad(loss, argnums=both)(model, x)
+    optimizer.update(model, grads)
+    assert float(jnp.max(jnp.abs(kept(model.a).probe[...]))) == 0
+
+
+def test_plain_gradients_scale_by_their_own_magnitudes(x):
+    """Forward and backward: nobody rolls the state then, and its scales would go stale."""
+    model = qt.nnx.wrap(Net(), DELAYED)
+    step(model, 1e-3 * x)
+    before = newest(model.b)
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    expected, wanted = nnx.jit(nnx.value_and_grad(loss))(qt.nnx.wrap(Net(), CURRENT), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, wanted)
+    np.testing.assert_array_equal(newest(model.b), before)
+
+
+def test_bad_batches_change_no_history_and_are_counted(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    step(model, x)
+    before = newest(model.b)
+    for bad in (jnp.inf, jnp.nan):
+        value, _ = step(model, x.at[0, 0].set(bad))
+        assert not np.isfinite(value)
+    np.testing.assert_array_equal(newest(model.b), before)
+    assert int(kept(model.b).bad[...]) == 2
+    value, _ = step(model, x)
+    assert np.isfinite(value)
+    history = np.asarray(kept(model.a).history[...])
+    step(model, 0 * x)  # an input of zeros says nothing of the next one
+    np.testing.assert_array_equal(np.asarray(kept(model.a).history[...])[0], history[0])
+
+
+def test_layers_in_a_scan_have_histories_of_their_own(x):
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(16, 16, rngs=rngs)
+
+    def run(body):
+        def forward(layers, x):
+            return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+
+        model = qt.nnx.wrap(make(nnx.Rngs(0).split(3)), DELAYED)
+        nnx.jit(qt.nnx.value_and_grad(lambda m, x: jnp.mean(forward(m, x) ** 2)))(model, x)
+        return model
+
+    def body(x, layer):
+        return 2 * jnp.tanh(layer(x))
+
+    scanned, rematted = run(body), run(nnx.remat(body))
+    assert kept(scanned).history.shape == (3, 3, 4)
+    np.testing.assert_array_equal(newest(scanned), newest(rematted))
+    hidden, kernels = x, np.asarray(scanned.kernel[...])
+    for i in range(3):
+        assert newest(scanned)[i, 1] == edge(np.abs(kernels[i]).max())
+        if i == 0:
+            assert newest(scanned)[i, 0] == edge(np.abs(hidden).max())
+    assert (newest(scanned)[:, 2] > 0).all()
+
+
+def test_a_stack_that_arrives_whole_observes_for_all(x):
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(16, 16, rngs=rngs)
+
+    model = qt.nnx.wrap(make(nnx.Rngs(0).split(3)), DELAYED)
+    axes = nnx.StateAxes({nnx.Param: 0, ...: None})
+
+    def forward(layers, x):
+        body = nnx.scan(
+            lambda x, layer: jnp.tanh(layer(x)),
+            in_axes=(nnx.Carry, axes),
+            out_axes=nnx.Carry,
+        )
+        return jnp.mean(body(x, layers) ** 2)
+
+    qt.nnx.value_and_grad(forward)(model, x)
+    assert (newest(model) == newest(model)[0]).all()
+    assert newest(model)[0, 1] == edge(np.abs(model.kernel[...]).max())
+
+
+def test_a_shared_layer_sees_the_larger_of_its_uses(x):
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.alias = self.a
+
+        def __call__(self, x):
+            return self.alias(100 * nnx.relu(self.a(x)))
+
+    model = qt.nnx.wrap(Twice(), DELAYED)
+    hidden = 100 * nnx.relu(model.a(x))
+    step(model, x)
+    assert newest(model.a)[0] == edge(np.abs(hidden).max())
+    assert model.alias.dot_general is model.a.dot_general
+
+
+def test_a_skipped_layer_keeps_its_scales(x):
+    """Flax's fp8_ops: scale 0 after it, and NaN where an input is 0."""
+
+    class Skipping(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x, use):
+            return nnx.cond(use, lambda s, x: s.b(s.a(x)), lambda s, x: s.a(x), self, x)
+
+    model = qt.nnx.wrap(Skipping(), DELAYED)
+    run = nnx.jit(qt.nnx.value_and_grad(lambda m, x, use: jnp.mean(m(x, use) ** 2)))
+    run(model, x, True)
+    before = np.asarray(kept(model.b).history[...])
+    run(model, x, False)
+    np.testing.assert_array_equal(np.asarray(kept(model.b).history[...]), before)
+    assert (np.asarray(kept(model.a).history[...])[:, 1] > 0).all()
+    assert np.isfinite(model(x, True)).all()
+
+
+def test_mapped_examples_and_micro_batches_give_the_largest(x):
+    def mapped(model, x):
+        return jnp.mean(nnx.vmap(lambda m, v: m(v[None])[0], in_axes=(None, 0))(model, x) ** 2)
+
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
+    qt.nnx.value_and_grad(mapped)(model, x)
+    assert newest(model)[0] == edge(np.abs(x).max())
+
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
+    graph, probes, rest = nnx.split(model, qt.nnx.Probe, ...)
+
+    def micro(total, batch):
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p, rest), batch))(probes)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    batches = jnp.stack([x, 10 * x, x])
+    total, _ = jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, probes), batches)
+    qt.nnx.roll(model, jax.tree.map(lambda leaf: leaf / 3, total))
+    assert newest(model)[0] == edge(np.abs(10 * x).max())
+
+
+def test_parts_of_a_model(x):
+    """LoRA parameters alone; a trunk behind `stop_gradient`, which is never observed."""
+    base = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    lora = nnx.LoRA(16, 2, 16, base_module=base, rngs=nnx.Rngs(1))
+    model = qt.nnx.wrap(lora, DELAYED)
+    _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.LoRAParam)(model, x)
+    assert len(jax.tree.leaves(grads)) == 2
+    assert newest(model.base_module)[0] == edge(np.abs(x).max())
+    histories = [p.history[...][0, 0] for p in model.qtoolkit_products]
+    assert histories[0] == edge(np.abs(x).max())
+
+    class Trunk(Net):
+        def __call__(self, x):
+            return self.b(jax.lax.stop_gradient(self.a(x)))
+
+    model = qt.nnx.wrap(Trunk(), DELAYED)
+    step(model, x)
+    assert newest(model.a).max() == 0
+    assert newest(model.b).min() > 0
+
+
+def test_evaluation_changes_nothing(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    step(model, x)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+    quiet = model(100 * x)
+    jax.jit(lambda m, x: m(x))(model, x)
+    for leaf, was in zip(jax.tree.leaves(nnx.state(model)), before, strict=True):
+        np.testing.assert_array_equal(leaf, was)
+    assert np.isfinite(quiet).all()
+
+
+def test_restored_with_its_state_or_without(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    step(model, x)
+    bare = qt.nnx.wrap(Net(seed=1), DELAYED)
+    nnx.update(bare, nnx.state(model, nnx.Param))
+    np.testing.assert_array_equal(bare(x), qt.nnx.wrap(model, CURRENT)(x))
+    whole = qt.nnx.wrap(Net(seed=1), DELAYED)
+    nnx.update(whole, nnx.state(model))
+    np.testing.assert_array_equal(whole(x), model(x))
+
+
+def test_second_derivatives(x):
+    model = qt.nnx.wrap(Net(), DELAYED)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def value(params):
+        return loss(nnx.merge(graph, params, rest), x)
+
+    _, dots = jax.jvp(jax.grad(value), (params,), (params,))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(dots))
+
+
+def test_devices_see_what_one_sees(x):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded, alone = (qt.nnx.wrap(Net(), DELAYED) for _ in range(2))
+    step(alone, x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("d")))
+        step(sharded, placed)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(sharded, qt.nnx.ScalingState)),
+        jax.tree.leaves(nnx.state(alone, qt.nnx.ScalingState)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_shards_add_their_histograms(x):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
+    graph, probes, rest = nnx.split(model, qt.nnx.Probe, ...)
+
+    def value(probes, x):
+        return jax.lax.pmean(loss(nnx.merge(graph, probes, rest), x), "d")
+
+    counts = jax.shard_map(
+        jax.grad(value), mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P()
+    )(probes, x)
+    (total,) = jax.tree.leaves(counts)
+    assert total.shape == (3, BUCKETS)
+    np.testing.assert_array_equal(total.sum(axis=1), [4, 4, 4])
+    qt.nnx.roll(model, counts)
+    assert newest(model)[0] == edge(np.abs(x).max())
+
+
+@pytest.mark.parametrize("layer", ["conv", "einsum", "attention"])
+def test_other_layers_have_histories(layer, x):
+    rngs = nnx.Rngs(0)
+    model, batch = {
+        "conv": (nnx.Conv(16, 8, (3,), rngs=rngs), x[None]),
+        "einsum": (nnx.Einsum("bi,io->bo", (16, 8), rngs=rngs), x),
+        "attention": (nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs), x[None]),
+    }[layer]
+    model = qt.nnx.wrap(model, DELAYED)
+    step(model, batch)
+    attribute = {"conv": "conv_general_dilated", "einsum": "einsum_op", "attention": "attention_fn"}
+    products = getattr(model, attribute[layer]).products
+    assert len(products) == (2 if layer == "attention" else 1)
+    histories = [np.asarray(product.history[...])[:, 0] for product in products]
+    assert all((history > 0).all() for history in histories)
+    if layer != "attention":
+        assert histories[0][0] == edge(np.abs(batch).max())
+
+
+def test_keys_advance_once_a_step(x):
+    model = qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), qt.recipes.nvfp4)
+    _, first = step(model, x)
+    _, second = step(model, x)
+    assert int(kept(model).key[...][1]) == 2
+    assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
