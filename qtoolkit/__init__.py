@@ -30,6 +30,7 @@ _NAMES_BY_PACKAGE = {
     "openvino": (),
     "pypto": (),
     "nnx": (),
+    "linen": (),
     "checkpoints": (),
     "plots": (),
 }

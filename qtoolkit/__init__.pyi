@@ -4,6 +4,7 @@ from qtoolkit import casts as casts
 from qtoolkit import checkpoints as checkpoints
 from qtoolkit import formats as formats
 from qtoolkit import gradients as gradients
+from qtoolkit import linen as linen
 from qtoolkit import nnx as nnx
 from qtoolkit import onnx as onnx
 from qtoolkit import openvino as openvino

@@ -155,7 +155,9 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     outs = eqn.primitive.bind(*(x.array for x in operands), **params)
     outs = outs if eqn.primitive.multiple_results else [outs]
     first = operands[0] if operands else _Value(None, False)
-    if eqn.primitive.name not in _VIEWS or not first.is_parameter:
+    is_view = eqn.primitive.name in _VIEWS and first.is_parameter
+    is_joined = eqn.primitive.name == "concatenate" and all(x.is_parameter for x in operands)
+    if not (is_view or is_joined):
         return [_Value(out, False) for out in outs]
     wide = None
     if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class Site:
         with named_scope:
             return quantized_product(named, function, lhs, rhs, self.recipe, dtype, state, extra)
 
-    def multiply(self, states: Sequence[State] = ()) -> Multiply:
+    def multiply(self, states: Iterable[State | None] = ()) -> Multiply:
         """For `rewritten`: the products of a function in order, each with its state.
 
         A kernel on either side is rounded as a kernel, and two activations both as activations.

@@ -1,5 +1,6 @@
 """What the packages above need of products and users do not."""
 
+from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -20,6 +21,7 @@ __all__ = [
     "Site",
     "State",
     "check_recipe",
+    "computes_product",
     "enclosing",
     "inner_jaxprs",
     "is_quantized",

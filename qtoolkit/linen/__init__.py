@@ -1,0 +1,16 @@
+"""FP8-aware training of Flax linen modules, without editing them."""
+
+from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
+from qtoolkit.linen._report import report
+from qtoolkit.linen._state import value_and_grad
+from qtoolkit.linen._wrap import wrap
+
+__all__ = [
+    "FakeConvert",
+    "Fp8Conv",
+    "Fp8Dense",
+    "Fp8Einsum",
+    "report",
+    "value_and_grad",
+    "wrap",
+]

@@ -1,0 +1,75 @@
+"""Layers of Flax with a recipe of their own: for models that are written with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from qtoolkit.formats import FormatLike, Rules
+from qtoolkit.gradients import fake_convert
+from qtoolkit.linen._wrap import entered
+from qtoolkit.products import Recipe
+
+Initializer = Callable[..., jax.Array]
+
+
+def _own_recipe(layer: Any) -> Rules[Recipe]:
+    return Rules((), default=layer.recipe)
+
+
+class Fp8Dense(nn.Dense):
+    """`nn.Dense` whose product is quantized by `recipe`; parameters are those of `nn.Dense`.
+
+    The recipe stays its own in a model that is wrapped by another. What `Delayed` scaling and
+    stochastic rounding keep is in the collection "qtoolkit", in the scope of the layer: under
+    `nn.scan` and `nn.vmap` that collection needs an axis, variable_axes={"qtoolkit": 0}.
+    """
+
+    recipe: Recipe = Recipe()
+    __call__ = entered(nn.Dense.__call__, _own_recipe)
+
+
+class Fp8Conv(nn.Conv):
+    """`nn.Conv` whose convolution is quantized by `recipe`; see `Fp8Dense`."""
+
+    recipe: Recipe = Recipe()
+    __call__ = entered(nn.Conv.__call__, _own_recipe)
+
+
+class Fp8Einsum(nn.Einsum):
+    """`nn.Einsum` whose product is quantized by `recipe`; see `Fp8Dense`."""
+
+    recipe: Recipe = Recipe()
+    __call__ = entered(nn.Einsum.__call__, _own_recipe)
+
+
+class FakeConvert(nn.Module):
+    """`qtoolkit.fake_convert` with a learned scale, and a learned shift if it is asked for.
+
+    Attributes:
+      fmt: The format, as `fake_convert` takes it.
+      shape: Of scale and shift; it must broadcast to the input.
+      use_shift: Whether there is a shift.
+      scale_init, shift_init: Initializers of (key, shape, dtype).
+      param_dtype: Of scale and shift.
+    """
+
+    fmt: FormatLike
+    shape: tuple[int, ...] = ()
+    use_shift: bool = False
+    scale_init: Initializer = nn.initializers.ones
+    shift_init: Initializer = nn.initializers.zeros
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(conv(x * scale - shift) + shift) / scale, shape and dtype of `x`."""
+        scale = self.param("scale", self.scale_init, self.shape, self.param_dtype)
+        shift = None
+        if self.use_shift:
+            shift = self.param("shift", self.shift_init, self.shape, self.param_dtype)
+            shift = shift.astype(x.dtype)
+        return fake_convert(x, scale.astype(x.dtype), shift, fmt=self.fmt)

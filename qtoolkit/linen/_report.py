@@ -1,0 +1,140 @@
+"""`report`: every product of a wrapped module, quantized or left."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import DenyList
+
+from qtoolkit.formats import Rules
+from qtoolkit.linen._run import Visited, visiting
+from qtoolkit.linen._state import COLLECTION
+from qtoolkit.products import Recipe, Report
+from qtoolkit.products.internal import report_of
+
+_EVERY_WRITTEN = DenyList(["params", COLLECTION])
+
+
+def report(
+    wrapped: nn.Module,
+    variables: Any,
+    *inputs: Any,
+    rngs: Any = None,
+    method: Any = None,
+    mutable: Any = _EVERY_WRITTEN,
+    **options: Any,
+) -> Report:
+    """Counts the matrix products and convolutions of a module, forward and backward.
+
+        print(qtoolkit.linen.report(wrapped, variables, batch))
+
+    `wrapped.apply` is traced, and differentiated by variables and inputs of floats; nothing is
+    computed.
+
+    Args:
+      wrapped: A module from `wrap`; one that is not wrapped has all its products left.
+      variables: As for `apply`, arrays or `jax.ShapeDtypeStruct`s.
+      inputs, options: What the module is called with. Arrays are traced; all else is passed as it
+        is.
+      rngs, method, mutable: As for `apply`. Left out: keys for whatever asks, and every collection
+        but "params" may be written.
+
+    Returns:
+      A `Report`, whose text is a table. Its `unreached` are rules that match nothing that ran.
+
+    Raises:
+      TypeError: `wrapped` is no linen module.
+    """
+    return _reported(wrapped, variables, inputs, rngs, method, mutable, options)[0]
+
+
+def _reported(
+    wrapped: nn.Module,
+    variables: Any,
+    inputs: Any,
+    rngs: Any = None,
+    method: Any = None,
+    mutable: Any = _EVERY_WRITTEN,
+    options: Any = None,
+) -> tuple[Report, Visited]:
+    if not isinstance(wrapped, nn.Module):
+        raise TypeError(
+            f"report: module has type {type(wrapped).__name__}, expected an instance of "
+            "flax.linen.Module"
+        )
+    leaves, structure = jax.tree.flatten((inputs, options or {}))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    # Histories are read and not differentiated.
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get(COLLECTION, {}))
+    others = {name: held for name, held in variables.items() if name != COLLECTION}
+    if rngs is None:
+        rngs = {"params": jax.random.key(0)}
+
+    def call(variables: Any, arrays: list[Any]) -> Any:
+        merged = list(leaves)
+        for place, leaf in zip(places, arrays, strict=True):
+            merged[place] = leaf
+        args, kwargs = jax.tree.unflatten(structure, merged)
+        given = {**variables, COLLECTION: state} if state else variables
+        outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
+        return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
+
+    with visiting() as visited:
+        found = report_of(call, (others, [leaves[i] for i in places]))
+    rules = dict.fromkeys(rules for rules, *_ in visited)
+    unused = tuple(
+        f"rule {key if isinstance(key, str) else key.__name__}"
+        for one in rules
+        for key in _unused(one, visited)
+    )
+    return dataclasses.replace(found, unreached=unused), visited
+
+
+def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
+    """Keys that match nothing. A recipe must reach a layer with products; None any module."""
+    for key, value in rules.rules:
+        reached = [
+            (path, kinds)
+            for of, path, kinds, has_products in visited
+            if of == rules and (has_products or value is None)
+        ]
+        one = Rules([(key, value)])
+        if all(one.match_index(path, kinds) is None for path, kinds in reached):
+            yield key
+
+
+def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Sequence[Any]) -> None:
+    """Raises where a product is left that no rule leaves, none is quantized, a rule is unused."""
+    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    name = type(wrapped).__name__
+    places = [i for i, x in enumerate(arguments) if hasattr(x, "dtype")]
+
+    def init(*arrays: Any) -> Any:
+        given = list(arguments)
+        for place, array in zip(places, arrays, strict=True):
+            given[place] = array
+        return wrapped.init({"params": jax.random.key(0)}, *given)
+
+    variables = jax.eval_shape(init, *(arguments[i] for i in places))
+    found, visited = _reported(wrapped, variables, arguments)
+    if found.unreached:
+        layers = dict.fromkeys(path or "(the model itself)" for _, path, _, has in visited if has)
+        some = ", ".join(list(layers)[:3]) + (" ..." if len(layers) > 3 else "")
+        raise ValueError(
+            f"wrap: {', '.join(found.unreached)} matches no layer of {name} with products, "
+            f"expected every rule to match one; there is {some or 'nothing'}"
+        )
+    if not found.quantized:
+        raise ValueError(
+            f"wrap: no product of {name} is quantized with these inputs; left are\n{found}"
+        )
+    if found.unexplained:
+        first = found.unexplained[0]
+        raise ValueError(
+            f"wrap: {len(found.unexplained)} products of {name} are left that no rule leaves, "
+            f"first {first.operands} at {first.where or 'an unknown line'}; name them in a rule "
+            f"with None, or use qtoolkit.dot there\n{found}"
+        )

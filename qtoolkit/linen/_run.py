@@ -1,0 +1,271 @@
+"""One call of a wrapped module: an interceptor that gives each layer its quantized products."""
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from qtoolkit.formats import Rules
+from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
+from qtoolkit.linen._state import COLLECTION, Kept, started, state_of
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import (
+    Found,
+    Site,
+    State,
+    computes_product,
+    enclosing,
+    scope,
+)
+
+# Flax's own layers that compute products, and the methods in which they do. Attention computes two
+# beside those of its layers. All others are made of these.
+_LAYERS: dict[type[nn.Module], str] = {
+    nn.Dense: "__call__",
+    nn.DenseGeneral: "__call__",
+    nn.Einsum: "__call__",
+    nn.Conv: "__call__",
+    nn.ConvTranspose: "__call__",
+    nn.Embed: "attend",
+    nn.MultiHeadDotProductAttention: "__call__",
+    nn.OptimizedLSTMCell: "__call__",
+}
+_ROOT = "self"  # in the collection, where other layers have their path
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
+    """The modules that ran: rules, path, types of it and around it, whether it has products."""
+
+
+# Part of the key of jax.jit's caches: `nn.jit` must not use the trace of a call by other rules.
+_traced_for = jax.make_user_context(None)
+_visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
+_active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
+
+
+@contextmanager
+def visiting() -> Iterator[Visited]:
+    """Within it the modules that run under a wrapped one are noted."""
+    visited = Visited()
+    token = _visited.set(visited)
+    try:
+        yield visited
+    finally:
+        _visited.reset(token)
+
+
+def run(module: nn.Module, rules: Rules[Recipe], call: Callable[[], Any]) -> Any:
+    """`call()`, a method of `module`, with the products that `rules` give to its layers.
+
+    While the module is initialized nothing is quantized; its state is put into the collection
+    "qtoolkit", if that can be written.
+    """
+    active = _active.get()
+    if module.scope is None or (active is not None and active.is_of(module, rules)):
+        return call()  # Flax says what is wrong; or a method that another one calls
+    starting = module.is_initializing()
+    if starting and not any(map(_keeps_state, _recipes(rules))):
+        return call()
+    kept = {} if starting else module.variables.get(COLLECTION, {})
+    rng = None
+    is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
+    if not starting and is_stochastic and module.has_rng(COLLECTION):
+        rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
+    this = _Run(rules, type(module), module.path, starting, kept, rng)
+    token = _active.set(this)
+    try:
+        with nn.intercept_methods(this.intercept), _traced_for((rules, starting)):
+            out = call()
+    finally:
+        _active.reset(token)
+    if this.counts and module.is_mutable_collection(COLLECTION):
+        # Not before the call is over: an array made inside of a trace would leak out of it.
+        for (path, recipe), names in this.counts.items():
+            before = module.variables.get(COLLECTION, {}).get(_key(path), {})
+            made = {name: started(recipe, f"{path}:{name}") for name in names}
+            module.put_variable(COLLECTION, _key(path), {**made, **before})
+    return out
+
+
+def _key(path: str) -> str:
+    return path.replace("/", ".") or _ROOT
+
+
+def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
+    values = [*(value for _, value in rules.rules), rules.default]
+    return [value for value in values if value is not None]
+
+
+def _keeps_state(recipe: Recipe) -> bool:
+    return recipe.is_delayed or recipe.is_stochastic
+
+
+def _is_in_jit(module: nn.Module) -> bool:
+    """Whether a module runs under `nn.jit`, whose traces outlive the call: they must not hold its
+    arrays.
+    """
+    assert module.scope is not None
+    return any("jit(" in part for part in module.scope.debug_path)
+
+
+@dataclasses.dataclass
+class _Run:
+    """A call of a wrapped module.
+
+    Attributes:
+      rules, kind, root: Of the wrapped module: its rules, type and path.
+      starting: Whether it is being initialized.
+      kept: Its part of the collection "qtoolkit".
+      rng: uint32[2], words of a key of this call.
+      kinds: The types that were seen at each path.
+      counts: While starting, the products of each layer whose recipe keeps state.
+    """
+
+    rules: Rules[Recipe]
+    kind: type
+    root: tuple[str, ...]
+    starting: bool
+    kept: Kept
+    rng: jax.Array | None
+    kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
+    counts: dict[tuple[str, Recipe], list[str]] = dataclasses.field(default_factory=dict)
+
+    def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
+        same = self.root == module.path and self.kind is type(module)
+        return same and self.rules == rules
+
+    def intercept(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module, name = context.module, context.method_name
+        method = getattr(context.orig_method, "func", None)
+        is_foreign = _active.get() is not self or module.scope is None
+        if is_foreign or name in ("setup", REWRITING) or _is_in(method, _MODULE):
+            return call(*args, **kwargs)
+        path = "/".join(module.path[len(self.root) :])
+        kind: Any = type(module)
+        kinds = self._kinds(path, kind)
+        has_products = _has_products(kind, name, method)
+        visited = _visited.get()
+        if visited is not None:
+            visited.append((self.rules, path, kinds, has_products))
+        recipe = self.rules.lookup(path, kinds)
+        if recipe is None:
+            with jax.named_scope(scope(path, None)), enclosing(None):
+                return call(*args, **kwargs)
+        if not has_products:
+            # `qtoolkit.dot` may stand in a function that is not known to compute products.
+            site = None if self.starting else Site(recipe.without_state(), path)
+            with jax.named_scope(scope(path, recipe)), enclosing(site):
+                return call(*args, **kwargs)
+        assert method is not None
+        if not self.starting:
+            _check_kernels(module, path)
+            multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
+            with jax.named_scope(scope(path, recipe)), enclosing(None):
+                return run_rewritten(method, module, multiply, args, kwargs)
+        if not _keeps_state(recipe) or _is_in_jit(module):
+            return call(*args, **kwargs)
+        # Marked as left, so that a module around it does not count these products as its own.
+        with jax.named_scope(scope(path, None)):
+            return run_rewritten(method, module, self._count(recipe, path, name), args, kwargs)
+
+    def _kinds(self, path: str, kind: type) -> tuple[type, ...]:
+        """The types of a module and of those around it."""
+        seen = self.kinds.setdefault(path, [])
+        if kind not in seen:
+            seen.append(kind)
+        parts = path.split("/") if path else []
+        around = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
+        return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
+
+    def _multiply(
+        self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
+    ) -> Multiply:
+        kept = self.kept.get(_key(path), {})
+
+        rng = None if is_in_jit else self.rng
+
+        def states() -> Iterator[State | None]:
+            for i in itertools.count():
+                product = f"{name}.{i}"
+                known = None if is_in_jit else kept.get(product)
+                yield state_of(recipe, f"{path}:{product}", known, rng)
+
+        multiply = Site(recipe, path).multiply(states())
+
+        def checked(found: Found) -> jax.Array | None:
+            for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
+                operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
+                _check_dtype(x, operand, path, "convert it first")
+            return multiply(found)
+
+        return checked
+
+    def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
+        numbers = itertools.count()
+
+        def count(found: Found) -> None:
+            names = self.counts.setdefault((path, recipe), [])
+            product = f"{name}.{next(numbers)}"
+            if product not in names:
+                names.append(product)
+
+        return count
+
+
+def _check_kernels(module: nn.Module, path: str) -> None:
+    """The dtypes of a module's own parameters; those of 8 bits Flax would not multiply either."""
+    for name, value in module.variables.get("params", {}).items():
+        if not isinstance(value, Mapping):
+            for leaf in jax.tree.leaves(value):
+                _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
+
+
+def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
+    dtype = jnp.result_type(x)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
+        raise TypeError(
+            f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "
+            f"float16 or bfloat16; {what_to_do}, or leave the layer alone by a rule"
+        )
+
+
+_CREATED = "create the layer with another param_dtype"
+
+
+@functools.cache
+def _has_products(kind: Any, name: str, method: Any) -> bool:
+    """Whether a method of a module computes products by itself, as far as its code tells."""
+    if any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items()):
+        return True
+    if not isinstance(method, types.FunctionType):
+        return False
+    if _is_in(method, _FLAX):
+        return False
+    method = inspect.unwrap(method)
+    return isinstance(method, types.FunctionType) and computes_product(method, kind)
+
+
+def _is_in(function: Any, place: str) -> bool:
+    """Whether the code of a function lies in a file or folder."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(place)
+
+
+_MODULE = inspect.getfile(nn.module)  # calls a function of its own on copies without a path
+_FLAX = inspect.getfile(nn).removesuffix("__init__.py")

@@ -1,0 +1,171 @@
+"""What wrapped modules keep from step to step: histories of magnitudes, and keys.
+
+The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
+with products, by its path with dots; that holds one for each product, "__call__.0", with
+
+  history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
+    step first; 0 where there was none yet;
+  bad: uint32[...], the steps with an infinity or a NaN, which were left out;
+  key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
+
+The leading axes are those of wrapped modules that are stacked. Within a `value_and_grad` there is
+a probe beside the history, float32[..., 3, buckets].
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import State
+from qtoolkit.scaling.internal import BUCKETS, rolled
+
+COLLECTION = "qtoolkit"
+_HISTORY, _BAD, _KEY, _PROBE = "history", "bad", "key", "probe"
+
+Kept = Mapping[str, Any]
+
+
+def started(recipe: Recipe, name: str) -> dict[str, jax.Array]:
+    """The state of one product before its first step."""
+    state = {}
+    if recipe.is_delayed:
+        state[_HISTORY] = jnp.zeros((3, recipe.history), jnp.float32)
+        state[_BAD] = jnp.zeros((), jnp.uint32)
+    if recipe.is_stochastic:
+        state[_KEY] = jnp.array([_identity(name), 0], jnp.uint32)
+    return state
+
+
+def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None) -> State | None:
+    """For a product, from what is kept and a key of the step; None where there is nothing.
+
+    A recipe with delayed scales takes current ones where there is no history. Of the state of a
+    stack that arrives whole the largest magnitudes count.
+    """
+    amax = probe = key = None
+    kept = kept or {}
+    if recipe.is_delayed:
+        if _HISTORY in kept:
+            amax = jnp.max(jnp.max(kept[_HISTORY], axis=-1).reshape(-1, 3), axis=0)
+        elif not kept and rng is None:
+            return None
+        else:
+            amax = jnp.zeros((3,), jnp.float32)
+        # Nobody differentiates by zeros of ours, so that under a plain `jax.grad` products take
+        # current scales: the history does not move.
+        given = kept.get(_PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
+        probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
+    if recipe.is_stochastic:
+        if rng is not None:
+            key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)
+        elif _KEY in kept:
+            key = kept[_KEY].reshape(-1, 2)[0]
+    return State(amax, probe, key)
+
+
+def _identity(name: str) -> np.uint32:
+    return np.uint32(zlib.crc32(name.encode()))
+
+
+def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` for wrapped modules: it also rolls delayed scales and keys.
+
+        value, grads, state = qtoolkit.linen.value_and_grad(loss)(variables, batch)
+        variables = {"params": optax.apply_updates(params, updates), "qtoolkit": state}
+
+    A step with an infinity or a NaN in an operand or a cotangent changes no history of that
+    product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
+    and `jax.value_and_grad` work as well: all scales are then those of the arrays themselves, and
+    no history moves. Calls of `apply` that are not differentiated use the delayed scales and leave
+    them as they are.
+
+    Args:
+      loss: Of variables and further arguments, to a scalar or to (scalar, aux). It gives the
+        variables to `apply` of wrapped modules.
+      has_aux: As in `jax.value_and_grad`.
+
+    Returns:
+      A function of (variables, *args, **kwargs), whose `variables` is what `init` returned: a
+      dictionary of collections. It gives (value, gradients, state), or ((value, aux), gradients,
+      state). Gradients have the structure of variables["params"]; state is the collection
+      "qtoolkit" after the step, and empty where `variables` has none.
+
+    Raises:
+      TypeError: `variables` is not such a dictionary.
+    """
+
+    def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(variables, Mapping) or "params" not in variables:
+            raise TypeError(
+                f"value_and_grad: variables has type {type(variables).__name__}, expected a "
+                'dictionary of collections with "params", as init returns it; pass '
+                '{"params": params, "qtoolkit": state}'
+            )
+        state = variables.get(COLLECTION, {})
+        probes = {
+            path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)
+            for path, kept in _products(state)
+            if _HISTORY in kept
+        }
+
+        def of(params: Any, probes: Any) -> Any:
+            given = {**variables, "params": params}
+            if COLLECTION in variables:
+                given[COLLECTION] = _with_probes(state, probes)
+            return loss(given, *args, **kwargs)
+
+        graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
+        value, (grads, counts) = graded(variables["params"], probes)
+        return value, grads, _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
+
+    return function
+
+
+Path = tuple[str, ...]
+
+
+def _products(state: Any, path: Path = ()) -> Iterator[tuple[Path, Kept]]:
+    """Every product in the collection."""
+    if _is_product(state):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for name, child in state.items():
+            yield from _products(child, (*path, name))
+
+
+def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ()) -> Any:
+    """The collection with `function` of each product."""
+    if _is_product(state):
+        return function(path, state)
+    if isinstance(state, Mapping):
+        return {name: _mapped(child, function, (*path, name)) for name, child in state.items()}
+    return state
+
+
+def _is_product(node: Any) -> bool:
+    names = [name for name in (_HISTORY, _KEY) if isinstance(node, Mapping) and name in node]
+    return any(not isinstance(node[name], Mapping) for name in names)
+
+
+def _with_probes(state: Any, probes: Mapping[Path, jax.Array]) -> Any:
+    def with_probe(path: Path, kept: Kept) -> Kept:
+        return {**kept, _PROBE: probes[path]} if path in probes else kept
+
+    return _mapped(state, with_probe)
+
+
+def _rolled(kept: Kept, counts: jax.Array | None) -> Kept:
+    moved = dict(kept)
+    if counts is not None:
+        function: Callable[..., Any] = rolled
+        for _ in range(counts.ndim - 2):
+            function = jax.vmap(function)
+        moved[_HISTORY], moved[_BAD] = function(kept[_HISTORY], kept[_BAD], counts)
+    if _KEY in kept:
+        moved[_KEY] = kept[_KEY] + jnp.array([0, 1], jnp.uint32)
+    return moved

@@ -1,0 +1,189 @@
+"""`wrap`: a linen module whose products are quantized, made by a subclass of the same name."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from flax import linen as nn
+
+from qtoolkit.formats import Rules
+from qtoolkit.linen._report import check_strict
+from qtoolkit.linen._run import run
+from qtoolkit.products import Recipe
+from qtoolkit.products.internal import check_recipe
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
+
+
+def wrap(
+    module: Model,
+    recipe: Recipe | Rules[Recipe] | None = None,
+    *,
+    strict: Sequence[Any] | None = None,
+) -> Model:
+    """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
+
+        wrapped = qtoolkit.linen.wrap(model)
+        variables = wrapped.init(key, x)  # those of the model itself
+        y = wrapped.apply(variables, x)
+
+    Reached are Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
+    `Embed.attend`, attention with the products of queries and keys and of scores and values, and
+    recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
+    `jnp.einsum`): while a method of the wrapped module runs, these are traced and evaluated with
+    quantized products. `report` lists every product and what became of it.
+
+    Two activations, such as queries and keys, are both rounded as an input is. Normalization,
+    softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
+    scaling or stochastic rounding keep state in the collection "qtoolkit", which `init` makes and
+    `value_and_grad` advances. Random keys come from the rng collection "qtoolkit" where `apply` is
+    given one, else from that state; without both they follow from the values that are rounded.
+    Layers under `nn.jit`, whose traces outlive a call, keep no state: they take current scales.
+
+    Args:
+      module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
+        patched. Inside of `@nn.compact` make it with `parent=None`:
+        `wrap(nn.Dense(8, parent=None))`.
+      recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
+        of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
+        and so does a missing default. A type stands for layers of that type and for those inside
+        modules of that type. Which layers there are is known when the module runs: `report` names
+        rules that match nothing, and `strict` refuses them.
+      strict: Inputs of the module: it is traced with them, and it is an error where a product is
+        left that no rule leaves, where nothing is quantized or where a rule matches nothing.
+
+    Returns:
+      A module of a subclass of the same name. Its variables are those of `module`, bit for bit,
+      and fit both; only the collection "qtoolkit" may come in addition. Equal modules wrapped by
+      equal recipes are equal. A module that is wrapped already gets the new recipe.
+      Its methods are what is quantized, and what they call: a submodule that is called from
+      outside, `wrapped.bind(variables).layer(x)`, computes plainly.
+
+    Raises:
+      TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
+        rule for a class that is no module. When the module runs: an operand of float64 or of 8
+        bits.
+      ValueError: `module` is bound; or, with `strict`, what is said there.
+    """
+    given: Any = module
+    if not isinstance(given, nn.Module):
+        hint = "; use qtoolkit.nnx.wrap" if _is_nnx(given) else ""
+        raise TypeError(
+            f"wrap: module has type {type(given).__name__}, expected an instance of "
+            f"flax.linen.Module{hint}"
+        )
+    if module.scope is not None:
+        raise ValueError(
+            f"wrap: {type(module).__name__} {module.name!r} is bound to the module around it, "
+            f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
+        )
+    rules = _as_rules(recipe)
+    kind: Any = type(module)
+    kind = _wrapped_class(getattr(kind, "qtoolkit_original", kind), rules)
+    fields = {
+        field.name: getattr(module, field.name)
+        for field in dataclasses.fields(module)
+        if field.init and field.name != "parent"
+    }
+    wrapped = kind(**fields)
+    if strict is not None:
+        check_strict(wrapped, rules, strict)
+    return wrapped
+
+
+@functools.cache
+def _wrapped_class(kind: Any, rules: Rules[Recipe]) -> Any:
+    """The subclass whose public methods run by `rules`."""
+    body: dict[str, Any] = {
+        name: entered(method, _rules_of) for name, method in _public_methods(kind).items()
+    }
+    for name in ("apply", "init_with_output"):
+        body[name] = _with_method(getattr(kind, name))
+    body |= {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "qtoolkit_original": kind,
+        "qtoolkit_rules": property(lambda _: rules),
+    }
+    body["qtoolkit_rules"].fget.nowrap = True
+    return type(kind.__name__, (kind,), body)
+
+
+def _public_methods(kind: Any) -> dict[str, Callable[..., Any]]:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    found = {}
+    for name in dir(kind):
+        own = inspect.getattr_static(kind, name)
+        is_public = name == "__call__" or not name.startswith("_")
+        is_method = inspect.isfunction(own) and not hasattr(own, "nowrap")
+        if is_public and is_method and name not in _FRAMEWORK | fields:
+            found[name] = own
+    return found
+
+
+def entered(
+    method: Callable[..., Any], rules_of: Callable[[Any], Rules[Recipe]]
+) -> Callable[..., Any]:
+    """A method of a module that runs by its rules."""
+
+    def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, rules_of(self), lambda: method(self, *args, **kwargs))
+
+    # Without the marks that Flax puts on functions: `method` itself has them.
+    functools.update_wrapper(entering, method, updated=())
+    entering.nowrap = True  # type: ignore[attr-defined]
+    return entering
+
+
+def _with_method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` or `init_with_output`, whose `method` need not be one of the subclass.
+
+    It may be `Model.encode`, a lambda, or the name of a private method or a submodule.
+    """
+
+    @functools.wraps(call)
+    def calling(self: Any, first: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        if isinstance(method, str):
+            if callable(getattr(self, method)):
+                method = entered(_named(method), _rules_of)
+        elif callable(method):
+            unbound = method.__func__ if inspect.ismethod(method) else method
+            method = entered(unbound, _rules_of)
+        return call(self, first, *args, method=method, **kwargs)
+
+    calling.nowrap = True  # type: ignore[attr-defined]
+    return calling
+
+
+def _named(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = name
+    return method
+
+
+def _rules_of(module: Any) -> Rules[Recipe]:
+    return module.qtoolkit_rules
+
+
+def _as_rules(recipe: Any) -> Rules[Recipe]:
+    if not isinstance(recipe, Rules):
+        return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
+    for key, _ in recipe.rules:
+        if isinstance(key, type) and not issubclass(key, nn.Module):
+            raise TypeError(
+                f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
+                "of flax.linen.Module: nothing else has products"
+            )
+    return recipe.map(functools.partial(check_recipe, "wrap"))
+
+
+def _is_nnx(module: Any) -> bool:
+    kinds = type(module).__mro__
+    return any(kind.__module__.startswith("flax.nnx") for kind in kinds)

@@ -1,0 +1,79 @@
+"""Whether a function computes a product, by its code: `x @ w`, `jnp.einsum`."""
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_PRODUCTS = {
+    *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
+    *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
+    *("dot_product_attention", "batch_matmul", "convolve", "outer"),
+}
+_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
+_DEPTH = 4  # of functions that call one another
+
+
+@functools.cache
+def computes_product(function: Any, kind: type, depth: int = _DEPTH) -> bool:
+    """Whether the code of a function names a product, or that of a function it calls.
+
+    Args:
+      function: A plain function of Python, such as a method of `kind`.
+      kind: Where names after `self.` are looked up.
+    """
+    codes = list(_codes(function.__code__))
+    if any(map(_names_a_product, codes)):
+        return True
+    if not depth:
+        return False
+    names = {name for code in codes for name in code.co_names}
+    return any(
+        isinstance(other, types.FunctionType)
+        and not _is_of_library(other.__module__)
+        and other is not function
+        and computes_product(other, kind, depth - 1)
+        for other in _called(function, kind, names)
+    )
+
+
+def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
+    """What the names in a function's code may stand for."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    for name in names:
+        known = function.__globals__.get(name)
+        yield known
+        if name.startswith("_"):
+            yield getattr(kind, name, None)
+        if isinstance(known, types.ModuleType) and not _is_of_library(known.__name__):
+            yield from (vars(known).get(other) for other in names)
+
+
+def _names_a_product(code: types.CodeType) -> bool:
+    """`x @ w`, or a name such as `jnp.dot`; `self.dot` is a layer's own attribute."""
+    before: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "BINARY_OP" and instruction.argrepr in ("@", "@="):
+            return True
+        is_name = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
+        if is_name and instruction.argval in _PRODUCTS and before != "self":
+            return True
+        argval = instruction.argval
+        before = argval[-1] if isinstance(argval, tuple) and argval else argval
+    return False
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _LIBRARIES
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)

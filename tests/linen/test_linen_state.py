@@ -1,0 +1,219 @@
+"""linen.value_and_grad: histories, keys, and what changes them."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import serialization
+
+from qtoolkit import Recipe
+from qtoolkit.casts import Projection
+from qtoolkit.linen import value_and_grad, wrap
+from qtoolkit.products import Delayed, Operand
+
+KEY = jax.random.key(1)
+X = jax.random.normal(jax.random.key(0), (8, 4))
+DELAYED = Operand("e4m3fn", scaling=Delayed(history=3))
+RECIPE = Recipe(DELAYED, Operand("e5m2", scaling=Delayed(history=3)))
+DENSE = wrap(nn.Dense(4, use_bias=False), RECIPE)
+
+
+class Two(nn.Module):
+    """A layer that runs twice, and one that may be skipped."""
+
+    @nn.compact
+    def __call__(self, x, both=True):
+        twice = nn.Dense(4, name="twice")
+        x = twice(2 * twice(x))
+        last = nn.Dense(4, name="last")
+        return last(x) if both else x
+
+
+def loss(variables, x, module=DENSE, **options):
+    return jnp.sum(module.apply(variables, x, **options) ** 2)
+
+
+# One compilation each for all tests.
+step = jax.jit(value_and_grad(loss))
+apply = jax.jit(DENSE.apply)
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return DENSE.init(KEY, X)
+
+
+def kept(variables, path="self"):
+    return jax.tree.map(np.asarray, variables["qtoolkit"][path]["__call__.0"])
+
+
+def after(variables, *batches):
+    for batch in batches:
+        *_, state = step(variables, batch)
+        variables = {**variables, "qtoolkit": state}
+    return variables
+
+
+def bucket(amax):
+    """The upper edge of an array's bucket: 3 mantissa bits, at most 12.5 % above."""
+    edge = (np.float32(amax).view(np.uint32) >> 20) + 1
+    return (edge << 20).astype(np.uint32).view(np.float32)
+
+
+def cast(x, scale, fmt=ml_dtypes.float8_e4m3fn, limit=448):
+    """x ~ q * scale: q clipped and rounded by ml_dtypes, times scale."""
+    return np.clip(x / scale, -limit, limit).astype(fmt).astype(np.float32) * scale
+
+
+def test_init_keeps_one_history_for_each_product(variables):
+    assert set(variables) == {"params", "qtoolkit"}
+    state = kept(variables)
+    np.testing.assert_array_equal(state["history"], np.zeros((3, 3)))
+    assert state["bad"] == 0
+    plain = nn.Dense(4, use_bias=False).init(KEY, X)
+    np.testing.assert_array_equal(variables["params"]["kernel"], plain["params"]["kernel"])
+
+
+def test_a_history_holds_the_largest_magnitudes_of_the_steps(variables):
+    current = variables
+    expected = np.zeros((3, 3), np.float32)
+    for factor in (1, 4, 2, 0.5):
+        x = factor * X
+        (_, grads, state), y = step(current, x), apply(current, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(current["params"])
+        amax = [np.abs(a).max() for a in (x, current["params"]["kernel"], 2 * y)]
+        expected = np.concatenate([[[bucket(a)] for a in amax], expected[:, :-1]], axis=1)
+        current = {**current, "qtoolkit": state}
+        history = kept(current)["history"]
+        # The cotangent, 2 y, is not the same to its last bit in two programs.
+        np.testing.assert_array_equal(history[:2], expected[:2])
+        np.testing.assert_allclose(history[2], expected[2], rtol=0.13)
+    assert step._cache_size() == 1  # no second trace
+
+
+@pytest.mark.quick
+def test_scales_are_those_of_the_steps_before(variables):
+    """The oracle: E4M3 by ml_dtypes with the scales of the history, and saturation."""
+    kernel = np.asarray(variables["params"]["kernel"])
+    first = cast(X, np.abs(X).max() / 448) @ cast(kernel, np.abs(kernel).max() / 448)
+    np.testing.assert_allclose(apply(variables, X), first, atol=1e-5)  # current ones
+    rolled = after(variables, X)
+    scales = kept(rolled)["history"].max(axis=1) / np.float32(448)
+    x = 3 * X
+    expected = cast(np.asarray(x), scales[0]) @ cast(kernel, scales[1])
+    np.testing.assert_allclose(apply(rolled, x), expected, atol=1e-4)
+    value, *_ = step(rolled, x)
+    np.testing.assert_allclose(value, np.sum(expected**2), rtol=1e-4)
+    # Nobody rolls the state of a plain gradient: its scales are current ones.
+    of_params = lambda params: loss({**rolled, "params": params}, x)  # noqa: E731
+    plain, _ = jax.jit(jax.value_and_grad(of_params))(rolled["params"])
+    now = cast(np.asarray(x), np.abs(x).max() / 448) @ cast(kernel, np.abs(kernel).max() / 448)
+    np.testing.assert_allclose(plain, np.sum(now**2), rtol=1e-4)
+    assert abs(plain - value) / plain > 0.1
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_bad_batch_is_counted_and_changes_nothing(variables, bad):
+    good = after(variables, X)
+    spoilt = after(good, X.at[0, 0].set(bad))
+    np.testing.assert_array_equal(kept(spoilt)["history"], kept(good)["history"])
+    assert (kept(good)["bad"], kept(spoilt)["bad"]) == (0, 1)
+    _, grads, _ = step(good, X.at[0, 0].set(bad))
+    assert not np.isfinite(grads["kernel"]).all()
+
+
+def test_zeros_leave_the_history_of_an_operand(variables):
+    good = after(variables, X)
+    zeros = after(good, 0 * X)
+    np.testing.assert_array_equal(kept(zeros)["history"][[0, 2]], kept(good)["history"][[0, 2]])
+    assert kept(zeros)["bad"] == 0
+
+
+def test_a_layer_used_twice_keeps_the_larger_and_a_skipped_one_its_own():
+    module = wrap(Two(), RECIPE)
+    variables = jax.jit(module.init)(KEY, X)
+    assert set(variables["qtoolkit"]) == {"twice", "last"}
+    graded = value_and_grad(lambda v: loss(v, X, module, both=False))
+    _, grads, state = jax.jit(graded)(variables)
+    rolled = {"qtoolkit": state}
+    assert kept(rolled, "last")["history"].max() == 0
+    hidden = Two().apply(variables, X, both=False, capture_intermediates=True)[1]
+    inputs = np.abs(2 * hidden["intermediates"]["twice"]["__call__"][0]).max()
+    largest = max(inputs, np.abs(X).max())
+    got = kept(rolled, "twice")["history"][0, 0]
+    np.testing.assert_allclose(got, largest, rtol=0.2)  # a bucket, and E4M3 in the layer before
+    assert got > np.abs(X).max() or inputs < np.abs(X).max()
+    np.testing.assert_array_equal(grads["last"]["kernel"], 0)
+
+
+def test_restored_with_and_without_its_state(variables):
+    rolled = after(variables, X, 2 * X)
+    data = serialization.to_bytes(rolled)
+    restored = serialization.from_bytes(variables, data)
+    np.testing.assert_array_equal(apply(restored, X), apply(rolled, X))
+    jax.tree.map(np.testing.assert_array_equal, restored["qtoolkit"], rolled["qtoolkit"])
+    # Parameters alone: current scales, and no state to roll.
+    alone = {"params": rolled["params"]}
+    np.testing.assert_array_equal(apply(alone, X), apply(variables, X))
+    assert jax.eval_shape(value_and_grad(loss), alone, X)[2] == {}
+
+
+def test_has_aux_and_errors(variables):
+    def with_aux(variables, x):
+        return loss(variables, x), {"aux": x[0]}
+
+    graded = jax.jit(value_and_grad(with_aux, has_aux=True))
+    (value, aux), grads, state = graded(variables, X)
+    np.testing.assert_array_equal(aux["aux"], X[0])
+    assert grads.keys() == {"kernel"}
+    assert state.keys() == {"self"}
+    np.testing.assert_allclose(value, step(variables, X)[0], rtol=1e-6)
+    with pytest.raises(TypeError, match=r"^value_and_grad: variables has type dict, expected a di"):
+        value_and_grad(loss)(variables["params"], X)
+
+
+STOCHASTIC = wrap(
+    nn.Dense(4, use_bias=False),
+    Recipe(Operand("e4m3fn", projection=Projection(rounding="stochastic"))),
+)
+
+
+@pytest.mark.quick
+def test_keys_of_stochastic_rounding():
+    variables = STOCHASTIC.init(KEY, X)
+    assert kept(variables).keys() == {"key"}
+    run = jax.jit(lambda v, rngs: STOCHASTIC.apply(v, X, rngs=rngs))
+    first = run(variables, {})
+    np.testing.assert_array_equal(run(variables, {}), first)
+    *_, state = jax.jit(value_and_grad(lambda v: loss(v, X, STOCHASTIC)))(variables)
+    assert np.any(run({**variables, "qtoolkit": state}, {}) != first)  # the next step draws anew
+    one, other = ({"qtoolkit": jax.random.key(seed)} for seed in (3, 4))
+    np.testing.assert_array_equal(run(variables, one), run(variables, one))
+    assert np.any(run(variables, one) != run(variables, other))
+    assert np.any(run(variables, one) != first)
+    run({"params": variables["params"]}, {})  # bits that follow from the values
+
+
+def test_layers_with_a_recipe_of_their_own():
+    from qtoolkit.linen import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
+
+    dense = Fp8Dense(4, use_bias=False, recipe=RECIPE)
+    variables = dense.init(KEY, X)
+    np.testing.assert_array_equal(dense.apply(variables, X), DENSE.apply(variables, X))
+    assert kept(variables).keys() == {"history", "bad"}
+    for layer, plain in (
+        (Fp8Conv(4, (3,)), nn.Conv(4, (3,))),
+        (Fp8Einsum((4, 4), "bi,io->bo"), nn.Einsum((4, 4), "bi,io->bo")),
+    ):
+        params = layer.init(KEY, X)
+        expected = wrap(plain).apply(params, X)
+        np.testing.assert_array_equal(layer.apply(params, X), expected)
+        assert np.any(expected != plain.apply(params, X))
+    layer = FakeConvert("e4m3fn", use_shift=True)
+    out, params = layer.init_with_output(KEY, X.astype(jnp.bfloat16))
+    assert params["params"].keys() == {"scale", "shift"}
+    expected = np.asarray(X.astype(jnp.bfloat16)).astype(ml_dtypes.float8_e4m3fn)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(out, np.float32), expected.astype(np.float32))

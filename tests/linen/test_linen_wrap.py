@@ -1,0 +1,554 @@
+"""linen.wrap: what is quantized, counted in the program, and that nothing else changes."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import qtoolkit as qt
+from qtoolkit import Recipe
+from qtoolkit.formats import Rules
+from qtoolkit.linen import report, wrap
+from qtoolkit.products import recipes
+
+KEY = jax.random.key(1)
+WIDE = Recipe(forward=None, gradient=None)  # products of ours that round nothing
+X = jax.random.normal(jax.random.key(0), (2, 6, 16))
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def count(function, *args):
+    """Of the products of a program, how many stand in a jitted function of ours, and elsewhere."""
+    found = collections.Counter()
+
+    def walk(jaxpr, is_ours):
+        for eqn in jaxpr.eqns:
+            is_inside = is_ours or eqn.params.get("name") == "qtoolkit_product"
+            found[is_inside] += eqn.primitive.name in PRODUCTS
+            for inner in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    walk(inner, is_inside)
+
+    walk(jax.make_jaxpr(function)(*args).jaxpr, False)
+    return found[True], found[False]
+
+
+def shapes(module, *args, **options):
+    """Zeros of the shapes of a module's variables: traced, nothing is compiled."""
+    rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    found = jax.eval_shape(lambda *xs: module.init(rngs, *xs, **options), *args)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(16)(x)), None
+
+
+class Stack(nn.Module):
+    """Three blocks in a loop; the dense layer at its end runs twice."""
+
+    remat: bool = False
+    has_end: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block) if self.remat else Block
+        axes = {"params": 0}
+        looped = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=3)
+        x, _ = looped(name="blocks")(x, None)
+        if not self.has_end:
+            return x
+        tied = nn.Dense(16, name="tied")
+        return tied(tied(x))
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.first = nn.Dense(16)
+        self.last = nn.Dense(16)
+
+    def __call__(self, x):
+        return self.last(self.encode(x))
+
+    def encode(self, x):
+        return self.first(x)
+
+    def _hidden(self, x):
+        return self.first(x)
+
+
+class Raw(nn.Module):
+    """Products of its own beside those of a layer, in a helper, and in `qtoolkit.dot`."""
+
+    @nn.compact
+    def __call__(self, x, note="kept"):
+        w = self.param("w", nn.initializers.lecun_normal(), (16, 16))
+        x = qt.dot(helper(nn.Dense(16)(x) @ w, w), w)
+        return x, {"note": note, "nothing": None}
+
+
+def helper(x, w):
+    return jnp.einsum("btd,df->btf", x, w)
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(32, 16)
+        return embed.attend(nn.LayerNorm()(embed(tokens)))
+
+
+class Rnn(nn.Module):
+    cell: type
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.RNN(self.cell(8))(x)
+
+
+class Ensemble(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kind = nn.vmap(nn.Einsum, variable_axes={"params": 0}, split_rngs={"params": True})
+        return kind((16, 8), "...i,io->...o")(x)
+
+
+class Normed(nn.Module):
+    """Collections that are written, and random numbers, in and around a product of its own."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+        attention = nn.MultiHeadDotProductAttention(4, dropout_rate=0.3, deterministic=not train)
+        x = attention(x, sow_weights=True)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return x @ self.param("w", nn.initializers.lecun_normal(), (16, 16))
+
+
+TOKENS = jnp.arange(12).reshape(2, 6)
+# What a user may build, its input, and its products.
+MODELS = {
+    "Dense": (nn.Dense(8), X, 1),
+    "DenseGeneral": (nn.DenseGeneral((4, 4)), X, 1),
+    "Conv": (nn.Conv(8, (3,), padding="CIRCULAR", feature_group_count=2), X, 1),
+    "ConvTranspose": (nn.ConvTranspose(8, (3,)), X, 1),
+    "Einsum": (nn.Einsum((16, 8), "...i,io->...o"), X, 1),
+    "Embed.attend": (Tied(), TOKENS, 1),
+    "attention": (nn.MultiHeadAttention(4), X, 6),
+    "attention, own function": (
+        nn.MultiHeadDotProductAttention(4, attention_fn=lambda q, k, v, **_: q @ k.mT @ v),
+        X,
+        6,
+    ),
+    "LSTM": (Rnn(nn.LSTMCell), X, 8),
+    "OptimizedLSTM": (Rnn(nn.OptimizedLSTMCell), X, 2),
+    "GRU": (Rnn(nn.GRUCell), X, 6),
+    "Sequential": (nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(4)]), X, 2),
+    "setup": (Setup(), X, 2),
+    "scan, reuse": (Stack(), X, 3),
+    "scan of remat, reuse": (Stack(remat=True), X, 3),
+    "own products": (Raw(), X, 4),
+    "vmap": (Ensemble(), X, 1),
+    "norm, dropout, own product": (Normed(), X, 8),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_quantized_and_every_parameter_is_there(name):
+    module, x, products = MODELS[name]
+    wrapped = wrap(module)
+    assert type(wrapped).__name__ == type(module).__name__
+    variables = shapes(module, x)
+    same = jax.tree.map(jnp.shape, shapes(wrapped, x))
+    assert same == jax.tree.map(jnp.shape, variables)
+    rngs = {"dropout": KEY}
+    options = {"rngs": rngs, "mutable": ["batch_stats"]} if name.startswith("norm") else {}
+
+    def leaves(module):
+        outs = lambda v, x: jax.tree.leaves(module.apply(v, x, **options))  # noqa: E731
+        return lambda v, x: [out for out in outs(v, x) if isinstance(out, jax.Array)]
+
+    assert count(leaves(module), variables, x) == (0, products)
+    assert count(leaves(wrapped), variables, x) == (products, 0)
+    found = report(wrapped, variables, x)
+    assert sum(p.count for p in found.quantized if p.part == "forward") == products
+    assert (found.left, found.unreached) == ((), ())
+    assert {"dgrad", "wgrad"} <= {p.part for p in found.quantized}
+
+
+@pytest.mark.quick
+def test_init_is_bit_equal_and_the_original_is_untouched():
+    module = Stack()
+    wrapped = wrap(module, recipes.te_delayed_hybrid)
+    ours, plain = jax.jit(wrapped.init)(KEY, X), jax.jit(module.init)(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, ours["params"], plain["params"])
+    assert jax.tree.structure(ours["params"]) == jax.tree.structure(plain["params"])
+    assert set(ours) == {"params", "qtoolkit"}
+    assert count(module.apply, plain, X) == (0, 3)
+
+
+def test_equal_wraps_are_equal_and_share_a_trace():
+    first, second = wrap(Setup()), wrap(Setup(), Recipe())
+    assert first == second
+    assert hash(first) == hash(second)
+    assert type(first) is type(second)
+    assert first != wrap(Setup(), Recipe("mxfp8"))
+    assert wrap(wrap(Setup(), Recipe("mxfp8"))) == first  # the last recipe counts
+    traces = []
+
+    def apply(module, variables, x):
+        traces.append(1)
+        return module.apply(variables, x)
+
+    jitted = jax.jit(apply, static_argnums=0)
+    variables = shapes(Setup(), X)
+    jitted(first, variables, X)
+    jitted(second, variables, X)
+    assert len(traces) == 1
+
+
+METHODS = {
+    "name": {"method": "encode"},
+    "private name": {"method": "_hidden"},
+    "of the class": {"method": Setup.encode},
+    "of an object": {"method": Setup().encode},
+    "lambda": {"method": lambda module, x: module.first(x)},
+}
+
+
+@pytest.mark.parametrize("how", METHODS)
+def test_methods(how):
+    wrapped = wrap(Setup(), recipes.te_delayed_hybrid)
+    variables = shapes(wrapped, X, **METHODS[how])
+    assert list(variables["qtoolkit"]) == ["first"]
+    assert count(lambda v: wrapped.apply(v, X, **METHODS[how]), variables) == (1, 0)
+
+
+def test_bind_and_functions_of_a_bound_module():
+    wrapped = wrap(Setup())
+    variables = shapes(wrapped, X)
+    assert count(lambda v: wrapped.bind(v).encode(X), variables) == (1, 0)
+    assert count(nn.apply(lambda module, x: module(x), wrapped), variables, X) == (2, 0)
+
+
+@pytest.mark.quick
+def test_names_collections_and_random_numbers_stay_as_they_are():
+    module, wide = Normed(), wrap(Normed(), WIDE)
+    variables = jax.jit(module.init)({"params": KEY, "dropout": KEY}, X)
+
+    def run(module):
+        written = ["batch_stats", "intermediates"]
+        rngs = {"dropout": KEY}
+        return module.apply(variables, X, rngs=rngs, mutable=written, capture_intermediates=True)
+
+    expected, got = jax.jit(lambda: (run(module), run(wide)))()
+    assert jax.tree.structure(expected) == jax.tree.structure(got)
+    # The same numbers; XLA may fuse the two programs in other ways.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), expected, got)
+
+
+def test_what_is_no_array_comes_back_as_it_is():
+    wrapped = wrap(Raw())
+    variables = shapes(Raw(), X)
+    _, rest = wrapped.apply(variables, X, note=["a", "b"])
+    assert rest == {"note": ["a", "b"], "nothing": None}
+
+
+class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        inner = Setup(parent=None)
+        return wrap(inner, recipes.te_delayed_hybrid)(x) + nn.Dense(16)(x)
+
+
+class OuterSetup(nn.Module):
+    def setup(self):
+        self.inner = wrap(Setup(), recipes.te_delayed_hybrid)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_a_wrapped_module_inside_of_another():
+    variables = shapes(Outer(), X)
+    assert set(variables["params"]) == {"Setup_0", "Dense_0"}
+    assert set(variables["qtoolkit"]["Setup_0"]) == {"first", "last"}
+    assert count(Outer().apply, variables, X) == (2, 1)
+    # Its own recipe stays where the model around it is wrapped by another.
+    found = report(wrap(Outer(), Recipe("mxfp8")), variables, X)
+    operands = {p.path: p.operands for p in found.quantized if p.part == "forward"}
+    assert {path: "mxfp8" in label for path, label in operands.items()} == {
+        "Dense_0": True,
+        "first": False,
+        "last": False,
+    }
+    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"first", "last"}
+
+
+def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return wrap(nn.Dense(16, parent=None), recipes.te_delayed_hybrid)(x), None
+
+    class Loop(nn.Module):
+        axes: tuple[str, ...]
+
+        @nn.compact
+        def __call__(self, x):
+            axes = dict.fromkeys(self.axes, 0)
+            looped = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
+            return looped(name="loop")(x, None)[0]
+
+    kept = shapes(Loop(("params", "qtoolkit")), X)["qtoolkit"]["loop"]["Dense_0"]["self"]
+    assert kept["__call__.0"]["history"].shape[:2] == (3, 3)
+    assert "qtoolkit" not in shapes(Loop(("params",)), X)
+
+
+class Jitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return JittedDense(16)(x)
+
+
+JittedDense = nn.jit(nn.Dense)  # its traces outlive a call
+
+
+def test_a_trace_of_nn_jit_is_not_used_for_another_recipe():
+    module = Jitted()
+    variables = jax.tree.map(jnp.ones_like, shapes(module, X))
+    plain = module.apply(variables, X)
+    for recipe in (Recipe(), recipes.te_delayed_hybrid):
+        wrapped = wrap(module, recipe)
+        assert np.abs(wrapped.apply(variables, X) - plain).max() > 1e-3
+        np.testing.assert_array_equal(module.apply(variables, X), plain)
+
+
+def test_decoding_with_a_cache():
+    module = nn.MultiHeadAttention(4, decode=True)
+    wrapped = wrap(module)
+    variables = shapes(module, X)
+    step = lambda v, x: wrapped.apply(v, x, mutable=["cache"])  # noqa: E731
+    assert count(step, variables, X[:, :1]) == (6, 0)
+    _, written = jax.eval_shape(step, variables, X[:, :1])
+    assert jax.tree.map(jnp.shape, written["cache"]) == jax.tree.map(jnp.shape, variables["cache"])
+
+
+def e4m3(x):
+    """Rounded by one scale for the array: the oracle, by ml_dtypes."""
+    scale = np.abs(x).max() / np.float32(448)
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+def test_a_dense_layer_equals_numpy():
+    wrapped = wrap(nn.Dense(8))
+    variables = wrapped.init(KEY, X)
+    kernel = np.asarray(variables["params"]["kernel"])
+    expected = e4m3(np.asarray(X)) @ e4m3(kernel)
+    np.testing.assert_allclose(wrapped.apply(variables, X), expected, atol=1e-5)
+
+
+def test_attention_equals_numpy():
+    wrapped = wrap(nn.MultiHeadAttention(4))
+    variables = jax.jit(wrapped.init)(KEY, X)
+    params = jax.tree.map(np.asarray, variables["params"])
+
+    def project(x, name, subscripts):
+        return np.einsum(subscripts, e4m3(x), e4m3(params[name]["kernel"]))
+
+    q, k, v = (project(np.asarray(X), n, "btd,dhe->bthe") for n in ("query", "key", "value"))
+    q = q / np.sqrt(np.float32(q.shape[-1]))
+    scores = np.einsum("bqhe,bkhe->bhqk", e4m3(q), e4m3(k))
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mixed = np.einsum("bhqk,bkhe->bqhe", e4m3(weights), e4m3(v))
+    expected = project(mixed, "out", "bthe,hed->btd")
+    # A float32 sum in another order may cross a rounding boundary: one E4M3 step of one element.
+    got = np.asarray(jax.jit(wrapped.apply)(variables, X))
+    np.testing.assert_allclose(got, expected, atol=2e-2)
+    assert np.mean(np.abs(got - expected) < 1e-5) > 0.8
+
+
+def test_weights_are_rounded_from_their_own_dtype():
+    """Not from their bfloat16 copy, which would round them twice."""
+    wrapped = wrap(nn.Dense(8, dtype=jnp.bfloat16, use_bias=False))
+    kernel = jax.random.normal(KEY, (16, 8))
+    got = wrapped.apply({"params": {"kernel": kernel}}, jnp.eye(16, dtype=jnp.bfloat16))
+    expected = e4m3(np.asarray(kernel)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), expected.astype(np.float32))
+
+
+A, B = Recipe(), Recipe("mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (Rules({"^tied$": None}, A), {"blocks/Dense_0": "e4m3fn"}),
+        (Rules({"Dense_0": B, nn.Dense: A}), {"blocks/Dense_0": "mxfp8", "tied": "e4m3fn"}),
+        (Rules({Block: B}), {"blocks/Dense_0": "mxfp8"}),
+        (Rules({nn.Module: None, "tied": A}), {}),
+    ],
+)
+def test_rules(rules, expected):
+    module = Stack(remat=True)
+    variables = shapes(module, X)
+    found = report(wrap(module, rules), variables, X)
+    got = {p.path: p.operands for p in found.quantized if p.part == "forward"}
+    assert got.keys() == expected.keys()
+    assert all(label in got[path] for path, label in expected.items())
+    assert all(product.reason.startswith("left by a rule") for product in found.left)
+    assert {product.path for product in found.left} == {"blocks/Dense_0", "tied"} - set(expected)
+
+
+class Hidden(nn.Module):
+    """A product that no code of the module names: in a custom derivative."""
+
+    @nn.compact
+    def __call__(self, x):
+        return own(nn.Dense(16)(x))
+
+
+@jax.custom_jvp
+def own(x):
+    return x @ x.mT
+
+
+own.defjvp(lambda primals, tangents: (own(*primals), own(*primals)))
+
+
+def test_what_is_not_reached_is_reported():
+    found = report(wrap(Hidden()), shapes(Hidden(), X), X)
+    assert {(p.part, p.reason) for p in found.left} >= {
+        ("forward", "computed by itself, in no wrapped layer")
+    }
+    assert found.left[0].where.startswith("test_linen_wrap.py:")
+    plain = report(Setup(), shapes(Setup(), X), X)
+    assert (len(plain.quantized), len(plain.unexplained)) == (0, len(plain.left))
+
+
+def test_strict():
+    assert wrap(Stack(), strict=(X,)) == wrap(Stack())
+    with pytest.raises(ValueError, match=r"^wrap: 2 products of Hidden are left .*, first float32"):
+        wrap(Hidden(), strict=(X,))
+    with pytest.raises(ValueError, match=r"^wrap: no product of LayerNorm is quantized"):
+        wrap(nn.LayerNorm(), strict=(X,))
+    with pytest.raises(ValueError, match=r"^wrap: no product of Stack is quantized"):
+        wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
+    with pytest.raises(ValueError, match=r"^wrap: rule tide matches no layer .* there is blocks/"):
+        wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
+    with pytest.raises(ValueError, match=r"^wrap: rule LayerNorm matches no layer of Tied"):
+        wrap(Tied(), Rules({nn.LayerNorm: B}, A), strict=(TOKENS,))
+    assert report(wrap(Stack(), Rules({"tide": B}, A)), shapes(Stack(), X), X).unreached == (
+        "rule tide",
+    )
+
+
+class Unprepared(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return wrap(nn.Dense(16))(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((nnx.Linear(2, 2, rngs=nnx.Rngs(0)),), TypeError, r"type Linear.*use qtoolkit.nnx.wrap"),
+        (({},), TypeError, r"wrap: module has type dict, expected an instance of flax.linen.Mod"),
+        ((nn.Dense,), TypeError, r"wrap: module has type type, expected an instance"),
+        ((Stack(), "e4m3fn"), TypeError, r"type str, .* write qtoolkit.Recipe\('e4m3fn'\)"),
+        ((Stack(), qt.spec("mxfp8_e4m3")), TypeError, r"write qtoolkit.Recipe\('mxfp8_e4m3'\)"),
+        ((Stack(), Rules({"tied": "mxfp8"})), TypeError, r"rule 'tied': wrap: .*Recipe\('mxfp8'\)"),
+        ((Stack(), Rules({nnx.Linear: A})), TypeError, "rule Linear is a class of flax.nnx"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        wrap(*arguments)
+
+
+def test_errors_when_the_module_runs():
+    with pytest.raises(ValueError, match=r"Dense 'Dense_0' is bound .* Dense\(..., parent=None\)"):
+        shapes(Unprepared(), X)
+    wrapped, variables = wrap(Setup()), shapes(Setup(), X)
+    narrow = jax.tree.map(lambda x: x, variables)
+    kernel = narrow["params"]["last"]["kernel"]
+    narrow["params"]["last"]["kernel"] = kernel.astype(jnp.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"^wrap: last: Dense.kernel has dtype float8_e4m3fn, expe"):
+        wrapped.apply(narrow, X)
+    with pytest.raises(TypeError, match="report: module has type dict"):
+        report({}, variables, X)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), variables)
+        with pytest.raises(TypeError, match=r"^wrap: first: Dense.(bias|kernel) has dtype float64"):
+            wrapped.apply(wide, X)
+        with pytest.raises(TypeError, match=r"^wrap: first: lhs of a dot_general in Dense.__call_"):
+            wrapped.apply(variables, X.astype(jnp.float64))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+SURVIVAL = {
+    "current": recipes.te_current,
+    "delayed": recipes.te_delayed_hybrid,
+    "token": recipes.token_scaled,
+    "mxfp8": recipes.mxfp8,
+    "nvfp4": recipes.nvfp4,
+}
+
+
+@pytest.mark.parametrize("name", SURVIVAL)
+def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
+    """Near those of the plain module, whatever transforms it; blocks are traced alone."""
+    module = Stack(remat=True, has_end=False)
+    wrapped = wrap(module, SURVIVAL[name])
+    params = jax.tree.map(lambda x: x + 0.2, shapes(module, X)["params"])
+
+    def graded(module):
+        def loss(params, x):
+            return jnp.mean(module.apply({"params": params}, x) ** 2)
+
+        return jax.vmap(jax.grad(loss), in_axes=(None, 0))
+
+    if name not in ("current", "delayed"):
+        # Ours of the backward pass are not yet jaxprs.
+        assert count(graded(wrapped), params, X)[1] == 0 < count(graded(module), params, X)[1]
+        return
+
+    def gradients(module):
+        return jax.tree.leaves(jax.jit(graded(module))(params, X))
+
+    for ours, plain in zip(gradients(wrapped), gradients(module), strict=True):
+        error = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
+        assert 1e-4 < error < 0.2
+
+
+def test_a_train_state():
+    wrapped = wrap(Setup())
+    variables = jax.jit(wrapped.init)(KEY, X)
+    state = TrainState.create(apply_fn=wrapped.apply, params=variables["params"], tx=optax.sgd(0.1))
+
+    @jax.jit
+    def step(state):
+        loss = lambda params: jnp.mean(state.apply_fn({"params": params}, X) ** 2)  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    state, _ = step(state)  # its count of steps was a Python number
+    losses = []
+    for _ in range(4):
+        state, value = step(state)
+        losses.append(float(value))
+    assert losses == sorted(losses, reverse=True)
+    assert step._cache_size() == 2
