@@ -58,7 +58,8 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         for place, leaf in zip(places, arrays, strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
-        return nnx.merge(graph, state)(*args, **kwargs)
+        outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+        return [out for out in outs if hasattr(out, "dtype")]
 
     return report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
 

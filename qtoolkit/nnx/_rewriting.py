@@ -5,10 +5,9 @@ whose methods run as a pure function of the module's state, traced, with quantiz
 trace. The class that was there is not changed.
 """
 
-import dis
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,17 +15,10 @@ import numpy as np
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from qtoolkit.products.internal import Site, enclosing, rewritten, scope
+from qtoolkit.products.internal import Site, computes_product, enclosing, rewritten, scope
 
-_PRODUCTS = {
-    *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
-    *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
-    *("dot_product_attention", "batch_matmul", "convolve", "outer"),
-}
-_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
 _FRAMEWORK = set(dir(nnx.Module))
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
-_DEPTH = 4  # of functions that call one another
 
 
 def product_methods(kind: type) -> tuple[str, ...]:
@@ -35,53 +27,9 @@ def product_methods(kind: type) -> tuple[str, ...]:
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
         method = getattr(kind, name, None)
-        if is_public and isinstance(method, types.FunctionType) and _computes(method, kind):
+        if is_public and isinstance(method, types.FunctionType) and computes_product(method, kind):
             found.append(name)
     return tuple(found)
-
-
-@functools.cache
-def _computes(function: Any, kind: type, depth: int = _DEPTH) -> bool:
-    """Whether the code of a function, or of those it calls, has a product."""
-    if any(map(_names_a_product, _codes(function.__code__))):
-        return True
-    if not depth:
-        return False
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    called = [function.__globals__.get(name) for name in names]
-    called += [getattr(kind, name, None) for name in names if name.startswith("_")]
-    return any(
-        isinstance(other, types.FunctionType)
-        and not _is_of(other.__module__, _LIBRARIES)
-        and other is not function
-        and _computes(other, kind, depth - 1)
-        for other in called
-    )
-
-
-def _names_a_product(code: types.CodeType) -> bool:
-    """`x @ w`, or a name such as `jnp.dot`; `self.dot` is a layer's own attribute."""
-    before: Any = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "BINARY_OP" and instruction.argrepr in ("@", "@="):
-            return True
-        is_name = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
-        if is_name and instruction.argval in _PRODUCTS and before != "self":
-            return True
-        argval = instruction.argval
-        before = argval[-1] if isinstance(argval, tuple) and argval else argval
-    return False
-
-
-def _is_of(module: str | None, packages: tuple[str, ...]) -> bool:
-    return (module or "").split(".")[0] in packages
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
 
 
 @functools.cache
@@ -146,17 +94,24 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
 
+    static: list[Any] = []  # of the result, what is no array
+
     def on_arrays(module: Any, *dynamic: Any) -> Any:
         merged = list(leaves)
         for place, leaf in zip(places, dynamic, strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
-        return method(module, *args, **kwargs)
+        outs, kind = jax.tree.flatten(method(module, *args, **kwargs), is_leaf=_is_node)
+        static[:] = [kind, *(None if _is_dynamic(out) else (out,) for out in outs)]
+        return [out for out in outs if _is_dynamic(out)]
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
     merging = merge_inputs(on_arrays, ctxtag="qtoolkit")
     rewriting = rewritten(merging, site.multiply(states), _parameters)
-    return split_inputs(rewriting, ctxtag="qtoolkit")(module, *(leaves[i] for i in places))
+    arrays = split_inputs(rewriting, ctxtag="qtoolkit")(module, *(leaves[i] for i in places))
+    remaining = iter(arrays)
+    kind, *known = static
+    return jax.tree.unflatten(kind, [next(remaining) if one is None else one[0] for one in known])
 
 
 def _is_node(x: Any) -> bool:

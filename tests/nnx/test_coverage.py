@@ -234,6 +234,21 @@ def test_modules_that_change_state_while_they_compute():
     assert not np.array_equal(first != 0, second != 0)  # dropout drew twice
 
 
+def test_results_that_are_no_arrays():
+    class Talking(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.eye(16))
+
+        def __call__(self, x):
+            return {"y": x @ self.kernel[...], "name": "talking", "size": 16, "none": None}
+
+    wrapped = qt.nnx.wrap(Talking())
+    out = wrapped(x)
+    assert (out["name"], out["size"], out["none"]) == ("talking", 16, None)
+    assert not np.array_equal(out["y"], x)
+    assert len(qt.nnx.report(wrapped, x).quantized) == 3
+
+
 def test_attention_weights_are_sown_as_before():
     attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
     wrapped = qt.nnx.wrap(attention)
