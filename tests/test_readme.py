@@ -13,7 +13,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_examples_run():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     names: dict = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from qtoolkit.nnx import wrap
+from qtoolkit.nnx import value_and_grad, wrap
 from qtoolkit.products import Recipe
 
 CONTEXT = 64
@@ -118,7 +118,7 @@ def bits_per_byte(model: ByteTransformer, windows: jax.Array) -> jax.Array:
 
 @nnx.jit
 def _train_step(model: ByteTransformer, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Array:
-    loss, grads = nnx.value_and_grad(bits_per_byte)(model, windows)
+    loss, grads = value_and_grad(bits_per_byte)(model, windows)
     optimizer.update(model, grads)
     return loss
 
