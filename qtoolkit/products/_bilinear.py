@@ -12,17 +12,28 @@ from jax import lax
 class Axes(NamedTuple):
     """Of one operand in one product, in ascending preference: the last one is cut into blocks.
 
+    Both operands of a product name their contracted axes in the same order.
+
     Attributes:
       contracted: Those that are summed over.
       kept: Those of the result that the other operand does not have.
+      fixed: Those along which a transform of both operands would change the product: an axis that
+        is summed in groups, or one that the other operand does not have.
     """
 
     contracted: tuple[int, ...]
     kept: tuple[int, ...]
+    fixed: frozenset[int] = frozenset()
+
+    @property
+    def transformed(self) -> int | None:
+        """The axis for a transform of both operands; None where there is none."""
+        last = self.contracted[-1:]
+        return last[0] if last and last[0] not in self.fixed else None
 
     def turned(self) -> "Axes":
         """In the product where what was kept is contracted."""
-        return Axes(self.kept, self.contracted)
+        return Axes(self.kept, self.contracted, self.fixed)
 
 
 class Bilinear(Protocol):
@@ -92,16 +103,19 @@ class Einsum:
         )
         a, b = inputs.split(",")
 
-        def places(labels: str, of: set[str]) -> tuple[int, ...]:
-            return tuple(i for i, label in enumerate(labels) if label in of)
+        joint = {label for label in a if label in b}
+        # In one order for both operands: in "bij,jic->bc" j is the last axis of lhs that is summed,
+        # and the one of rhs that goes with it. What one operand alone sums comes first.
+        summed = sorted((label for label in a + b if label not in out), key=joint.__contains__)
+        of_a, of_b = ([x for x in labels if x not in joint and x in out] for labels in (a, b))
+        alone = set(summed) - joint
+        twice = {label for labels in (a, b) for label in labels if labels.count(label) > 1}
 
-        summed = (set(a) | set(b)) - set(out)
-        of_a, of_b = (set(a) - set(b)) & set(out), (set(b) - set(a)) & set(out)
-        return (
-            Axes(places(a, summed), places(a, of_a)),
-            Axes(places(b, summed), places(b, of_b)),
-            Axes(places(out, of_b), places(out, of_a)),
-        )
+        def axes(labels: str, contracted: list[str], kept: list[str]) -> Axes:
+            fixed = (i for i, label in enumerate(labels) if label in alone | twice)
+            return Axes(_places(labels, contracted), _places(labels, kept), frozenset(fixed))
+
+        return axes(a, summed, of_a), axes(b, summed, of_b), axes(out, of_b, of_a)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +133,19 @@ class ConvGeneralDilated:
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         options["precision"] = _accumulating(self.precision)
+        if lhs.dtype != rhs.dtype:  # "native" E4M3 and E5M2: a convolution takes one dtype
+            lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         numbers = lax.conv_dimension_numbers(lhs, rhs, self.dimension_numbers)
         of_lhs, of_rhs, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+        is_grouped = max(self.feature_group_count, self.batch_group_count) > 1
+        fixed = frozenset(range(len(lhs)) if is_grouped else ())
         return (
-            Axes((*of_lhs[2:], of_lhs[1]), (*of_lhs[2:], of_lhs[0])),
-            Axes((*of_rhs[2:], of_rhs[1]), (of_rhs[0],)),
-            Axes((of_out[1],), (*of_out[2:], of_out[0])),
+            Axes((*of_lhs[2:], of_lhs[1]), (*of_lhs[2:], of_lhs[0]), fixed),
+            Axes((*of_rhs[2:], of_rhs[1]), (of_rhs[0],), fixed),
+            Axes((of_out[1],), (*of_out[2:], of_out[0]), fixed),
         )
 
 
@@ -146,7 +164,13 @@ class RaggedDot:
         )
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
-        return Axes((1,), (0,)), Axes((1,), (2,)), Axes((1,), (0,))
+        rows = frozenset({0})  # summed in groups in wgrad
+        return Axes((1,), (0,), rows), Axes((1,), (2,)), Axes((1,), (0,), rows)
+
+
+def _places(labels: str, of: list[str]) -> tuple[int, ...]:
+    """Of these labels, in their order."""
+    return tuple(i for one in dict.fromkeys(of) for i, label in enumerate(labels) if label == one)
 
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def _decoded(value: Any, where: str) -> Any:
     name = fields.pop("type", None)
     if name == "Rules":
         return _rules(fields, where)
-    kind = _KINDS.get(name)
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(
             f"from_json: {where} has type {name!r}, expected one of {', '.join(_KINDS)}"
@@ -163,4 +163,13 @@ def _rules(fields: dict[str, Any], where: str) -> Rules[Recipe]:
             f'from_json: {where} (Rules) expected {{"rules": [[REGEX, RECIPE or null], ...]}}'
         ) from error
     default = _decoded(fields.get("default"), f"{where}.default")
-    return Rules(pairs, default)
+    for key, value in [*pairs, ("default", default)]:
+        if not isinstance(value, Recipe | None):
+            raise ValueError(
+                f"from_json: {where} {key!r} is {value!r}, expected a Recipe or null; write "
+                '{"type": "Recipe", "forward": ...}'
+            )
+    try:
+        return Rules(pairs, default)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"from_json: {where}: {error}") from error

@@ -172,7 +172,7 @@ def cut(
         fmt = dataclasses.replace(fmt, block=(), axes=(), other_axes=None)
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
-    axis = along[0] if along and operand.transform is not None else None
+    axis = axes.transformed if operand.transform is not None else None
     return Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names)
 
 

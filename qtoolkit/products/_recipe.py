@@ -34,11 +34,11 @@ class Delayed:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("history", 1), ("margin", 0)):
+        for name, least, most in (("history", 1, 4096), ("margin", 0, 64)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 4096:
+            if type(value) is not int or not least <= value <= most:
                 raise ValueError(
-                    f"Delayed: {name}={value!r}, expected an integer of {least} to 4096"
+                    f"Delayed: {name}={value!r}, expected an integer of {least} to {most}"
                 )
 
 
@@ -65,7 +65,9 @@ class Hadamard:
     """Both operands of a product are transformed in blocks along the contracted axis.
 
     (x H)(H w) = x w, but an outlier is spread over its block before it is rounded. A contracted
-    axis that is no multiple of `block` is padded with zeros.
+    axis that is no multiple of `block` is padded with zeros. Nothing is transformed where sums
+    run over groups of that axis, as over the rows in wgrad of `ragged_dot` and in a convolution
+    with groups, or where no axis is summed that both operands have.
 
     Attributes:
       block: The length of a block, a power of two.
@@ -81,6 +83,8 @@ class Hadamard:
         is_int = isinstance(self.block, int) and not isinstance(self.block, bool)
         if not is_int or self.block < 2 or self.block & (self.block - 1):
             raise ValueError(f"Hadamard: block={self.block!r}, expected a power of two, 2 or more")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"Hadamard: seed={self.seed!r}, expected an integer or None")
 
 
 Scaling: TypeAlias = Current | Delayed | Static
@@ -92,10 +96,10 @@ class Operand:
 
     Attributes:
       spec: A block format, or whatever `qtoolkit.spec` takes. Blocks without `axes` are cut along
-        the contracted axis of the product (the last one where there are several), a block of two
-        lengths along one that is kept and the contracted one; blocks with `axes`, such as those of
-        `BlockFormat.token(...)`, stay where they are. An axis shorter than a block is one block.
-        "mxfp8" is short for "mxfp8_e4m3".
+        the contracted axis of the product (the last one where there are several, in the order that
+        lhs has them, in dgrad rhs), a block of two lengths along one that is kept and the
+        contracted one; blocks with `axes`, such as those of `BlockFormat.token(...)`, stay where
+        they are. An axis shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
       projection: Rounding and saturation.
       scaling: Where the scales come from. Delayed and static ones take formats with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a product.

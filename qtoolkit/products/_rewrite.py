@@ -232,7 +232,10 @@ def _remat(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]
 
 def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
     params = eqn.params
-    consts, carries = params["num_consts"], params["num_carry"]
+    if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
+        consts, carries, _ = (len(part) for part in params["ft_in"].unpack())
+    else:
+        consts, carries = params["num_consts"], params["num_carry"]
     closed = params["jaxpr"]
     body = _on_arrays(closed.jaxpr, closed.consts, operands, multiply)
     kept, state, xs = (

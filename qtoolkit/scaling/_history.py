@@ -97,7 +97,16 @@ class AmaxHistory(Observer):
           shape: Of the batches.
           history: How many batches count.
           margin: Room above amax, in powers of two.
+
+        Raises:
+          ValueError: `spec` has no scale or a zero point, or a number of batches or powers cannot
+            be.
         """
+        for name, value, least, most in (("history", history, 1, 4096), ("margin", margin, 0, 64)):
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(
+                    f"AmaxHistory: {name}={value!r}, expected an integer of {least} to {most}"
+                )
         fields = start("AmaxHistory", spec, shape, zero_point=False)
         zeros = jnp.zeros((history, *fields["shape"]), jnp.uint32)
         return cls(**fields, margin=margin, history=zeros)

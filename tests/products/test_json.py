@@ -1,0 +1,213 @@
+"""Recipes as text. Oracle: equality of frozen data, and the JSON as it is documented."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import qtoolkit as qt
+from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.formats import BlockFormat, FloatFormat, IntFormat, Overflow, Rules, Specials
+from qtoolkit.products import Current, Delayed, Hadamard, Operand, Recipe, Static, recipes
+
+from_json, to_json = recipes.from_json, recipes.to_json
+NAMES = sorted(set(recipes.__all__) - {"from_json", "to_json"})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_round_trip(name):
+    recipe = getattr(recipes, name)
+    text = to_json(recipe)
+    assert from_json(text) == recipe
+    assert hash(from_json(text.encode())) == hash(recipe)
+    assert json.loads(text)["type"] == "Recipe"
+    assert to_json(from_json(text)) == text
+
+
+OWN = FloatFormat(
+    name="mine",
+    exponent_bits=3,
+    mantissa_bits=3,
+    bias=3,
+    specials=Specials.FN,
+    overflow=Overflow.NAN,
+)
+ONE_SCALE = st.sampled_from(["e4m3fn", "e5m2", "int8", "int4", "e2m1fn"]).map(BlockFormat.tensor)
+BLOCKS = st.one_of(
+    st.sampled_from(["mxfp8_e4m3", "nvfp4", "int4_group32", "deepseek_128x128"]).map(qt.spec),
+    st.builds(
+        BlockFormat,
+        element=st.sampled_from(["e4m3fn", "e5m2", "int4", OWN, IntFormat(name="int5", bits=5)]),
+        block=st.tuples(st.one_of(st.none(), st.integers(1, 64)), st.integers(1, 64)),
+        axes=st.one_of(st.none(), st.sampled_from([(0, 1), (-1, 0)])),
+        scale=st.sampled_from(["float32", "e8m0fnu"]),
+        amax_epsilon=st.sampled_from([0.0, 1e-4]),
+    ),
+    st.builds(BlockFormat.token, st.just("e4m3fn"), st.integers(-2, 1)),
+)
+PROJECTIONS = st.builds(
+    Projection,
+    st.sampled_from(["nearest_even", "toward_zero"])
+    | st.builds(Stochastic, st.sampled_from("ABC"), st.integers(1, 24)),
+    st.sampled_from(["finite", "propagate"]),
+)
+SCALINGS = st.one_of(
+    st.just(Current()),
+    st.builds(Delayed, st.integers(1, 4096), st.integers(0, 9)),
+    st.builds(Static, st.floats(2.0**-126, 2.0**127)),
+)
+TRANSFORMS = st.none() | st.builds(
+    Hadamard, st.sampled_from([2, 16, 128]), st.none() | st.integers(0, 9)
+)
+
+
+@st.composite
+def pairs(draw):
+    transform = draw(TRANSFORMS)
+
+    def operand():
+        if transform is None and draw(st.booleans()):
+            return None
+        if draw(st.booleans()):
+            return Operand(draw(ONE_SCALE), draw(PROJECTIONS), draw(SCALINGS), transform)
+        return Operand(draw(BLOCKS), draw(PROJECTIONS), transform=transform)
+
+    return operand(), operand()
+
+
+RECIPES = st.builds(
+    Recipe,
+    pairs(),
+    dgrad=pairs(),
+    wgrad=pairs(),
+    arithmetic=st.sampled_from(["emulate", "native"]),
+    axis_names=st.lists(st.sampled_from("abc"), unique=True).map(tuple),
+)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(RECIPES)
+def test_any_recipe_round_trips(recipe):
+    again = from_json(to_json(recipe))
+    assert again == recipe
+    assert hash(again) == hash(recipe)
+    assert again.operands == recipe.operands
+
+
+def test_rules_of_recipes_round_trip():
+    rules = Rules([("head|embed", None), (r"blocks/\d+", recipes.nvfp4)], recipes.mxfp8)
+    again = from_json(to_json(rules))
+    assert isinstance(again, Rules)
+    assert again.rules == rules.rules
+    assert again.default == rules.default
+    assert from_json(to_json(Rules([("a", recipes.te_current)]))).default is None
+
+
+def changed(path, value):
+    """The text of `recipes.nvfp4` with another value at `path`."""
+    data = json.loads(to_json(recipes.nvfp4))
+    at = data
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ("colour",),
+            1,
+            "from_json: recipe (Recipe) has the unknown field 'colour', expected forw",
+        ),
+        (("dgrad", 0, "speck"), 1, "recipe.dgrad[0] (Operand) has the unknown field 'speck'"),
+        (("forward", 1, "type"), "Operator", "recipe.forward[1] has type 'Operator', expected one"),
+        (("forward", 1, "type"), None, "recipe.forward[1] has type None, expected one of Recipe"),
+        (
+            ("forward", 0, "spec"),
+            "nvfp5",
+            "from_json: recipe.forward[0]: spec: unknown format 'nvfp5'",
+        ),
+        (
+            ("forward", 1, "spec", "element"),
+            "e9m9",
+            "from_json: recipe.forward[1].spec: format: unknown format 'e9m9'",
+        ),
+        (("wgrad", 0, "transform", "block"), 12, "recipe.wgrad[0].transform: Hadamard: block=12"),
+        (("dgrad", 0, "projection", "rounding", "bits"), 99, "recipe.dgrad[0].projection.rounding"),
+        (("dgrad", 0, "scaling"), "delayed", "recipe.dgrad[0]: Operand: scaling has type str"),
+        (("wgrad", 0), None, "from_json: recipe: Recipe: wgrad transforms its operands by None"),
+        (("arithmetic",), "fast", "from_json: recipe: Recipe: arithmetic='fast', expected one of"),
+        (("axis_names",), ["a", 1], "from_json: recipe: Recipe: axis_names=('a', 1), expected"),
+        (("wgrad",), ["e4m3fn"], "from_json: recipe: Recipe: wgrad has 1 operands, expected two"),
+        (("type",), ["Recipe"], "from_json: recipe has type ['Recipe'], expected one of"),
+        (("type",), "Static", "from_json: recipe (Static) has the unknown field"),
+    ],
+)
+def test_errors_say_where(path, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_json(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "from_json: invalid JSON"),
+        (b"\xff", "from_json: invalid JSON"),
+        ("[" * 100_000, "from_json: invalid JSON"),
+        ("3", "from_json: got int, expected"),
+        ("null", "from_json: got NoneType, expected"),
+        ("[]", "from_json: got tuple, expected"),
+        ('"mxfp8"', "from_json: got str, expected"),
+        ('{"type": "Hadamard"}', "from_json: got Hadamard, expected"),
+        ("{}", "from_json: recipe has type None, expected one of Recipe"),
+        ('{"type": "Rules"}', "from_json: recipe (Rules) expected"),
+        ('{"type": "Rules", "rules": [["a"]]}', "from_json: recipe (Rules) expected"),
+        ('{"type": "Rules", "rules": 3}', "from_json: recipe (Rules) expected"),
+        ('{"type": "Rules", "rules": [], "x": 1}', "(Rules) has the unknown field 'x'"),
+        ('{"type": "Rules", "rules": [["a", {"type": "Recipe", "y": 1}]]}',
+         "from_json: recipe 'a' (Recipe) has the unknown field 'y'"),
+        ('{"type": "Rules", "rules": [["(", null]]}', "recipe: Rules: rule '(': invalid"),
+        ('{"type": "Rules", "rules": [["a", "e4m3fn"]]}', "recipe 'a' is 'e4m3fn', expected"),
+        ('{"type": "Rules", "rules": [], "default": 3}', "recipe 'default' is 3, expected"),
+    ],
+)  # fmt: skip
+def test_wrong_texts(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_json(text)
+
+
+def test_what_has_no_text():
+    with pytest.raises(TypeError, match="to_json: got str, expected a Recipe or Rules of them"):
+        to_json("mxfp8")
+    with pytest.raises(TypeError, match="rule dict is a class, which JSON cannot hold"):
+        to_json(Rules([(dict, recipes.mxfp8)]))
+
+
+def places(data, path=()):
+    """Every place in a JSON document."""
+    items = enumerate(data) if isinstance(data, list) else data.items()
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, list | dict):
+            yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, 1e400, True, "x", "", [], ["x"], {}, {"type": "Recipe"}], ids=repr
+)
+def test_a_wrong_value_anywhere_is_an_error_of_from_json_or_harmless(value):
+    for path in places(json.loads(to_json(recipes.nvfp4))):
+        message = None
+        try:
+            found = from_json(changed(path, value))
+        except ValueError as error:
+            message = str(error)
+        if message is None:
+            assert from_json(to_json(found)) == found, path
+        else:
+            assert message.startswith("from_json: recipe"), path
