@@ -46,7 +46,9 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r}, expected one of {', '.join(RECIPES)}")
     corpus = load_corpus()
     print(f"{corpus.description}; {steps} steps; {seeds} seeds")
-    print(f"{'recipe':<18}{'loss':>8}{'to float32':>12}{'to bfloat16':>13}{'largest':>9}{'step':>7}")
+    print(
+        f"{'recipe':<18}{'loss':>8}{'to float32':>12}{'to bfloat16':>13}{'largest':>9}{'step':>7}"
+    )
     baseline: np.ndarray | None = None
     curves: dict[str, list[float]] = {}
     evaluated_at: list[int] = []

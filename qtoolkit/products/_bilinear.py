@@ -70,6 +70,32 @@ class DotGeneral:
             out_sharding=self.out_sharding,
         )
 
+    def transposed(self, side: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
+        """The gradient of one side as a product of its own, which takes arrays of 8-bit floats:
+        `jax.linear_transpose` would widen both.
+        """
+        contracted, batch = self.dimension_numbers
+        of_side, of_other = contracted[side], contracted[1 - side]
+        batch_side, batch_other = batch[side], batch[1 - side]
+        kept_other = _others(other.ndim, of_other, batch_other)
+        kept_side = cotangent.ndim - len(batch_side) - len(kept_other)
+        first = len(batch_side) + (0 if side else kept_side)
+        numbers = (
+            (tuple(range(first, first + len(kept_other))), kept_other),
+            (tuple(range(len(batch_side))), batch_other),
+        )
+        out = lax.dot_general(
+            cotangent,
+            other,
+            numbers,
+            precision=_accumulating(self.precision),
+            preferred_element_type=jnp.float32,
+        )
+        # Its axes: batch, what the side keeps, and what is contracted, in the order of the other.
+        matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
+        places = (*batch_side, *_others(out.ndim, of_side, batch_side), *matching)
+        return lax.transpose(out, tuple(places.index(axis) for axis in range(out.ndim)))
+
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         (contract_l, contract_r), (batch_l, batch_r) = self.dimension_numbers
         kept_l = _others(len(lhs), contract_l, batch_l)

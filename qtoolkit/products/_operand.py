@@ -14,7 +14,7 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     codes_of,
     exact_float32,
-    magnitude_ordinal,
+    ordinal,
     projection_of,
     to_stored,
     values_of,
@@ -241,9 +241,14 @@ def _sign_key(transform: Hadamard) -> Array | None:
 
 
 def _mixed(key: Array | None, x: Array) -> Array:
-    """Words of a key that differ wherever the values do: each step, layer and use draws anew."""
+    """Words of a key that differ where the values do: each step, layer and use draws anew.
+
+    The values enter by the sum of a hash of each, which is the same under any sharding.
+    """
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
-    content = jnp.sum(magnitude_ordinal(exact_float32(x)) * np.uint32(2654435761), dtype=jnp.uint32)
+    hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
+    hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
+    content = jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32)
     folded = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), content)
     return jax.random.key_data(folded)
 

@@ -32,7 +32,7 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import FloatFormat
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
-from qtoolkit.products._bilinear import Axes, Bilinear
+from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
@@ -338,6 +338,8 @@ class _Transposed:
     wide: jax.ShapeDtypeStruct
 
     def __call__(self, q_g: Array, q: Array) -> Array:
+        if isinstance(self.function, DotGeneral) and q_g.dtype.itemsize == q.dtype.itemsize == 1:
+            return self.function.transposed(self.side, q_g, q)
         function = _OnSide(self.function, self.side, self.extra)
         along = functools.partial(function, q=q)
         return jax.linear_transpose(along, self.wide)(q_g.astype(jnp.float32))[0]
