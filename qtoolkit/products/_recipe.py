@@ -201,7 +201,8 @@ class Recipe:
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
         "native" gives XLA arrays of 8-bit floats where both operands have such a format and one
-        scale each; other products are emulated.
+        scale each; other products are emulated, and derivatives of other functions than
+        `dot_general` are given float32 copies of them.
       axis_names: Axes of `jax.shard_map` over which shards share scales of whole tensors. Without
         them each shard has scales of its own.
 
