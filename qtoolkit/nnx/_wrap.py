@@ -54,7 +54,8 @@ def wrap(
     the two products of `MultiHeadAttention`; and the modules that compute products by themselves,
     Flax's (`Embed.attend`, `ConvTranspose`, `LoRA`) and those of one's own (`x @ self.kernel`,
     `jnp.einsum`): these get a subclass of the same name, whose methods are traced and run with
-    quantized products. `report` lists every product of a model and what became of it.
+    quantized products; each eager call traces them anew, so call them under `nnx.jit`. `report`
+    lists every product of a model and what became of it.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
