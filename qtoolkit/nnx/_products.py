@@ -61,14 +61,12 @@ class Attention:
         scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
         place = Site(self.site.recipe, None)
         with scoped:
-            try:
-                static = place, self.original, tuple(sorted(options.items()))
-                hash(static)
-            except TypeError:  # an option that JAX cannot compare: traced anew each time
-                return self._sowing(arrays, named, options, module, states)
-            if module is not None:
-                return self._sowing(arrays, named, options, module, states)
-            return _attend(arrays, named, list(states), *static)
+            # Any other function may read what is not among its arguments.
+            is_known = self.original is nnx.dot_product_attention and module is None
+            static = tuple(sorted(options.items()))
+            if is_known and _is_hashable(static):
+                return _attend(arrays, named, list(states), place, self.original, static)
+            return self._sowing(arrays, named, options, module, states)
 
     def _sowing(
         self, arrays: Any, named: Any, options: dict[str, Any], module: Any, states: States
@@ -87,6 +85,14 @@ class Attention:
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)
         return out
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 # Jitted, so that blocks alike are traced once.

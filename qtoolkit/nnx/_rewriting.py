@@ -5,7 +5,9 @@ whose methods run as a pure function of the module's state, traced, with quantiz
 trace. The class that was there is not changed.
 """
 
+import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from qtoolkit.products.internal import Site, computes_product, enclosing, rewritten, scope
 
 _FRAMEWORK = set(dir(nnx.Module))
+# Their own methods compute by attributes, which wrapping sets.
+HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 
 
@@ -27,7 +30,10 @@ def product_methods(kind: type) -> tuple[str, ...]:
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
         method = getattr(kind, name, None)
-        if is_public and isinstance(method, types.FunctionType) and computes_product(method, kind):
+        if not is_public or any(vars(layer).get(name) is method for layer in HOOKED):
+            continue
+        function = inspect.unwrap(method) if callable(method) else None
+        if isinstance(function, types.FunctionType) and computes_product(function, kind):
             found.append(name)
     return tuple(found)
 
@@ -66,7 +72,7 @@ def _scoped_class(kind: type) -> type:
 def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope(self.qtoolkit_path, None)):
+        with jax.named_scope(scope(self.qtoolkit_path, None)), enclosing(None):
             return method(self, *args, **kwargs)
 
     return scoped
@@ -83,43 +89,77 @@ def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
         site: Site | None = getattr(self, _SITE, None)
         if site is None:
             return method(self, *args, **kwargs)
-        with enclosing(site):
+        with enclosing(dataclasses.replace(site, recipe=site.recipe.without_state())):
             return _run(site, method, self, args, kwargs)
 
     return entering
 
 
 def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
-    """`method` as a pure function of the module and of the arrays among its arguments."""
+    """`method` as a pure function of the module's state and of the arrays among its arguments.
+
+    What the method leaves as it was is not written: a model may be closed over by `jax.jit`.
+    """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    graph, state = nnx.split(module)
+    static: list[Any] = []  # of the result, what is no array; which variables changed
 
-    static: list[Any] = []  # of the result, what is no array
-
-    def on_arrays(module: Any, *dynamic: Any) -> Any:
+    def pure(state: Any, arrays: list[Any]) -> Any:
         merged = list(leaves)
-        for place, leaf in zip(places, dynamic, strict=True):
+        for place, leaf in zip(places, arrays, strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
-        outs, kind = jax.tree.flatten(method(module, *args, **kwargs), is_leaf=_is_node)
-        static[:] = [kind, *(None if _is_dynamic(out) else (out,) for out in outs)]
-        return [out for out in outs if _is_dynamic(out)]
+        before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
+        copied = nnx.merge(graph, state)
+        outs, kind = jax.tree.flatten(method(copied, *args, **kwargs), is_leaf=_is_node)
+        changed = [
+            (path, variable)
+            for path, variable in nnx.to_flat_state(nnx.state(copied))
+            if not _are_same(jax.tree.leaves(variable), before.get(path))
+        ]
+        known = [None if _is_array(out) else (out,) for out in outs]
+        static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed]]
+        return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
-    merging = merge_inputs(on_arrays, ctxtag="qtoolkit")
-    rewriting = rewritten(merging, site.multiply(states), _parameters)
-    arrays = split_inputs(rewriting, ctxtag="qtoolkit")(module, *(leaves[i] for i in places))
+    rewriting = rewritten(pure, site.multiply(states), _parameters)
+    arrays, written = rewriting(state, [leaves[i] for i in places])
+    kind, known, changed = static
+    for (path, variable), values in zip(changed, written, strict=True):
+        _write(module, path, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
-    kind, *known = static
     return jax.tree.unflatten(kind, [next(remaining) if one is None else one[0] for one in known])
+
+
+def _are_same(values: list[Any], before: list[Any] | None) -> bool:
+    if before is None or len(values) != len(before):
+        return False
+    return all(value is was for value, was in zip(values, before, strict=True))
+
+
+def _write(module: Any, path: tuple[Any, ...], variable: Any) -> None:
+    """Sets a variable of a module at a path, or makes it."""
+    *parents, name = path
+    for part in parents:
+        module = (
+            getattr(module, part)
+            if isinstance(part, str) and hasattr(module, part)
+            else module[part]
+        )
+    found = getattr(module, name, None) if isinstance(name, str) else module[name]
+    if isinstance(found, nnx.Variable):
+        found.set_value(variable.get_value())
+    else:
+        setattr(module, name, variable)
 
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, nnx.Module | nnx.Variable)
 
 
-def _is_dynamic(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray) or _is_node(x)
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def _parameters(*args: Any) -> Any:

@@ -109,7 +109,7 @@ def roll(model: nnx.Module, probes: Any) -> None:
     """Takes in what a step observed: `probes` is the gradient by the model's `Probe` variables.
 
     For training loops that differentiate by themselves, or add up micro-batches:
-    `value_and_grad` calls it. Sums and means of the gradients of several steps do.
+    `value_and_grad` calls it. `probes` may be the sum or the mean over several micro-batches.
     """
     counts = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
     for path, module in nnx.iter_modules(model):

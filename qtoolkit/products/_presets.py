@@ -77,8 +77,9 @@ scales). Deviations: scales are not rounded to powers of two.
 mxfp8 = Recipe("mxfp8_e4m3")
 """MXFP8: E4M3 in blocks of 32 along the contracted axis, in all three products.
 
-Source: OCP MX v1.0; `MXFP8BlockScaling` of Transformer Engine; arXiv:2506.08027. Deviations: none
-known. In attention, blocks along the keys join 32 tokens.
+Source: `MXFP8BlockScaling` of Transformer Engine; arXiv:2506.08027, whose scales are rounded up so
+that nothing saturates. OCP MX v1.0 rounds them down. Deviations: none known. Not causal in
+attention, where blocks of values join 32 tokens.
 """
 
 _NVFP4_2D = BlockFormat(element=E2M1FN, block=(16, 16), scale=E4M3FN, tensor_scale=FLOAT32)
@@ -96,7 +97,8 @@ nvfp4 = Recipe(
 Cotangents are rounded stochastically; the operands of wgrad go through a random Hadamard transform
 in blocks of 16.
 Source: arXiv:2509.25149; `NVFP4BlockScaling` of Transformer Engine. Deviations: the published
-training keeps some of the last layers wide, which is for `Rules` to say.
+training keeps some of the last layers wide, which is for `Rules` to say. Not causal: its second
+scale is one current scale for a tensor.
 """
 
 deepseek_v3 = Recipe(
@@ -107,7 +109,8 @@ deepseek_v3 = Recipe(
 """E4M3 everywhere: activations and cotangents in tiles of 1 x 128, weights in blocks of 128 x 128.
 
 Source: arXiv:2412.19437, section 3.3. Deviations: sums are float32 throughout; the paper keeps
-embeddings, heads, gates, norms and attention wide, which is for `Rules` to say.
+embeddings, heads, gates, norms and attention wide, which is for `Rules` to say. Not causal in
+attention, where blocks of values join 128 tokens.
 """
 
 fp8_lm = Recipe(

@@ -230,7 +230,8 @@ class Recipe:
         Args:
           forward: For both operands, or a pair (lhs, rhs).
           gradient: For the cotangents, where `dgrad` and `wgrad` are not given. Left out: the
-            format of `forward` where that has blocks, else E5M2 with one scale.
+            format of `forward` where that is one for both operands and has blocks, else E5M2 with
+            one scale.
           dgrad: (cotangent, rhs). Left out: (gradient, rhs as in `forward`). None: both wide.
           wgrad: (lhs, cotangent). Left out: (lhs as in `forward`, gradient). None: both wide.
           arithmetic, axis_names: See above.
@@ -241,8 +242,8 @@ class Recipe:
         """
         lhs, rhs = _pair("forward", forward)
         if gradient is _UNSET:
-            blocks = [o for o in (lhs, rhs) if o is not None and o.spec.block != ()]
-            gradient = blocks[0] if blocks else _GRADIENT
+            has_blocks = lhs is not None and lhs.spec.block != ()
+            gradient = lhs.spec if lhs is not None and has_blocks and lhs == rhs else _GRADIENT
         cotangent = _operand("gradient", gradient)
         pairs = {
             "forward": (lhs, rhs),
@@ -257,6 +258,13 @@ class Recipe:
                     f"{transforms[1]}, expected the same for both: the product would be another"
                 )
             object.__setattr__(self, name, pair)
+        scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
+        lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
+                "expected one length for all operands, which share a history"
+            )
         if arithmetic not in ARITHMETIC:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"

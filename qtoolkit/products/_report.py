@@ -56,7 +56,8 @@ class Report:
     @property
     def unexplained(self) -> tuple[Product, ...]:
         """Of those that are left, the ones that no rule and no recipe leaves."""
-        return tuple(product for product in self.left if not product.reason.startswith(BY_RULE))
+        known = (BY_RULE, BY_RECIPE)
+        return tuple(product for product in self.left if not product.reason.startswith(known))
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("path", *_PARTS, "products")]
@@ -101,7 +102,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
-BY_RULE = "left by a rule"
+BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
+_WIDE = "wide x wide"
 
 
 def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
@@ -165,7 +167,8 @@ def _walk(jaxpr: Any, stack: str, part: str, marked: Place | None) -> Iterator[P
             yield from _derivatives(eqn, place)
         elif name in PRODUCTS:
             if marked is not None:
-                yield Product(marked.path, "forward", marked.label)
+                reason = BY_RECIPE if marked.label == _WIDE else ""
+                yield Product(marked.path, "forward", marked.label, reason)
             else:
                 yield _left(eqn, place, part)
         else:
@@ -189,7 +192,8 @@ def _derivatives(eqn: Any, place: Place | None) -> Iterator[Product]:
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
         label = " x ".join("wide" if operand is None else str(operand) for operand in pair)
-        yield Product("" if place is None else place.path, part, label)
+        reason = BY_RECIPE if label == _WIDE else ""
+        yield Product("" if place is None else place.path, part, label, reason)
 
 
 def _left(eqn: Any, place: Place | None, part: str) -> Product:

@@ -19,13 +19,11 @@ from qtoolkit.products._functions import conv_function, integers
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
 SCOPE, LEFT = "qtoolkit=", "plainly.="  # in name stacks: layers with a recipe, and without one
-# What a parameter may go through and still be one.
+# What moves the elements of a parameter, and of its wide original alike.
 _VIEWS = (
-    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "copy"),
-    *("expand_dims", "slice", "dynamic_slice", "stop_gradient", "mul", "sharding_constraint"),
+    *("transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "expand_dims", "slice"),
+    *("dynamic_slice", "stop_gradient", "sharding_constraint"),
 )
-
-
 _RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
@@ -36,7 +34,7 @@ class Found(NamedTuple):
       name: Of its primitive.
       function: What it computes.
       lhs, rhs, extra: Its operands.
-      is_parameter: Whether lhs and rhs are parameters, or views of them.
+      is_parameter: Whether lhs and rhs follow from parameters and constants alone.
       dtype: Of the result.
     """
 
@@ -52,7 +50,8 @@ class Found(NamedTuple):
 class _Value(NamedTuple):
     array: Any
     is_parameter: bool
-    wide: Any = None  # a parameter before its cast to a narrower dtype
+    wide: Any = None  # a parameter before its cast to half precision
+    is_constant: bool = False
 
 
 Multiply = Callable[[Found], jax.Array | None]
@@ -111,9 +110,11 @@ def _evaluate(
     values: dict[Any, _Value] = {}
 
     def read(atom: Any) -> _Value:
-        return _Value(atom.val, False) if isinstance(atom, Literal) else values[atom]
+        if isinstance(atom, Literal):
+            return _Value(atom.val, False, is_constant=True)
+        return values[atom]
 
-    values.update(zip(jaxpr.constvars, (_Value(x, False) for x in consts), strict=True))
+    values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -121,6 +122,10 @@ def _evaluate(
             outs = _equation(eqn, operands, multiply)
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _constant(x: Any) -> _Value:
+    return _Value(x, False, is_constant=not isinstance(x, jax.core.Tracer))
 
 
 @contextlib.contextmanager
@@ -154,15 +159,23 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     params = eqn.primitive.get_bind_params(eqn.params)
     outs = eqn.primitive.bind(*(x.array for x in operands), **params)
     outs = outs if eqn.primitive.multiple_results else [outs]
-    first = operands[0] if operands else _Value(None, False)
-    is_view = eqn.primitive.name in _VIEWS and first.is_parameter
-    is_joined = eqn.primitive.name == "concatenate" and all(x.is_parameter for x in operands)
-    if not (is_view or is_joined):
-        return [_Value(out, False) for out in outs]
+    name = eqn.primitive.name
+    is_constant = all(x.is_constant for x in operands)
+    is_parameter = not is_constant and all(x.is_parameter or x.is_constant for x in operands)
     wide = None
-    if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):
-        wide = first.array if first.wide is None else first.wide
-    return [_Value(out, True, wide) for out in outs]
+    if is_parameter and name == "convert_element_type":
+        wide = _before_cast(operands[0], outs[0].dtype)
+    elif is_parameter and name in _VIEWS and operands[0].wide is not None:
+        others = (x.array for x in operands[1:])
+        wide = eqn.primitive.bind(operands[0].wide, *others, **params)
+    return [_Value(out, is_parameter, wide, is_constant) for out in outs]
+
+
+def _before_cast(operand: _Value, dtype: Any) -> Any:
+    """The original of a parameter cast to half precision; a rounding of the user's own stays."""
+    if dtype not in (jnp.bfloat16, jnp.float16) or operand.array.dtype != jnp.float32:
+        return None
+    return operand.array
 
 
 def _found(eqn: Any, operands: list[_Value]) -> Found | None:
@@ -290,10 +303,10 @@ def _on_arrays(
     jaxpr: Any, consts: Sequence[Any], like: Sequence[_Value], multiply: Multiply
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function of arrays, which are parameters where those of `like` are."""
-    flags = [value.is_parameter for value in like]
+    flags = [(value.is_parameter, value.is_constant) for value in like]
 
     def function(*arrays: Any) -> list[Any]:
-        inputs = [_Value(x, flag) for x, flag in zip(arrays, flags, strict=True)]
+        inputs = [_Value(x, p, None, c) for x, (p, c) in zip(arrays, flags, strict=True)]
         return [out.array for out in _evaluate(jaxpr, consts, inputs, multiply)]
 
     return function

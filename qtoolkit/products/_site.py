@@ -176,7 +176,8 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
-    return site.dot_general(lhs, rhs, numbers, precision)
+    dtype = jnp.result_type(lhs, rhs)
+    return site.dot_general(lhs, rhs, numbers, precision, dtype)
 
 
 class Place(NamedTuple):

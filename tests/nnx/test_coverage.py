@@ -404,3 +404,100 @@ def test_messages():
     stored.kernel = nnx.Param(qt.quantize(linear.kernel[...], "e4m3fn"))
     with pytest.raises(TypeError, match=r"Linear.kernel is a QArray, expected an array"):
         qt.nnx.wrap(stored)
+
+
+def test_a_model_that_is_closed_over():
+    """By JAX's own transformations: a method that changes nothing writes nothing."""
+    for make in (lambda: made("attention"), lambda: made("LoRA"), lambda: made("own product")):
+        model = qt.nnx.wrap(make())
+        batch = sequence if isinstance(model, nnx.MultiHeadAttention) else x
+        expected = model(batch)
+        np.testing.assert_allclose(jax.jit(lambda v, m=model: m(v))(batch), expected, atol=1e-5)
+        grads = jax.grad(lambda v, m=model: jnp.sum(m(v)))(batch)
+        assert np.isfinite(grads).all()
+        assert jax.vmap(model)(batch[None]).shape == (1, *expected.shape)
+        np.testing.assert_array_equal(model(batch), expected)
+    assert type(qt.nnx.wrap(made("attention")).query) is nnx.LinearGeneral
+
+
+def test_an_attention_function_of_ones_own_may_read_other_things():
+    temperature = nnx.Variable(jnp.ones(()))
+
+    def attend(query, *args, **options):
+        return nnx.dot_product_attention(query * temperature[...], *args, **options)
+
+    model = qt.nnx.wrap(
+        nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+    )
+    before = model(sequence)
+    temperature[...] = jnp.full((), 5.0)
+    assert not np.array_equal(model(sequence), before)
+
+
+def test_what_counts_as_a_kernel():
+    """A scaled kernel is one; a rounding of the user's own is kept, half precision is not."""
+    recipe = Recipe((None, "e4m3fn"), gradient=None)
+    kernel = jax.random.normal(jax.random.key(5), (16, 16))
+    numbers = (((1,), (0,)), ((), ()))
+
+    class Scaled(nnx.Module):
+        def __init__(self, change):
+            self.kernel = nnx.Param(kernel)
+            self.change = change
+
+        def __call__(self, x):
+            return x @ self.change(self.kernel[...])
+
+    def rounded(weights, inputs=x):
+        return qt.dot_general(inputs, weights, numbers, recipe=recipe)
+
+    for change in (lambda w: 0.5 * w, lambda w: w * 0.5, lambda w: w / jnp.linalg.norm(w)):
+        got = qt.nnx.wrap(Scaled(change), recipe)(x)
+        np.testing.assert_allclose(got, rounded(change(kernel)), rtol=1e-5, atol=1e-5)
+    narrow = lambda w: w.astype(jnp.float8_e5m2).astype(jnp.float32)  # noqa: E731
+    got = qt.nnx.wrap(Scaled(narrow), recipe)(x)
+    np.testing.assert_allclose(got, rounded(narrow(kernel)), rtol=1e-5, atol=1e-5)
+    half = x.astype(jnp.bfloat16)
+    got = qt.nnx.wrap(Scaled(lambda w: w.astype(jnp.bfloat16).T), recipe)(half)
+    np.testing.assert_array_equal(got, rounded(kernel.T, half))
+
+
+def test_what_a_recipe_leaves_wide_is_left_in_the_report():
+    report = qt.nnx.report(qt.nnx.wrap(made("attention"), qt.recipes.w4a16), sequence)
+    assert {p.reason for p in report.left} == {"left wide by the recipe"}
+    assert sum(p.count for p in report.quantized) == 8
+    assert report.unexplained == ()
+    qt.nnx.wrap(made("attention"), qt.recipes.w4a16, strict=(sequence,))
+
+
+def test_dot_follows_the_recipe_of_its_layer():
+    class Dotted(nnx.Linear):
+        def __call__(self, x):
+            return qt.dot(x, self.kernel[...])
+
+    class Around(nnx.Module):
+        def __init__(self):
+            self.inner = Dotted(16, 16, rngs=nnx.Rngs(0))
+            self.kernel = nnx.Param(jnp.eye(16))
+
+        def __call__(self, x):
+            return self.inner(x) @ self.kernel[...]
+
+    for recipe in (Recipe(), qt.recipes.te_delayed_hybrid):
+        assert forward_products(qt.nnx.wrap(Around(), recipe), (x,)) == (2, 0)
+    left = qt.nnx.wrap(Around(), qt.Rules({"inner": None}, Recipe()))
+    assert forward_products(left, (x,)) == (1, 1)
+    half = qt.nnx.wrap(Dotted(16, 16, rngs=nnx.Rngs(0)))(x.astype(jnp.bfloat16))
+    assert half.dtype == jnp.float32
+
+
+def test_decorated_methods_are_seen():
+    class Jitted(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.eye(16))
+
+        @nnx.jit
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    assert forward_products(qt.nnx.wrap(Jitted()), (x,)) == (1, 0)
