@@ -243,7 +243,7 @@ class Recipe:
         lhs, rhs = _pair("forward", forward)
         if gradient is _UNSET:
             has_blocks = lhs is not None and lhs.spec.block != ()
-            gradient = lhs.spec if lhs is not None and has_blocks and lhs == rhs else _GRADIENT
+            gradient = lhs if has_blocks and lhs == rhs else _GRADIENT
         cotangent = _operand("gradient", gradient)
         pairs = {
             "forward": (lhs, rhs),

@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Recipe, tuple[How | None, ...]]] = {
     "mxfp4 by name": (Recipe("mxfp4"), (MX4,) * 6),
     "channel": (Recipe(BlockFormat.channel("e4m3fn"), "e5m2"), same(CHANNEL, CHANNEL, E5M2)),
     "int4_group32, wide wgrad": (
-        Recipe(("e4m3fn", "int4_group32"), wgrad=None),
+        Recipe(("e4m3fn", "int4_group32"), "int4_group32", wgrad=None),
         (E4M3, along("int4", 32), along("int4", 32), along("int4", 32), None, None),
     ),
     "static": (
@@ -730,3 +730,16 @@ def test_native_derivatives_of_any_dimension_numbers(numbers):
 
     for native, emulated in zip(gradients(NATIVE), gradients(Recipe()), strict=True):
         np.testing.assert_allclose(native, emulated, rtol=1e-4, atol=1e-4)
+
+
+def test_the_format_of_gradients_that_are_not_given():
+    e5m2 = Operand(BlockFormat.tensor("e5m2"))
+    for forward in ("e4m3fn", (None, "int4_group128"), ("mxfp8", "e4m3fn")):
+        assert Recipe(forward).dgrad[0] == Recipe(forward).wgrad[1] == e5m2
+    assert Recipe("mxfp8").dgrad[0] == Operand("mxfp8_e4m3")
+
+
+def test_histories_of_one_length():
+    """Layers keep one history for lhs, whichever product takes it."""
+    with pytest.raises(ValueError, match="histories of 1 and 8 steps, expected one length"):
+        Recipe(Operand("e4m3fn", scaling=Delayed(1)), Operand("e5m2", scaling=Delayed(8)))
