@@ -1,8 +1,9 @@
 """How far low-precision training stays from float32: recipes and seeds, the same batches for all.
 
 Command: python experiments/fp8_training.py [--steps 400] [--seeds 3] [--recipe te_current ...]
-Claim: the mean gap of an FP8 recipe to bfloat16 in validation loss (each loss the mean of the last
-five of twenty evaluations) is at most 0.5 %, that of nvfp4 at most 3 %.
+Aim, to be shown by a run of full length: the mean gap of an FP8 recipe to bfloat16 in validation
+loss (each loss the mean of the last five of twenty evaluations) is at most 0.5 %, that of nvfp4 at
+most 3 %.
 
 The model is the demo's byte-level transformer on CPython's help topics. All its products but the
 look-up of embeddings are rounded, forward and backward. "bfloat16" rounds the operands of all
