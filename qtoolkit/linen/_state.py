@@ -76,7 +76,8 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
     """`jax.value_and_grad` for wrapped modules: it also rolls delayed scales and keys.
 
         value, grads, state = qtoolkit.linen.value_and_grad(loss)(variables, batch)
-        variables = {"params": optax.apply_updates(params, updates), "qtoolkit": state}
+        params = optax.apply_updates(variables["params"], updates)
+        variables = {**variables, "params": params, "qtoolkit": state}
 
     A step with an infinity or a NaN in an operand or a cotangent changes no history of that
     product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
@@ -162,10 +163,7 @@ def _with_probes(state: Any, probes: Mapping[Path, jax.Array]) -> Any:
 def _rolled(kept: Kept, counts: jax.Array | None) -> Kept:
     moved = dict(kept)
     if counts is not None:
-        function: Callable[..., Any] = rolled
-        for _ in range(counts.ndim - 2):
-            function = jax.vmap(function)
-        moved[_HISTORY], moved[_BAD] = function(kept[_HISTORY], kept[_BAD], counts)
+        moved[_HISTORY], moved[_BAD] = rolled(kept[_HISTORY], kept[_BAD], counts)
     if _KEY in kept:
         moved[_KEY] = kept[_KEY] + jnp.array([0, 1], jnp.uint32)
     return moved

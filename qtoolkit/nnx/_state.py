@@ -62,10 +62,7 @@ class ProductState(nnx.Module):
     def roll(self, counts: jax.Array | None) -> None:
         """After a step that observed `counts`, the gradient of the probe."""
         if counts is not None:
-            function: Callable[..., Any] = rolled
-            for _ in range(counts.ndim - 2):
-                function = jax.vmap(function)
-            self.history[...], self.bad[...] = function(self.history[...], self.bad[...], counts)
+            self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
         if hasattr(self, "key"):
             self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
 

@@ -59,12 +59,7 @@ def dot_general(
     both rounded for that product; the rounding of operands counts as the identity. Forward mode
     takes the same operands beside unrounded tangents.
     """
-    (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
-    numbers = (
-        (integers(contract_l), integers(contract_r)),
-        (integers(batch_l), integers(batch_r)),
-    )
-    function = DotGeneral(numbers, _hashable(precision), out_sharding)
+    function = dot_function(dimension_numbers, precision, out_sharding)
     return quantized_product(
         "dot_general", function, lhs, rhs, recipe, preferred_element_type, keyed(key)
     )
@@ -155,6 +150,15 @@ def ragged_dot(
     )
 
 
+def dot_function(dimension_numbers: Any, precision: Any, out_sharding: Any) -> DotGeneral:
+    (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
+    numbers = (
+        (_integers(contract_l), _integers(contract_r)),
+        (_integers(batch_l), _integers(batch_r)),
+    )
+    return DotGeneral(numbers, _hashable(precision), out_sharding)
+
+
 def einsum_function(subscripts: str, precision: Any, out_sharding: Any) -> Einsum:
     return Einsum(subscripts, _hashable(precision), out_sharding)
 
@@ -171,10 +175,10 @@ def conv_function(
     out_sharding: Any,
 ) -> ConvGeneralDilated:
     return ConvGeneralDilated(
-        window_strides=integers(window_strides),
-        padding=padding if isinstance(padding, str) else tuple(map(integers, padding)),
-        lhs_dilation=None if lhs_dilation is None else integers(lhs_dilation),
-        rhs_dilation=None if rhs_dilation is None else integers(rhs_dilation),
+        window_strides=_integers(window_strides),
+        padding=padding if isinstance(padding, str) else tuple(map(_integers, padding)),
+        lhs_dilation=None if lhs_dilation is None else _integers(lhs_dilation),
+        rhs_dilation=None if rhs_dilation is None else _integers(rhs_dilation),
         dimension_numbers=_hashable(dimension_numbers),
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
@@ -191,7 +195,7 @@ def keyed(key: jax.Array | None) -> State | None:
     return State(key=jax.random.key_data(key) if is_typed else key)
 
 
-def integers(values: Sequence[int]) -> tuple[int, ...]:
+def _integers(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(value) for value in np.asarray(values, int).reshape(-1))
 
 

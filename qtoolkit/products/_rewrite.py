@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from qtoolkit.products._bilinear import Bilinear, DotGeneral, RaggedDot
-from qtoolkit.products._functions import conv_function, integers
+from qtoolkit.products._bilinear import Bilinear, RaggedDot
+from qtoolkit.products._functions import conv_function, dot_function
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
@@ -187,12 +187,8 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
     function: Bilinear
     match eqn.primitive.name:
         case "dot_general":
-            (contract_l, contract_r), (batch_l, batch_r) = params["dimension_numbers"]
-            numbers = (
-                (integers(contract_l), integers(contract_r)),
-                (integers(batch_l), integers(batch_r)),
-            )
-            function = DotGeneral(numbers, params["precision"], params["out_sharding"])
+            names = ("dimension_numbers", "precision", "out_sharding")
+            function = dot_function(*(params[name] for name in names))
         case "ragged_dot_general":
             if (
                 params["ragged_dot_dimension_numbers"] != _RAGGED

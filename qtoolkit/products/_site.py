@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from qtoolkit.products._bilinear import Bilinear, DotGeneral
-from qtoolkit.products._functions import conv_function, einsum_function, integers
+from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._functions import conv_function, dot_function, einsum_function
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
@@ -94,12 +94,7 @@ class Site:
         out_sharding: Any = None,
         state: State | None = None,
     ) -> jax.Array:
-        (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
-        numbers = (
-            (integers(contract_l), integers(contract_r)),
-            (integers(batch_l), integers(batch_r)),
-        )
-        function = DotGeneral(numbers, precision, out_sharding)
+        function = dot_function(dimension_numbers, precision, out_sharding)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
 
     def einsum(

@@ -49,22 +49,22 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     """The histories of several arrays that scales are for, after one more step.
 
     Args:
-      history: float32[arrays, steps]: amaxes, the newest first; 0 where there was none yet.
-      bad: uint32 scalar, the steps that were left out.
-      counts: float32[arrays, BUCKETS], the sum of histograms of the step.
+      history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.
+      bad: uint32[...], the steps that were left out.
+      counts: float32[..., arrays, BUCKETS], the sum of histograms of the step.
 
     Returns:
       `history` and `bad` as they become. A step with an infinity or a NaN in any of the arrays
       changes no history. Nor does one in which an array was not seen, or held only zeros.
     """
-    is_bad = jnp.any(counts[:, _BAD] != 0)
-    buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, 1)
-    top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=1)
+    is_bad = jnp.any(counts[..., _BAD] != 0, axis=-1)
+    buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, counts.ndim - 1)
+    top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=-1)
     edge = jnp.minimum((top + np.uint32(1)) << np.uint32(_FRACTION), _LARGEST)
     amax = from_magnitude_ordinal(edge, jnp.float32)
-    moved = jnp.concatenate([amax[:, None], history[:, :-1]], axis=1)
-    is_good = (top > 0) & ~is_bad
-    return jnp.where(is_good[:, None], moved, history), bad + is_bad.astype(jnp.uint32)
+    moved = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
+    is_good = (top > 0) & ~is_bad[..., None]
+    return jnp.where(is_good[..., None], moved, history), bad + is_bad.astype(jnp.uint32)
 
 
 @jax.tree_util.register_dataclass
