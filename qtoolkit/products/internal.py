@@ -1,5 +1,6 @@
 """What the packages above need of products and users do not."""
 
+from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
@@ -13,10 +14,12 @@ from qtoolkit.products._rewrite import (
     rewritten,
 )
 from qtoolkit.products._site import Site, enclosing, scope
+from qtoolkit.products._stored import stored
 
 __all__ = [
     "MARKER",
     "PRODUCTS",
+    "Axes",
     "Found",
     "Site",
     "State",
@@ -29,4 +32,5 @@ __all__ = [
     "report_of",
     "rewritten",
     "scope",
+    "stored",
 ]
