@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from qtoolkit.formats import Rules
+from qtoolkit.formats import BlockFormat, Rules
+from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
 from qtoolkit.linen._state import COLLECTION, Kept, started, state_of
 from qtoolkit.products import Recipe
@@ -39,6 +40,7 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.MultiHeadDotProductAttention: "__call__",
     nn.OptimizedLSTMCell: "__call__",
 }
+_CACHING = nn.MultiHeadDotProductAttention
 _ROOT = "self"  # in the collection, where other layers have their path
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -64,27 +66,32 @@ def visiting() -> Iterator[Visited]:
         _visited.reset(token)
 
 
-def run(module: nn.Module, rules: Rules[Recipe], call: Callable[[], Any]) -> Any:
+def run(
+    module: nn.Module,
+    rules: Rules[Recipe],
+    call: Callable[[], Any],
+    cache: BlockFormat | None = None,
+) -> Any:
     """`call()`, a method of `module`, with the products that `rules` give to its layers.
 
-    While the module is initialized nothing is quantized; its state is put into the collection
+    Attention's cache is kept in the format `cache`. While the module is initialized nothing is quantized; its state is put into the collection
     "qtoolkit", if that can be written.
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # Flax says what is wrong; or a method that another one calls
     starting = module.is_initializing()
-    if starting and not any(map(_keeps_state, _recipes(rules))):
+    if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
         return call()
     kept = {} if starting else module.variables.get(COLLECTION, {})
     rng = None
     is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
-    this = _Run(rules, type(module), module.path, starting, kept, rng)
+    this = _Run(rules, cache, type(module), module.path, starting, kept, rng)
     token = _active.set(this)
     try:
-        with nn.intercept_methods(this.intercept), _traced_for((rules, starting)):
+        with nn.intercept_methods(this.intercept), _traced_for((rules, cache, starting)):
             out = call()
     finally:
         _active.reset(token)
@@ -123,7 +130,8 @@ class _Run:
     """A call of a wrapped module.
 
     Attributes:
-      rules, kind, root: Of the wrapped module: its rules, type and path.
+      rules, cache, kind, root: Of the wrapped module: its rules, the format of attention's cache,
+        its type and path.
       starting: Whether it is being initialized.
       kept: Its part of the collection "qtoolkit".
       rng: uint32[2], words of a key of this call.
@@ -132,6 +140,7 @@ class _Run:
     """
 
     rules: Rules[Recipe]
+    cache: BlockFormat | None
     kind: type
     root: tuple[str, ...]
     starting: bool
@@ -156,6 +165,20 @@ class _Run:
         is_foreign = _active.get() is not self or module.scope is None
         if is_foreign or name in ("setup", REWRITING) or _is_in(method, _MODULE):
             return call(*args, **kwargs)
+        if self.cache is not None and name == "__call__" and isinstance(module, _CACHING):
+            with narrow_cache(module, self.cache):
+                return self._called(call, args, kwargs, context)
+        return self._called(call, args, kwargs, context)
+
+    def _called(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module, name = context.module, context.method_name
+        method = getattr(context.orig_method, "func", None)
         path = "/".join(module.path[len(self.root) :])
         kind: Any = type(module)
         kinds = self._kinds(path, kind)

@@ -1,20 +1,76 @@
 """Operands that are stored as codes and scales: rounded once, and used as they are."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qtoolkit.casts import pack
-from qtoolkit.casts.internal import WIDTHS, check_holds, values_of
-from qtoolkit.formats import BlockFormat
-from qtoolkit.products._bilinear import Axes
+from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_of
+from qtoolkit.formats import BlockFormat, Format, Rules
+from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._operand import Rounded, code_values, cut
-from qtoolkit.products._recipe import Operand
+from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
 Array = jax.Array
+
+
+def serving_rules(where: str, recipe: Any) -> Rules[Recipe]:
+    """The recipes of a model to be served; a format is that of kernels beside wide activations."""
+    if isinstance(recipe, Rules):
+        return recipe.map(lambda value: _serving_recipe(where, value))
+    return Rules((), default=_serving_recipe(where, recipe))
+
+
+def _serving_recipe(where: str, recipe: Any) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Operand | BlockFormat | Format):
+        return Recipe((None, recipe), gradient=None)
+    raise TypeError(
+        f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
+        "format, e.g. qtoolkit.recipes.weight_only_e4m3"
+    )
+
+
+def stored_kernel(
+    where: str,
+    x: Array,
+    operand: Operand,
+    axes: Axes,
+    stacked: int,
+    amax: Array | None = None,
+    key: Array | None = None,
+) -> QArray:
+    """A kernel as `stored` gives it, the first `stacked` axes being those of a stack of kernels.
+
+    Raises:
+      ValueError: As `stored`; or the kernel holds an infinity or a NaN.
+    """
+    is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+    count = int(jnp.sum(~jnp.isfinite(exact_float32(x)))) if is_known else 0
+    if count:
+        raise ValueError(
+            f"{where} holds {count} infinities and NaNs, expected finite numbers; repair the "
+            "checkpoint, or leave the layer alone by a rule with None"
+        )
+
+    def one(x: Array, amax: Array | None, key: Array | None) -> QArray:
+        return stored(where, x, operand, axes, amax, key)
+
+    for _ in range(stacked):
+        one = jax.vmap(one)
+    return one(x, amax, key)
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
+    """Of the second operand of an einsum, whatever the shape of the first."""
+    first = subscripts.split(",")[0]
+    rank = len(first.replace(".", "")) + ("..." in first)
+    return Einsum(subscripts, None, None).axes((1,) * rank, kernel)[1]
 
 
 def stored(

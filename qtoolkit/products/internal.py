@@ -1,6 +1,7 @@
 """What the packages above need of products and users do not."""
 
 from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._cache import cache_after, cache_format, cached
 from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
@@ -14,7 +15,7 @@ from qtoolkit.products._rewrite import (
     rewritten,
 )
 from qtoolkit.products._site import Site, enclosing, scope
-from qtoolkit.products._stored import stored
+from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel
 
 __all__ = [
     "MARKER",
@@ -23,8 +24,12 @@ __all__ = [
     "Found",
     "Site",
     "State",
+    "cache_after",
+    "cache_format",
+    "cached",
     "check_recipe",
     "computes_product",
+    "einsum_axes",
     "enclosing",
     "inner_jaxprs",
     "is_quantized",
@@ -32,5 +37,6 @@ __all__ = [
     "report_of",
     "rewritten",
     "scope",
-    "stored",
+    "serving_rules",
+    "stored_kernel",
 ]
