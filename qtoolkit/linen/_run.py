@@ -8,7 +8,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
 from qtoolkit.linen._state import COLLECTION, Kept, started, state_of
-from qtoolkit.products import Recipe
+from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
+    Axes,
     Found,
     Site,
     State,
@@ -27,6 +28,7 @@ from qtoolkit.products.internal import (
     enclosing,
     scope,
 )
+from qtoolkit.scaling import QArray
 
 # Flax's own layers that compute products, and the methods in which they do. Attention computes two
 # beside those of its layers. All others are made of these.
@@ -49,9 +51,62 @@ class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
     """The modules that ran: rules, path, types of it and around it, whether it has products."""
 
 
+class Kernel(NamedTuple):
+    """How a product uses a parameter.
+
+    Attributes:
+      operand: What it is rounded to, and its axes in the product.
+      shape: Of one kernel; the parameter may be a stack of such.
+      recipe, layer, product: Of the product, and where the collection "qtoolkit" has its state.
+    """
+
+    operand: Operand | None
+    axes: Axes
+    shape: tuple[int, ...]
+    recipe: Recipe
+    layer: str
+    product: str
+
+
+@dataclasses.dataclass
+class Kernels:
+    """The parameters that products use as kernels, and those that something else uses, by path."""
+
+    uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
+    other_uses: set[Any] = dataclasses.field(default_factory=set)
+
+    def note(self, found: Found, recipe: Recipe, layer: str, product: str) -> None:
+        axes = found.function.axes(found.lhs.shape, found.rhs.shape)
+        for side, origin in enumerate(found.origins):
+            if origin is None:
+                continue
+            if found.is_parameter[1 - side]:
+                self.other_uses.add(origin.name)
+                continue
+            shape = (found.lhs, found.rhs)[side].shape
+            own, order = axes[side], origin.order
+            if order is not None:
+                own = own.reordered(order)
+                shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
+            kernel = Kernel(recipe.forward[1], own, shape, recipe, layer, product)
+            self.uses.setdefault(origin.name, []).append(kernel)
+
+
+@contextmanager
+def noting_kernels() -> Iterator[Kernels]:
+    """Within it the uses of parameters by wrapped modules are noted."""
+    kernels = Kernels()
+    token = _kernels.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _kernels.reset(token)
+
+
 # Part of the key of jax.jit's caches: `nn.jit` must not use the trace of a call by other rules.
 _traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
+_kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
@@ -199,8 +254,10 @@ class _Run:
         if not self.starting:
             _check_kernels(module, path)
             multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
+            kernels = _kernels.get()
+            other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(path, recipe)), enclosing(None):
-                return run_rewritten(method, module, multiply, args, kwargs)
+                return run_rewritten(method, module, multiply, args, kwargs, other_uses)
         if not _keeps_state(recipe) or _is_in_jit(module):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
@@ -230,8 +287,12 @@ class _Run:
                 yield state_of(recipe, f"{path}:{product}", known, rng)
 
         multiply = Site(recipe, path).multiply(states())
+        kernels = _kernels.get()
+        numbers = itertools.count()
 
         def checked(found: Found) -> jax.Array | None:
+            if kernels is not None:
+                kernels.note(found, recipe, _key(path), f"{name}.{next(numbers)}")
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
@@ -255,12 +316,12 @@ def _check_kernels(module: nn.Module, path: str) -> None:
     """The dtypes of a module's own parameters; those of 8 bits Flax would not multiply either."""
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
-            for leaf in jax.tree.leaves(value):
+            for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
                 _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
 
 
 def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
-    dtype = jnp.result_type(x)
+    dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
         raise TypeError(
             f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "

@@ -31,6 +31,11 @@ class Axes(NamedTuple):
         last = self.contracted[-1:]
         return last[0] if last and last[0] not in self.fixed else None
 
+    def reordered(self, order: tuple[int, ...]) -> "Axes":
+        """Those of the array whose axes were permuted by `order`."""
+        contracted, kept, fixed = (tuple(order[axis] for axis in axes) for axes in self)
+        return Axes(contracted, kept, frozenset(fixed))
+
     def turned(self) -> "Axes":
         """In the product where what was kept is contracted."""
         return Axes(self.kept, self.contracted, self.fixed)

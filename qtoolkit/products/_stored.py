@@ -66,6 +66,19 @@ def stored_kernel(
     return one(x, amax, key)
 
 
+def check_trainable(where: str, tree: Any) -> None:
+    """TypeError where a tree to be differentiated by holds stored kernels."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
+    paths = [path for path, leaf in found if isinstance(leaf, QArray)]
+    if paths:
+        first = jax.tree_util.keystr(paths[0], simple=True, separator="/")
+        raise TypeError(
+            f"{where}: {len(paths)} of the parameters are codes of a quantized model, which have "
+            f"no derivative, first {first}; differentiate by others, or train the model from wrap "
+            "and quantize it then"
+        )
+
+
 def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
     """Of the second operand of an einsum, whatever the shape of the first."""
     first = subscripts.split(",")[0]

@@ -10,24 +10,29 @@ from qtoolkit.products._rewrite import (
     MARKER,
     PRODUCTS,
     Found,
+    Origin,
+    Standing,
     inner_jaxprs,
     is_quantized,
     rewritten,
 )
 from qtoolkit.products._site import Site, enclosing, scope
-from qtoolkit.products._stored import einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 
 __all__ = [
     "MARKER",
     "PRODUCTS",
     "Axes",
     "Found",
+    "Origin",
     "Site",
+    "Standing",
     "State",
     "cache_after",
     "cache_format",
     "cached",
     "check_recipe",
+    "check_trainable",
     "computes_product",
     "einsum_axes",
     "enclosing",
