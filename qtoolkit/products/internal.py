@@ -3,6 +3,7 @@
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_after, cache_format, cached
 from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -43,5 +44,7 @@ __all__ = [
     "rewritten",
     "scope",
     "serving_rules",
+    "spec_from_json",
+    "spec_to_json",
     "stored_kernel",
 ]
