@@ -1,9 +1,10 @@
-"""States of models, quantized arrays among them, in safetensors files. JAX loads where they need it.
+"""States of models, quantized arrays among them, in safetensors files.
 
 A nested state is flattened, keys joined by dots: "layers.0.kernel". A `QArray` takes an entry for
 each of its arrays: its codes under its own name, in the dtype of their format where safetensors has
-it, and `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. What makes numbers of them is JSON
-under `qtoolkit_arrays` in the metadata: a format, lengths of blocks, a dtype, a packed size.
+it, and `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. What makes numbers of them is
+JSON under `qtoolkit_arrays` in the metadata: a format, lengths of blocks, a dtype, a packed size.
+JAX loads only where there are quantized arrays.
 """
 
 import json
@@ -137,9 +138,7 @@ def _like(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] =
     children = _children(path, tree, keys)
     if children is None:
         return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
-    made = [
-        _like(path, child, arrays, (*keys, key) if key else keys) for key, child in children
-    ]
+    made = [_like(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
     if isinstance(tree, Mapping):
         return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
     if isinstance(tree, list):
@@ -227,8 +226,8 @@ def _array(path: Path, name: str, x: Any) -> np.ndarray:
         )
     if "key<" in str(dtype):
         raise CheckpointError(
-            f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), or "
-            "leave it out, e.g. with nnx.state(model, nnx.Param)"
+            f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), "
+            "or leave it out, e.g. with nnx.state(model, nnx.Param)"
         )
     return np.asarray(x)
 

@@ -19,7 +19,7 @@ def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
     before: dict[str, Any] = {}
     for name in _CACHES:
         if module.has_variable(_COLLECTION, name):
-            array = module.get_variable(_COLLECTION, name)
+            array: Any = module.get_variable(_COLLECTION, name)
             if isinstance(array, QArray):
                 before[name] = array
                 module.put_variable(_COLLECTION, name, array.dequantize())
@@ -27,7 +27,7 @@ def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
     for name in _CACHES:
         if not module.has_variable(_COLLECTION, name):
             continue
-        wide = module.get_variable(_COLLECTION, name)
+        wide: Any = module.get_variable(_COLLECTION, name)
         if not module.is_mutable_collection(_COLLECTION):
             continue
         where = f"{'/'.join(module.path)}: {type(module).__name__}.{name}"

@@ -117,7 +117,7 @@ def _flags(
     for path, leaf in found:
         is_parameter = any(getattr(key, "key", None) == "params" for key in path[:3])
         is_own = _identity(leaf) in own
-        flag = is_parameter
+        flag: bool | Origin = is_parameter
         if is_own and is_parameter and other_uses is not None:
             flag = Origin(own[_identity(leaf)], other_uses)
         count = 1 if is_own or not isinstance(leaf, QArray) else len(jax.tree.leaves(leaf))

@@ -39,9 +39,10 @@ def quantize(
 
     Which parameters are kernels, and along which axes they are summed, is known when the module
     runs: it is traced with `inputs`; nothing is computed. Stored is what products use and nothing
-    else does, always along the same axes; under `nn.scan` and `nn.vmap` each kernel of a stack
-    along the first axis by itself. Tables of embeddings, biases, norms, and kernels that are
-    reshaped or joined before they are multiplied stay as they are.
+    else in this trace does, always along the same axes; under `nn.scan` and `nn.vmap` each kernel
+    of a stack along the first axis by itself. Tables of embeddings that are looked up, biases,
+    norms, and kernels that are reshaped or joined before they are multiplied stay as they are. The
+    module then runs such methods as were traced: one that looks up a stored table raises.
 
     Args:
       module: As for `wrap`.

@@ -129,8 +129,8 @@ def run(
 ) -> Any:
     """`call()`, a method of `module`, with the products that `rules` give to its layers.
 
-    Attention's cache is kept in the format `cache`. While the module is initialized nothing is quantized; its state is put into the collection
-    "qtoolkit", if that can be written.
+    Attention's cache is kept in the format `cache`. While the module is initialized no product is
+    quantized; its state is put into the collection "qtoolkit", if that can be written.
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):

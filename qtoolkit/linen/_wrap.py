@@ -72,7 +72,8 @@ def wrap(
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`, what is said there.
+      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`,
+        what is said there.
     """
     given: Any = module
     if not isinstance(given, nn.Module):

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-from flax import nnx
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._rewriting import original_class, subclass
@@ -16,10 +15,10 @@ _CACHES = ("cached_key", "cached_value")
 
 
 def keep_cache(module: Any, fmt: BlockFormat) -> None:
-    """Makes an attention module of a copied model keep its cache in `fmt`, and a cache of its own.
-    """
+    """Gives an attention module of a copied model a cache of its own, which is kept in `fmt`."""
     setattr(module, _FORMAT, fmt)
-    module.__class__ = caching_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = caching_class(kind)
     for name in (*_CACHES, "cache_index"):
         variable = getattr(module, name)
         if variable is not None:
@@ -37,7 +36,7 @@ def caching_class(kind: Any) -> type:
     """The subclass of an attention class that keeps its cache in few bits between calls."""
 
     @functools.wraps(kind.__call__)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         decode = kwargs.get("decode")
         if not (self.decode if decode is None else decode):
             return kind.__call__(self, *args, **kwargs)
@@ -56,7 +55,7 @@ def caching_class(kind: Any) -> type:
         kind.init_cache(self, *args, **kwargs)
         _narrow(self, {})
 
-    return subclass(kind, {"__call__": __call__, "init_cache": init_cache}, original_class(kind))
+    return subclass(kind, {"__call__": call, "init_cache": init_cache}, original_class(kind))
 
 
 def _widen(module: Any) -> dict[str, QArray]:

@@ -50,9 +50,9 @@ def quantize(
       kv_cache: As for `wrap`.
 
     Returns:
-      A model of the same class, or a subclass of the same name. `nnx.split`, `nnx.state`, `nnx.jit`,
-      `jax.export` and orbax take it like any other: a kernel is an `nnx.Param` whose value is a
-      `QArray`, a pytree. What is not stored is shared with `model`.
+      A model of the same class, or a subclass of the same name. `nnx.split`, `nnx.state`,
+      `nnx.jit`, `jax.export` and orbax take it like any other: a kernel is an `nnx.Param` whose
+      value is a `QArray`, a pytree. What is not stored is shared with `model`.
 
     Raises:
       TypeError: As `wrap`.
@@ -73,9 +73,10 @@ def quantize(
     if not any(stored):
         names = ", ".join(layer.shown for layer in found[:3])
         raise ValueError(
-            f"quantize: {type(model).__name__} has no kernel to store: the recipe leaves them wide, "
-            f"or modules compute by themselves ({names}); expected nnx.Linear, LinearGeneral, "
-            "Einsum or Conv with a format for its kernel, e.g. qtoolkit.recipes.weight_only_e4m3"
+            f"quantize: {type(model).__name__} has no kernel to store: the recipe leaves them "
+            f"wide, or modules compute by themselves ({names}); expected nnx.Linear, "
+            "LinearGeneral, Einsum or Conv with a format for its kernel, e.g. "
+            "qtoolkit.recipes.weight_only_e4m3"
         )
     return served
 

@@ -98,9 +98,7 @@ def wrap(
     return wrapped
 
 
-def rewired(
-    where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None
-) -> Any:
+def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
     """A copy of a model that shares its variables and computes by `rules`; None: as it does.
 
     Args:
@@ -122,8 +120,8 @@ def rewired(
     if not layers:
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
         raise ValueError(
-            f"{where}: {type(model).__name__} has no layer to quantize, expected {kinds} or a module "
-            "whose methods compute a product"
+            f"{where}: {type(model).__name__} has no layer to quantize, expected {kinds} or a "
+            "module whose methods compute a product"
         )
     if rules is None:
         if all(site_of(found.module) is None for found in layers):
@@ -169,9 +167,7 @@ def _with_caches(copied: Any, fmt: BlockFormat | None) -> Any:
     return copied
 
 
-def attach(
-    layer: Any, recipe: Recipe, found: "Found | None" = None, where: str = "wrap"
-) -> None:
+def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str = "wrap") -> None:
     """Gives one layer its quantized products."""
     found = Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
@@ -193,7 +189,8 @@ def attach(
     if methods:
         layer.__class__ = rewriting_class(original_class(type(layer)), methods)
         if keeps_cache(layer):
-            layer.__class__ = caching_class(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = caching_class(kind)
         layer.qtoolkit_site = site
         count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
         if count and (recipe.is_delayed or recipe.is_stochastic):

@@ -168,11 +168,13 @@ def qtoolkit_product(
 
 
 def _forward_operands(lhs: Given, rhs: Given, state: State, plan: _Plan) -> tuple[Rounded, Rounded]:
-    first, second = (
-        restored_operand("product", x) if isinstance(x, QArray) else rounded(x, amax, state.key, how)
-        for x, amax, how in zip((lhs, rhs), _amaxes(state)[:2], plan.forward(lhs, rhs), strict=True)
-    )
-    return first, second
+    first, second = plan.forward(lhs, rhs)
+    amax_l, amax_r, _ = _amaxes(state)
+    return _operand(lhs, amax_l, state.key, first), _operand(rhs, amax_r, state.key, second)
+
+
+def _operand(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
+    return restored_operand("product", x) if isinstance(x, QArray) else rounded(x, amax, key, how)
 
 
 def _amaxes(state: State) -> tuple[Array | None, Array | None, Array | None]:
@@ -221,11 +223,11 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         extra=extra,
     )
     leaves, structure = jax.tree.flatten(residuals)
-    structs = tuple(
+    lhs, rhs = (
         _struct(operand.q if isinstance(x, QArray) else x)
         for x, operand in zip(given, operands, strict=True)
     )
-    facts = _Facts(plan, sides, structs, is_observed, structure)
+    facts = _Facts(plan, sides, (lhs, rhs), is_observed, structure)
     tangent = linear_with_transpose(
         _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
     )
@@ -275,9 +277,7 @@ def _residual(
 
 def _seen(given: tuple[Given, Given]) -> Any:
     nothing = jnp.zeros((), jnp.float32)  # of a stored operand, whose scales do not move
-    return tuple(
-        amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given
-    )
+    return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
 
 
 def _moves(given: Given, dot: Any) -> bool:

@@ -329,8 +329,12 @@ class Recipe:
             others[place] = None
             return others[0], others[1]
 
-        changed = {"wgrad": pair(self.wgrad, 0)} if side == 0 else {"dgrad": pair(self.dgrad, 1)}
-        return dataclasses.replace(self, forward=pair(self.forward, side), **changed)
+        return dataclasses.replace(
+            self,
+            forward=pair(self.forward, side),
+            dgrad=pair(self.dgrad, 1) if side else self.dgrad,
+            wgrad=self.wgrad if side else pair(self.wgrad, 0),
+        )
 
     def without_state(self) -> "Recipe":
         """The same with current scales in place of delayed ones."""

@@ -140,7 +140,8 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
 
 
 def _is_float(x: Any) -> bool:
-    return not isinstance(x, QArray) and hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    is_array = hasattr(x, "dtype") and not isinstance(x, QArray)
+    return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:
