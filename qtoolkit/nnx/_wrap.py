@@ -189,8 +189,8 @@ def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str 
     if methods:
         layer.__class__ = rewriting_class(original_class(type(layer)), methods)
         if keeps_cache(layer):
-            kind: Any = type(layer)
-            layer.__class__ = caching_class(kind)
+            caching: Any = type(layer)
+            layer.__class__ = caching_class(caching)
         layer.qtoolkit_site = site
         count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
         if count and (recipe.is_delayed or recipe.is_stochastic):
