@@ -119,6 +119,9 @@ class Einsum:
     out_sharding: Any
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+        if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
+            # "native", and a label that one operand alone sums: XLA adds up no 8-bit floats.
+            lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return jnp.einsum(
             self.subscripts,
             lhs,

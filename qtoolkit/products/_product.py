@@ -91,6 +91,10 @@ def quantized_product(
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
         for x in (lhs, rhs)
     )
+    if 0 in (*lhs.shape, *rhs.shape):  # nothing to round, and no scale for it
+        wide = (None, None)
+        recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
+        state = None
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in FLOATS:
         raise TypeError(

@@ -253,7 +253,9 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
         wide = eqn.primitive.bind(operands[0].wide, *others, **params)
     origin = None
     if len(operands) == 1 and operands[0].origin is not None:
-        origin = operands[0].origin.moved(eqn, is_cast=name not in _VIEWS and wide is not None)
+        is_same = outs[0].dtype == operands[0].array.dtype  # of a weak type, made a strong one
+        is_cast = name == "convert_element_type" and (wide is not None or is_same)
+        origin = operands[0].origin.moved(eqn, is_cast)
     if origin is None:
         for operand in operands:
             _is_used_otherwise(operand)

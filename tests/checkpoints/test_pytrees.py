@@ -57,12 +57,13 @@ def header(path):
 )
 def test_quantized_arrays_come_back(tmp_path, spec):
     array = qt.quantize(X, spec)
-    tree = {"a": {"w": array, "b": jnp.arange(3)}, "c": [array.pack(), (np.float16(2), None)]}
+    packed = array.pack() if array.spec.element.bits < 8 else array
+    tree = {"a": {"w": array, "b": jnp.arange(3)}, "c": [packed, (np.float16(2), None)]}
     save(tmp_path / "x.safetensors", tree)
     found = load(tmp_path / "x.safetensors")
     assert set(found) == {"a.w", "a.b", "c.0", "c.1.0"}
     are_equal(found["a.w"], array)
-    are_equal(load(tmp_path / "x.safetensors", like=tree)["c"][0], array.pack())
+    are_equal(load(tmp_path / "x.safetensors", like=tree)["c"][0], packed)
     np.testing.assert_array_equal(found["c.0"].dequantize(), array.dequantize())
 
 
@@ -109,7 +110,7 @@ def test_from_a_converted_checkpoint_to_a_served_model(tmp_path, monkeypatch):
 
 def test_bad_states(tmp_path):
     path = tmp_path / "x.safetensors"
-    own = qt.formats.TableFormat(name="own", bits=2, table=(0, 1, 2, 3))
+    own = qt.formats.TableFormat(name="own", values_by_code=(0.0, 1.0, 2.0, 3.0))
     key = jax.random.key(0)
     for tree, message in (
         ({"a": {"b": object()}}, r"tensor a\.b has type object, expected an array, a QArray"),
@@ -142,9 +143,7 @@ def test_bad_files(tmp_path):
     for text in ("nonsense", '{"b": {}}', '{"b": 3}', '{"c": {"spec": "int8", "packed_size": 1}}'):
         arrays = {"b": np.zeros((4, 64), np.int8)}
         written(path, arrays, text)
-        with pytest.raises(
-            CheckpointError, match="'qtoolkit_arrays' does not describe the tensors"
-        ):
+        with pytest.raises(CheckpointError, match="'qtoolkit_arrays' does not describe"):
             load(path)
 
 

@@ -79,16 +79,15 @@ def test_rules_report_export_and_gradients(variables):
     rules = qt.Rules({"head": Recipe("e4m3fn", arithmetic="native")})
     served, weights = qt.linen.quantize(Model(), variables, rules, X)
     assert set(kernels(weights["params"])) == {"head/kernel"}
-    assert [p.path for p in qt.linen.report(served, weights, X).quantized if p.count][:1] == [
-        "head"
-    ]
+    assert {p.path for p in qt.linen.report(served, weights, X).quantized} == {"head"}
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16"), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: served.apply(weights, x)))(shape)
     assert "tensor<16x8xf8E4M3FN>) -> tensor<?x8xf32>" in exported.mlir_module()
     expected = qt.linen.wrap(Model(), rules).apply(variables, X)
     again = jax.export.deserialize(exported.serialize()).call(X)
-    np.testing.assert_allclose(again, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(TypeError, match="1 of the parameters are codes of .* first head/kernel"):
+    # Two layers of bfloat16, whose sums another program may round otherwise, by 2**-9 of them.
+    np.testing.assert_allclose(again, expected, rtol=0, atol=2.0**-6 * np.max(np.abs(expected)))
+    with pytest.raises(TypeError, match=r"1 of the parameters are codes of .* first head/kernel"):
         qt.linen.value_and_grad(lambda v: jnp.sum(served.apply(v, X)))(weights)
     by_input = jax.grad(lambda x: jnp.sum(served.apply(weights, x)))(X)
     assert np.all(np.isfinite(by_input))

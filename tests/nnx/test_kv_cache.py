@@ -98,7 +98,7 @@ def test_messages():
         qt.nnx.wrap(attention(), WIDE, kv_cache=qt.BlockFormat.tensor("e4m3fn"))
     with pytest.raises(ValueError, match="kv_cache=nvfp4, expected scales that belong to one tok"):
         qt.nnx.wrap(attention(), WIDE, kv_cache="nvfp4")
-    with pytest.raises(ValueError, match="for Linear, which has no nnx.MultiHeadAttention"):
+    with pytest.raises(ValueError, match=r"for Linear, which has no nnx.MultiHeadAttention"):
         qt.nnx.wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), kv_cache="e4m3fn")
     model = qt.nnx.wrap(attention(), WIDE, kv_cache="e4m3fn")
     with pytest.raises(ValueError, match="expected key shape"):  # Flax's own

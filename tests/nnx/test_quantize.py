@@ -150,7 +150,7 @@ def test_no_derivative_by_a_stored_kernel():
     def loss(model):
         return jnp.sum(model(X))
 
-    with pytest.raises(TypeError, match="2 of the parameters are codes .* first layers/0/kernel"):
+    with pytest.raises(TypeError, match=r"2 of the parameters are codes .* first layers/0/kernel"):
         qt.nnx.value_and_grad(loss)(served)
     with pytest.raises(TypeError, match="uint8"):  # JAX's own message
         nnx.grad(loss)(served)
@@ -179,13 +179,13 @@ def test_messages():
     served = qt.nnx.quantize(model, WEIGHTS)
     with pytest.raises(TypeError, match=r"is a QArray.*write qtoolkit\.nnx\.quantize\(model, rec"):
         qt.nnx.wrap(served, WEIGHTS)
-    with pytest.raises(ValueError, match="layers/0: Linear.kernel is a QArray, and a rule leaves"):
+    with pytest.raises(ValueError, match=r"layers/0: Linear.kernel is a QArray, and a rule leaves"):
         qt.nnx.quantize(served, qt.Rules({"layers/0": None}, default=WEIGHTS))
     with pytest.raises(ValueError, match="quantize: recipe is None for Small, which is not wrap"):
         qt.nnx.quantize(model)
     with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
         qt.nnx.quantize(model, 8)
-    with pytest.raises(TypeError, match="quantize: model has type int, expected an nnx.Module"):
+    with pytest.raises(TypeError, match=r"quantize: model has type int, expected an nnx.Module"):
         qt.nnx.quantize(8, WEIGHTS)
     with pytest.raises(ValueError, match="Small has no kernel to store: the recipe leaves them"):
         qt.nnx.quantize(model, Recipe(("e4m3fn", None)))
@@ -194,7 +194,9 @@ def test_messages():
     model.layers[1].bias[...] = jnp.nan  # a bias is not stored
     qt.nnx.quantize(model, WEIGHTS)
     model.layers[1].kernel[...] = jnp.full((32, 32), jnp.nan)
-    with pytest.raises(ValueError, match="quantize: layers/1: Linear.kernel holds 1024 infinities"):
+    with pytest.raises(
+        ValueError, match=r"quantize: layers/1: Linear.kernel holds 1024 infinities"
+    ):
         qt.nnx.quantize(model, WEIGHTS)
 
 

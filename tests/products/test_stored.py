@@ -109,13 +109,37 @@ def test_a_stack_of_kernels():
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(0, 32), (5, 0)])
+def test_empty_operands(shape):
+    """Oracle: the plain product, which is empty, or zeros."""
+    x, w = jnp.zeros(shape), jnp.zeros((shape[1], 24))
+    for recipe in (qt.recipes.te_current, qt.recipes.mxfp8, qt.recipes.te_delayed_hybrid):
+        recipe = recipe.without_state()
+        got = qt.dot_general(x, w, MATMUL, recipe=recipe)
+        assert (got.shape, got.dtype) == ((shape[0], 24), jnp.float32)
+        assert not np.any(got)
+        grad = jax.grad(lambda w: jnp.sum(qt.dot_general(x, w, MATMUL, recipe=recipe)))(w)  # noqa: B023
+        assert grad.shape == w.shape
+
+
+def test_native_einsum_where_one_operand_alone_sums_a_label():
+    """Oracle: the emulated one, whose sums are float32 as well."""
+    x, w = jnp.asarray(RNG.normal(size=(3, 4, 32)), jnp.float32), W
+    native, emulated = (
+        qt.einsum("bij,jk->bk", x, w, recipe=Recipe("e4m3fn", arithmetic=arithmetic))
+        for arithmetic in ("native", "emulate")
+    )
+    np.testing.assert_allclose(native, emulated, rtol=1e-5, atol=1e-5)
+
+
 def test_what_cannot_be_stored():
     transformed = Operand("e4m3fn", transform=qt.products.Hadamard(16))
     with pytest.raises(ValueError, match="transforms the operand by Hadamard"):
         stored(transformed)
     with pytest.raises(ValueError, match="holds 2 infinities and NaNs, expected finite"):
         stored(Operand("e4m3fn"), W.at[0, :2].set(np.inf))
-    with pytest.raises(ValueError, match="does not|holds|hold"):
+    with pytest.raises(ValueError, match=r"does not|holds|hold"):
         stored(Operand(qt.BlockFormat.tensor("int16")), W.astype(jnp.bfloat16))
     w = jax.vmap(lambda w: qt.quantize(w, "nvfp4"))(jnp.stack([W.T, W.T]))
     with pytest.raises(ValueError, match="is a stack of arrays, each with a tensor scale"):
