@@ -34,7 +34,7 @@ def quantize(
 
     It computes what `wrap(model, recipe)` computes, bit for bit: kernels are rounded once, here,
     instead of in each call, and products take the codes as they are. Activations are rounded as
-    `recipe` says. A float32 model takes 3.9x fewer bytes in E4M3, 7.5x in int4 by groups of 128.
+    `recipe` says. A float32 model takes 3.9x fewer bytes in E4M3, 7.4x in int4 by groups of 128.
 
     Stored are the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, those of attention
     and recurrent cells among them, also under `nnx.vmap` and `nnx.scan`. All other parameters stay

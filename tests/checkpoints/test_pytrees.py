@@ -3,6 +3,7 @@
 one.
 """
 
+import inspect
 import json
 import struct
 
@@ -106,6 +107,18 @@ def test_from_a_converted_checkpoint_to_a_served_model(tmp_path, monkeypatch):
     again = qt.nnx.quantize(Model(nnx.Rngs(2)), WEIGHTS)
     nnx.update(again, load("served.safetensors", like=nnx.state(again)))
     np.testing.assert_array_equal(again(x), y)
+
+
+def test_the_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"qtoolkit": qt, "nnx": nnx, "model": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
+    kernel = names["model"].kernel[...]
+    for function in (save, load):
+        lines = inspect.getdoc(function).splitlines()
+        code = "\n".join(line[4:] for line in lines[2:5] if line.startswith("    "))
+        exec(code, names)
+        names["model"] = nnx.Linear(4, 4, rngs=nnx.Rngs(1)) if function is save else names["model"]
+    np.testing.assert_array_equal(names["model"].kernel[...], kernel)
 
 
 def test_bad_states(tmp_path):

@@ -173,6 +173,24 @@ class Own(nnx.Module):
         return x @ self.kernel[...]
 
 
+class Around(nnx.Module):
+    """Computes a product by itself, and calls a layer whose kernel is stored."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.Linear(32, 32, rngs=rngs)
+        self.kernel = nnx.Param(jnp.eye(32))
+
+    def __call__(self, x):
+        return self.inside(x) @ self.kernel[...]
+
+
+def test_a_layer_inside_of_a_module_with_products_of_its_own():
+    model = Around(nnx.Rngs(0))
+    served = qt.nnx.quantize(model, WEIGHTS)
+    assert isinstance(served.inside.kernel.get_value(), QArray)
+    np.testing.assert_array_equal(served(X), qt.nnx.wrap(model, WEIGHTS)(X))
+
+
 @pytest.mark.quick
 def test_messages():
     model = Small(nnx.Rngs(0))
