@@ -1,4 +1,7 @@
-"""Safetensors files read, written and quantized as a stream. JAX loads with `convert` only."""
+"""Safetensors files read, written and quantized as a stream.
+
+JAX loads with `convert` and with quantized arrays only.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +14,9 @@ from qtoolkit.checkpoints._plan import (
     make_plan,
     safetensors_dtype,
 )
+from qtoolkit.checkpoints._pytrees import load, save
 from qtoolkit.checkpoints._report import Report, TensorReport
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, load, save, write_safetensors
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._convert import convert

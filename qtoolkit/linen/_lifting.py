@@ -1,6 +1,6 @@
 """A method of a bound module as a pure function, with other products in its trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,14 +9,20 @@ from flax.core import lift
 from flax.linen import Module
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import Found, rewritten
+from qtoolkit.products.internal import Found, Origin, Standing, rewritten
+from qtoolkit.scaling import QArray
 
 REWRITING = "qtoolkit_rewriting"  # the name of the method inside, for interceptors
 Multiply = Callable[[Found], jax.Array | None]
 
 
 def run_rewritten(
-    method: Callable[..., Any], module: Module, multiply: Multiply, args: Any, kwargs: Any
+    method: Callable[..., Any],
+    module: Module,
+    multiply: Multiply,
+    args: Any,
+    kwargs: Any,
+    other_uses: set[Any] | None = None,
 ) -> Any:
     """`method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
 
@@ -27,7 +33,14 @@ def run_rewritten(
       method: A plain function of the module, one marked by `nn.compact` or not.
       multiply: As for `rewritten`.
       args, kwargs: JAX arrays among them are traced, everything else is passed as it is.
+      other_uses: Gets the paths of the module's own parameters that are used by anything but
+        products, which find theirs as `origins`; None: nobody asks.
     """
+    own = {
+        _identity(value): (*module.path, name)
+        for name, value in module.variables.get("params", {}).items()
+        if not isinstance(value, Mapping)
+    }
 
     def inside(module: Module, *args: Any, **kwargs: Any) -> Any:
         return method(module, *args, **kwargs)
@@ -37,11 +50,16 @@ def run_rewritten(
     inside.__name__ = inside.__qualname__ = REWRITING
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(_rewriting, inside, multiply)
+    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses)
     return lifted(module, *args, **kwargs)
 
 
-def _rewriting(function: Callable[..., Any], multiply: Multiply) -> Callable[..., Any]:
+def _rewriting(
+    function: Callable[..., Any],
+    multiply: Multiply,
+    own: Mapping[int, tuple[str, ...]],
+    other_uses: set[Any] | None,
+) -> Callable[..., Any]:
     """A lifted transformation, like those of `flax.core.lift`."""
 
     def run(
@@ -61,8 +79,18 @@ def _rewriting(function: Callable[..., Any], multiply: Multiply) -> Callable[...
             outside[:] = [out_structure, rest, found]
             return [outs[i] for i in found], repacked(scopes)
 
-        variables, rngs = jax.tree.map(jnp.asarray, (variables, rngs))
-        call = rewritten(pure, multiply, _parameters)
+        flags = _flags(variables, own, other_uses)
+        # The module's own kernels of codes are arrays to it; submodules see to theirs.
+        variables = jax.tree.map(
+            lambda x: Standing(x) if isinstance(x, QArray) and _identity(x) in own else x,
+            variables,
+            is_leaf=_is_stored,
+        )
+        variables, rngs = jax.tree.map(
+            lambda x: x if isinstance(x, Standing) else jnp.asarray(x), (variables, rngs)
+        )
+        others = [False] * (len(jax.tree.leaves(rngs)) + len(places))
+        call = rewritten(pure, multiply, lambda *_: [*flags, *others])
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
         out_structure, rest, found = outside
         return jax.tree.unflatten(out_structure, _put(rest, found, arrays)), written
@@ -77,11 +105,30 @@ def _put(leaves: list[Any], places: list[int], arrays: list[jax.Array]) -> list[
     return merged
 
 
-def _parameters(variables: Any, rngs: Any, arrays: Any) -> Any:
-    """For each array, whether it is one of the collection "params"."""
+def _flags(
+    variables: Any, own: Mapping[int, tuple[str, ...]], other_uses: set[Any] | None
+) -> list[Any]:
+    """For each array, whether it is one of the collection "params"; or which one of the module's.
 
-    def is_parameter(path: Any, _: Any) -> bool:
-        return any(getattr(key, "key", None) == "params" for key in path[:3])
+    The arrays of a submodule's `QArray` are counted one by one.
+    """
+    flags: list[Any] = []
+    found, _ = jax.tree_util.tree_flatten_with_path(variables, is_leaf=_is_stored)
+    for path, leaf in found:
+        is_parameter = any(getattr(key, "key", None) == "params" for key in path[:3])
+        is_own = _identity(leaf) in own
+        flag: bool | Origin = is_parameter
+        if is_own and is_parameter and other_uses is not None:
+            flag = Origin(own[_identity(leaf)], other_uses)
+        count = 1 if is_own or not isinstance(leaf, QArray) else len(jax.tree.leaves(leaf))
+        flags += [flag] * count
+    return flags
 
-    flags = jax.tree_util.tree_map_with_path(is_parameter, variables)
-    return flags, *jax.tree.map(lambda _: False, (rngs, arrays))
+
+def _identity(x: Any) -> int:
+    """Flax rebuilds the trees of variables, but not their leaves."""
+    return id(x.codes if isinstance(x, QArray) else x)
+
+
+def _is_stored(x: Any) -> bool:
+    return isinstance(x, QArray)

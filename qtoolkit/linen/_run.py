@@ -8,17 +8,19 @@ import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from qtoolkit.formats import Rules
+from qtoolkit.formats import BlockFormat, Rules
+from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
 from qtoolkit.linen._state import COLLECTION, Kept, started, state_of
-from qtoolkit.products import Recipe
+from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
+    Axes,
     Found,
     Site,
     State,
@@ -26,6 +28,7 @@ from qtoolkit.products.internal import (
     enclosing,
     scope,
 )
+from qtoolkit.scaling import QArray
 
 # Flax's own layers that compute products, and the methods in which they do. Attention computes two
 # beside those of its layers. All others are made of these.
@@ -39,6 +42,7 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.MultiHeadDotProductAttention: "__call__",
     nn.OptimizedLSTMCell: "__call__",
 }
+_CACHING = nn.MultiHeadDotProductAttention
 _ROOT = "self"  # in the collection, where other layers have their path
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -47,9 +51,62 @@ class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
     """The modules that ran: rules, path, types of it and around it, whether it has products."""
 
 
+class Kernel(NamedTuple):
+    """How a product uses a parameter.
+
+    Attributes:
+      operand: What it is rounded to, and its axes in the product.
+      shape: Of one kernel; the parameter may be a stack of such.
+      recipe, layer, product: Of the product, and where the collection "qtoolkit" has its state.
+    """
+
+    operand: Operand | None
+    axes: Axes
+    shape: tuple[int, ...]
+    recipe: Recipe
+    layer: str
+    product: str
+
+
+@dataclasses.dataclass
+class Kernels:
+    """The parameters that products use as kernels, and those that something else uses, by path."""
+
+    uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
+    other_uses: set[Any] = dataclasses.field(default_factory=set)
+
+    def note(self, found: Found, recipe: Recipe, layer: str, product: str) -> None:
+        axes = found.function.axes(found.lhs.shape, found.rhs.shape)
+        for side, origin in enumerate(found.origins):
+            if origin is None:
+                continue
+            if found.is_parameter[1 - side]:
+                self.other_uses.add(origin.name)
+                continue
+            shape = (found.lhs, found.rhs)[side].shape
+            own, order = axes[side], origin.order
+            if order is not None:
+                own = own.reordered(order)
+                shape = tuple(shape[order.index(axis)] for axis in range(len(order)))
+            kernel = Kernel(recipe.forward[1], own, shape, recipe, layer, product)
+            self.uses.setdefault(origin.name, []).append(kernel)
+
+
+@contextmanager
+def noting_kernels() -> Iterator[Kernels]:
+    """Within it the uses of parameters by wrapped modules are noted."""
+    kernels = Kernels()
+    token = _kernels.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _kernels.reset(token)
+
+
 # Part of the key of jax.jit's caches: `nn.jit` must not use the trace of a call by other rules.
 _traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
+_kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
@@ -64,27 +121,32 @@ def visiting() -> Iterator[Visited]:
         _visited.reset(token)
 
 
-def run(module: nn.Module, rules: Rules[Recipe], call: Callable[[], Any]) -> Any:
+def run(
+    module: nn.Module,
+    rules: Rules[Recipe],
+    call: Callable[[], Any],
+    cache: BlockFormat | None = None,
+) -> Any:
     """`call()`, a method of `module`, with the products that `rules` give to its layers.
 
-    While the module is initialized nothing is quantized; its state is put into the collection
-    "qtoolkit", if that can be written.
+    Attention's cache is kept in the format `cache`. While the module is initialized no product is
+    quantized; its state is put into the collection "qtoolkit", if that can be written.
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # Flax says what is wrong; or a method that another one calls
     starting = module.is_initializing()
-    if starting and not any(map(_keeps_state, _recipes(rules))):
+    if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
         return call()
     kept = {} if starting else module.variables.get(COLLECTION, {})
     rng = None
     is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
-    this = _Run(rules, type(module), module.path, starting, kept, rng)
+    this = _Run(rules, cache, type(module), module.path, starting, kept, rng)
     token = _active.set(this)
     try:
-        with nn.intercept_methods(this.intercept), _traced_for((rules, starting)):
+        with nn.intercept_methods(this.intercept), _traced_for((rules, cache, starting)):
             out = call()
     finally:
         _active.reset(token)
@@ -123,7 +185,8 @@ class _Run:
     """A call of a wrapped module.
 
     Attributes:
-      rules, kind, root: Of the wrapped module: its rules, type and path.
+      rules, cache, kind, root: Of the wrapped module: its rules, the format of attention's cache,
+        its type and path.
       starting: Whether it is being initialized.
       kept: Its part of the collection "qtoolkit".
       rng: uint32[2], words of a key of this call.
@@ -132,6 +195,7 @@ class _Run:
     """
 
     rules: Rules[Recipe]
+    cache: BlockFormat | None
     kind: type
     root: tuple[str, ...]
     starting: bool
@@ -156,6 +220,20 @@ class _Run:
         is_foreign = _active.get() is not self or module.scope is None
         if is_foreign or name in ("setup", REWRITING) or _is_in(method, _MODULE):
             return call(*args, **kwargs)
+        if self.cache is not None and name == "__call__" and isinstance(module, _CACHING):
+            with narrow_cache(module, self.cache):
+                return self._called(call, args, kwargs, context)
+        return self._called(call, args, kwargs, context)
+
+    def _called(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module, name = context.module, context.method_name
+        method = getattr(context.orig_method, "func", None)
         path = "/".join(module.path[len(self.root) :])
         kind: Any = type(module)
         kinds = self._kinds(path, kind)
@@ -176,8 +254,10 @@ class _Run:
         if not self.starting:
             _check_kernels(module, path)
             multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
+            kernels = _kernels.get()
+            other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(path, recipe)), enclosing(None):
-                return run_rewritten(method, module, multiply, args, kwargs)
+                return run_rewritten(method, module, multiply, args, kwargs, other_uses)
         if not _keeps_state(recipe) or _is_in_jit(module):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
@@ -207,8 +287,12 @@ class _Run:
                 yield state_of(recipe, f"{path}:{product}", known, rng)
 
         multiply = Site(recipe, path).multiply(states())
+        kernels = _kernels.get()
+        numbers = itertools.count()
 
         def checked(found: Found) -> jax.Array | None:
+            if kernels is not None:
+                kernels.note(found, recipe, _key(path), f"{name}.{next(numbers)}")
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
@@ -232,12 +316,12 @@ def _check_kernels(module: nn.Module, path: str) -> None:
     """The dtypes of a module's own parameters; those of 8 bits Flax would not multiply either."""
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
-            for leaf in jax.tree.leaves(value):
+            for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
                 _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
 
 
 def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
-    dtype = jnp.result_type(x)
+    dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
         raise TypeError(
             f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "

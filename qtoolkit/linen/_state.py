@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import State
+from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
 COLLECTION = "qtoolkit"
@@ -97,7 +97,7 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
       "qtoolkit" after the step, and empty where `variables` has none.
 
     Raises:
-      TypeError: `variables` is not such a dictionary.
+      TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +107,7 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
                 'dictionary of collections with "params", as init returns it; pass '
                 '{"params": params, "qtoolkit": state}'
             )
+        check_trainable("value_and_grad", variables["params"])
         state = variables.get(COLLECTION, {})
         probes = {
             path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from flax import linen as nn
 
-from qtoolkit.formats import Rules
+from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.linen._report import check_strict
 from qtoolkit.linen._run import run
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import check_recipe
+from qtoolkit.products.internal import cache_format, check_recipe
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,6 +24,7 @@ def wrap(
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
     strict: Sequence[Any] | None = None,
+    kv_cache: SpecLike | None = None,
 ) -> Model:
     """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
 
@@ -55,6 +56,10 @@ def wrap(
         rules that match nothing, and `strict` refuses them.
       strict: Inputs of the module: it is traced with them, and it is an error where a product is
         left that no rule leaves, where nothing is quantized or where a rule matches nothing.
+      kv_cache: What attention keeps keys and values in while it decodes, in the collection "cache":
+        a format, "e4m3fn", with a scale for each token and head, or blocks along the features. Each
+        token is rounded once; a step computes with the numbers that the codes stand for, and leaves
+        those of other tokens as they are. `init` makes such a cache.
 
     Returns:
       A module of a subclass of the same name. Its variables are those of `module`, bit for bit,
@@ -67,7 +72,8 @@ def wrap(
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; or, with `strict`, what is said there.
+      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`,
+        what is said there.
     """
     given: Any = module
     if not isinstance(given, nn.Module):
@@ -83,7 +89,8 @@ def wrap(
         )
     rules = _as_rules(recipe)
     kind: Any = type(module)
-    kind = _wrapped_class(getattr(kind, "qtoolkit_original", kind), rules)
+    cache = None if kv_cache is None else cache_format("wrap", kv_cache)
+    kind = _wrapped_class(getattr(kind, "qtoolkit_original", kind), rules, cache)
     fields = {
         field.name: getattr(module, field.name)
         for field in dataclasses.fields(module)
@@ -96,13 +103,13 @@ def wrap(
 
 
 @functools.cache
-def _wrapped_class(kind: Any, rules: Rules[Recipe]) -> Any:
+def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
     """The subclass whose public methods run by `rules`."""
     body: dict[str, Any] = {
-        name: entered(method, _rules_of) for name, method in _public_methods(kind).items()
+        name: entered(method, _rules_of, cache) for name, method in _public_methods(kind).items()
     }
     for name in ("apply", "init_with_output"):
-        body[name] = _with_method(getattr(kind, name))
+        body[name] = _with_method(getattr(kind, name), cache)
     body |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -127,12 +134,14 @@ def _public_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
 
 def entered(
-    method: Callable[..., Any], rules_of: Callable[[Any], Rules[Recipe]]
+    method: Callable[..., Any],
+    rules_of: Callable[[Any], Rules[Recipe]],
+    cache: BlockFormat | None = None,
 ) -> Callable[..., Any]:
     """A method of a module that runs by its rules."""
 
     def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, rules_of(self), lambda: method(self, *args, **kwargs))
+        return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
 
     # Without the marks that Flax puts on functions: `method` itself has them.
     functools.update_wrapper(entering, method, updated=())
@@ -140,7 +149,7 @@ def entered(
     return entering
 
 
-def _with_method(call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callable[..., Any]:
     """`apply` or `init_with_output`, whose `method` need not be one of the subclass.
 
     It may be `Model.encode`, a lambda, or the name of a private method or a submodule.
@@ -150,10 +159,10 @@ def _with_method(call: Callable[..., Any]) -> Callable[..., Any]:
     def calling(self: Any, first: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if isinstance(method, str):
             if callable(getattr(self, method)):
-                method = entered(_named(method), _rules_of)
+                method = entered(_named(method), _rules_of, cache)
         elif callable(method):
             unbound = method.__func__ if inspect.ismethod(method) else method
-            method = entered(unbound, _rules_of)
+            method = entered(unbound, _rules_of, cache)
         return call(self, first, *args, method=method, **kwargs)
 
     calling.nowrap = True  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from flax.nnx.nn import dtypes
 
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import Site, State, rewritten, scope
+from qtoolkit.scaling import QArray
 
 States = Sequence[State]
 
@@ -149,6 +150,8 @@ def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: b
     The kernel is rounded from its own dtype; a bfloat16 copy of it would be rounded twice.
     """
     inputs, kernel, *biases = args
-    dtype = dtypes.canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
+    is_stored = isinstance(kernel, QArray)
+    like = jnp.zeros((), kernel.dtype) if is_stored else kernel
+    dtype = dtypes.canonicalize_dtype(inputs, like, *biases, dtype=dtype, inexact=inexact)
     biases = [None if bias is None else jnp.asarray(bias, dtype) for bias in biases]
-    return jnp.asarray(inputs, dtype), jnp.asarray(kernel), *biases
+    return jnp.asarray(inputs, dtype), kernel if is_stored else jnp.asarray(kernel), *biases

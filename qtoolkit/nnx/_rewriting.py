@@ -41,13 +41,7 @@ def product_methods(kind: type) -> tuple[str, ...]:
 @functools.cache
 def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
     """The subclass of `kind` whose `methods` compute by the module's site."""
-    body: dict[str, Any] = {name: _entered(getattr(kind, name)) for name in methods}
-    body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    body["__doc__"] = kind.__doc__
-    is_pytree = getattr(kind, "_pytree__is_pytree", True)
-    made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
-    setattr(made, _ORIGINAL, kind)
-    return made
+    return subclass(kind, {name: _entered(getattr(kind, name)) for name in methods}, kind)
 
 
 def leave(module: Any, path: str) -> None:
@@ -62,10 +56,17 @@ def leave(module: Any, path: str) -> None:
 def _scoped_class(kind: type) -> type:
     """A subclass whose calls stand in the name stack as those of a layer that is left."""
     names = {"__call__", *product_methods(kind)} & set(dir(kind))
-    body: dict[str, Any] = {name: _scoped(getattr(kind, name)) for name in names}
+    body = {name: _scoped(getattr(kind, name)) for name in names}
+    return subclass(kind, body, original_class(kind))
+
+
+def subclass(kind: Any, methods: dict[str, Any], original: type) -> type:
+    """A subclass of the same name with other methods, which is made of `original`."""
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__} | methods
+    body["__doc__"] = kind.__doc__
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
     made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
-    setattr(made, _ORIGINAL, original_class(kind))
+    setattr(made, _ORIGINAL, original)
     return made
 
 

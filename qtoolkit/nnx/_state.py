@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import State
+from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
 
@@ -88,10 +88,14 @@ def value_and_grad(
       A function of the model and the further arguments that gives (value, gradients), or
       ((value, aux), gradients). Gradients hold what `wrt` selects and nothing else: clipping by
       their global norm, or averaging them, is what it is for the plain model.
+
+    Raises (when it is called):
+      TypeError: `wrt` selects kernels of a model from `quantize`, which have no derivative.
     """
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         wanted = nnx.All(wrt, nnx.Not(ScalingState))
+        check_trainable("value_and_grad", nnx.to_pure_dict(nnx.state(model, wanted)))
         both = nnx.DiffState(0, nnx.Any(wanted, Probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
         value, found = graded(model, *args, **kwargs)

@@ -11,7 +11,8 @@ from flax import linen, nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from qtoolkit.formats import Rules
+from qtoolkit.formats import BlockFormat, Rules, SpecLike
+from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
 from qtoolkit.nnx._products import (
     Attention,
     ConvGeneralDilated,
@@ -20,11 +21,11 @@ from qtoolkit.nnx._products import (
     StatefulProducts,
     keep_kernel_dtype,
 )
-from qtoolkit.nnx._report import check_strict
+from qtoolkit.nnx._report import check_strict, site_of
 from qtoolkit.nnx._rewriting import leave, original_class, product_methods, rewriting_class
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Site, check_recipe
+from qtoolkit.products.internal import Site, cache_format, check_recipe
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -47,6 +48,7 @@ def wrap(
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
     strict: Sequence[Any] | None = None,
+    kv_cache: SpecLike | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
@@ -72,6 +74,10 @@ def wrap(
         matches one of them.
       strict: Inputs of the model: it is traced with them, and it is an error where a product is
         left that no rule leaves.
+      kv_cache: What `MultiHeadAttention` keeps keys and values in while it decodes: a format,
+        "e4m3fn", with a scale for each token and head, or blocks along the features. Each token is
+        rounded once; a step computes with the numbers that the codes stand for, and leaves those of
+        other tokens as they are. The caches are then the wrapped model's own.
 
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
@@ -80,36 +86,64 @@ def wrap(
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         kernel of float64, of 8 bits, or a `QArray`.
-      ValueError: No layer is quantized; a rule matches no layer (one with None: no module); a layer
+      ValueError: `kv_cache` for a model without attention, or with scales that join tokens; no
+        layer is quantized; a rule matches no layer (one with None: no module); a layer
         has a product of the user's own in the place where ours would go, and the message names its
         path; or, with `strict`, a product is left.
     """
+    rules = _as_rules(recipe)
+    wrapped = rewired("wrap", model, rules, kv_cache)
+    if strict is not None:
+        check_strict(wrapped, rules, strict)
+    return wrapped
+
+
+def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
+    """A copy of a model that shares its variables and computes by `rules`; None: as it does.
+
+    Args:
+      where: Who calls: "wrap", whose kernels are wide, or "quantize".
+    """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"wrap: model has type {type(model).__name__}, expected an nnx.Module{_hint(model)}"
+            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
+            f"{_hint(where, model)}"
         )
-    rules = _as_rules(recipe)
-    modules = _modules(model)
+    cache = None if kv_cache is None else cache_format(where, kv_cache)
+    modules = modules_of(model)
+    if cache and not any(isinstance(found.module, nnx.MultiHeadAttention) for found in modules):
+        raise ValueError(
+            f"{where}: kv_cache={cache.name} for {type(model).__name__}, which has no "
+            "nnx.MultiHeadAttention, expected one; leave kv_cache out"
+        )
     layers = [found for found in modules if found.has_products]
     if not layers:
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
         raise ValueError(
-            f"wrap: {type(model).__name__} has no layer to quantize, expected {kinds} or a module "
-            "whose methods compute a product"
+            f"{where}: {type(model).__name__} has no layer to quantize, expected {kinds} or a "
+            "module whose methods compute a product"
         )
-    _check_rules(rules, layers, modules)
-    changes: dict[str, tuple[_Found, Recipe]] = {}
+    if rules is None:
+        if all(site_of(found.module) is None for found in layers):
+            raise ValueError(
+                f"{where}: recipe is None for {type(model).__name__}, which is not wrapped, "
+                "expected a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
+            )
+        return _with_caches(nnx.recursive_map(lambda _, node: node, model, graph=True), cache)
+    _check_rules(where, rules, layers, modules)
+    changes: dict[str, tuple[Found, Recipe]] = {}
     left: set[str] = set()
     for found in layers:
         chosen = rules.lookup(found.paths, found.kinds)
         if chosen is not None:
-            _check_kernels(found)
+            _check_kernels(where, found)
             changes.update(dict.fromkeys(found.paths, (found, chosen)))
         else:
+            _check_left(where, found)
             left.update(found.paths)
     if not changes:
         raise ValueError(
-            f"wrap: the rules leave every layer of {type(model).__name__} as it is, expected a "
+            f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
 
@@ -117,20 +151,25 @@ def wrap(
         shown = "/".join(map(str, path))
         change = changes.get(shown)
         if change is not None and isinstance(node, nnx.Module):
-            attach(node, change[1], change[0])
+            attach(node, change[1], change[0], where)
         elif shown in left:  # so that a module around it leaves its products, too
             leave(node, shown)
         return node
 
-    wrapped = nnx.recursive_map(inject, model, graph=True)  # a copy that shares the variables
-    if strict is not None:
-        check_strict(wrapped, rules, strict)
-    return wrapped
+    return _with_caches(nnx.recursive_map(inject, model, graph=True), cache)
 
 
-def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
+def _with_caches(copied: Any, fmt: BlockFormat | None) -> Any:
+    if fmt is not None:
+        for found in modules_of(copied):
+            if isinstance(found.module, nnx.MultiHeadAttention):
+                keep_cache(found.module, fmt)
+    return copied
+
+
+def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str = "wrap") -> None:
     """Gives one layer its quantized products."""
-    found = _Found(layer, [""]) if found is None else found
+    found = Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     for kind, (attribute, original, made, count) in _HOOKS.items():
         if not isinstance(layer, kind):
@@ -139,16 +178,19 @@ def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
         if original is _ANYTHING:
             arguments.append(_original_attention(getattr(layer, attribute)))
         else:
-            _check_attribute(found, attribute, (original, None), (made, StatefulProducts))
+            _check_attribute(where, found, attribute, (original, None), (made, StatefulProducts))
         setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, count, site))
     if isinstance(layer, _KERNEL_HOOKS):
-        _check_attribute(found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
+        _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
     if isinstance(layer, nnx.LinearGeneral):
-        _check_attribute(found, "dot_general_cls", (None,))
+        _check_attribute(where, found, "dot_general_cls", (None,))
     methods = product_methods(original_class(type(layer)))
     if methods:
         layer.__class__ = rewriting_class(original_class(type(layer)), methods)
+        if keeps_cache(layer):
+            caching: Any = type(layer)
+            layer.__class__ = caching_class(caching)
         layer.qtoolkit_site = site
         count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
         if count and (recipe.is_delayed or recipe.is_stochastic):
@@ -165,14 +207,14 @@ def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> 
 
 
 def _states(layer: Any, recipe: Recipe, count: int, site: Site) -> list[ProductState]:
-    lead = _stacked(layer)
+    lead = stacked(layer)
     return [ProductState(recipe, lead, f"{site.path}:{i}") for i in range(count)]
 
 
-def _stacked(layer: Any) -> tuple[int, ...]:
+def stacked(layer: Any) -> tuple[int, ...]:
     """The leading axes of a layer's kernel that `nnx.vmap` added."""
     if isinstance(layer, nnx.MultiHeadAttention):
-        return _stacked(layer.query)
+        return stacked(layer.query)
     if isinstance(layer, nnx.Embed):
         return tuple(layer.embedding.shape[:-2])
     if isinstance(layer, nnx.LoRA):
@@ -205,12 +247,12 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
     return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
 
 
-def _hint(model: Any) -> str:
-    return "; use qtoolkit.linen.wrap" if isinstance(model, linen.Module) else ""
+def _hint(where: str, model: Any) -> str:
+    return f"; use qtoolkit.linen.{where}" if isinstance(model, linen.Module) else ""
 
 
 @dataclasses.dataclass
-class _Found:
+class Found:
     """A module of a model, and all ways that lead to it."""
 
     module: nnx.Module
@@ -227,9 +269,9 @@ class _Found:
         return self.paths[0] or "(the model itself)"
 
 
-def _modules(model: nnx.Module) -> list[_Found]:
+def modules_of(model: nnx.Module) -> list[Found]:
     """Every module once. `nnx.iter_modules` would give of a shared one only the first path."""
-    found: dict[int, _Found] = {}
+    found: dict[int, Found] = {}
 
     def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
         if any(node is outer for outer in around):
@@ -238,7 +280,7 @@ def _modules(model: nnx.Module) -> list[_Found]:
         if isinstance(node, StatefulProducts | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
-            this = found.setdefault(id(node), _Found(node))
+            this = found.setdefault(id(node), Found(node))
             this.paths.append("/".join(path))
             this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
         for key, child in _children(node):
@@ -256,25 +298,28 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
 
 
-def _check_rules(rules: Rules[Recipe], layers: list[_Found], modules: list[_Found]) -> None:
+def _check_rules(
+    where: str, rules: Rules[Recipe], layers: list[Found], modules: list[Found]
+) -> None:
     """A recipe must reach a layer; None may stand for what would not be quantized anyway."""
     wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
     others = [found for found in modules if not found.has_products]
     for part, among in ((wanted, layers), (rules, layers + others)):
-        part.check_used("wrap", [f.paths for f in among], [f.kinds for f in among])
+        part.check_used(where, [f.paths for f in among], [f.kinds for f in among])
 
 
-def _check_kernels(found: _Found) -> None:
+def _check_kernels(caller: str, found: Found) -> None:
     """The dtypes of a layer's own parameters."""
     for name, value in vars(found.module).items():
         if not isinstance(value, nnx.Param):
             continue
         raw = value.get_value() if hasattr(value, "get_value") else value.value
-        where = f"wrap: {found.shown}: {type(found.module).__name__}.{name}"
-        if isinstance(raw, QArray):
+        where = f"{caller}: {found.shown}: {type(found.module).__name__}.{name}"
+        if isinstance(raw, QArray) and caller == "wrap":
             raise TypeError(
-                f"{where} is a QArray, expected an array; parameters stay wide in training: wrap "
-                "the model first, or dequantize() them"
+                f"{where} is a QArray, expected an array: parameters stay wide in training; to run "
+                "the model as it is write qtoolkit.nnx.quantize(model, recipe), to train it "
+                "dequantize() them"
             )
         dtype = getattr(raw, "dtype", None)
         is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
@@ -285,13 +330,23 @@ def _check_kernels(found: _Found) -> None:
             )
 
 
+def _check_left(where: str, found: Found) -> None:
+    """A layer that computes plainly cannot have a kernel of codes."""
+    for name, value in vars(found.module).items():
+        if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray):
+            raise ValueError(
+                f"{where}: {found.shown}: {type(found.module).__name__}.{name} is a QArray, and a "
+                "rule leaves the layer as it is, expected a recipe for it; or dequantize() it first"
+            )
+
+
 def _check_attribute(
-    found: _Found, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
+    where: str, found: Found, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
 ) -> None:
     value = getattr(found.module, attribute)
     if not (any(value is known for known in replaceable) or isinstance(value, ours)):
         raise ValueError(
-            f"wrap: {found.shown}: {type(found.module).__name__}.{attribute} is {value!r}, "
+            f"{where}: {found.shown}: {type(found.module).__name__}.{attribute} is {value!r}, "
             "expected Flax's own; wrapping would discard it. Set it back first, e.g. with "
             "nnx.with_attributes, or leave the layer alone by a rule"
         )

@@ -31,6 +31,11 @@ class Axes(NamedTuple):
         last = self.contracted[-1:]
         return last[0] if last and last[0] not in self.fixed else None
 
+    def reordered(self, order: tuple[int, ...]) -> "Axes":
+        """Those of the array whose axes were permuted by `order`."""
+        contracted, kept, fixed = (tuple(order[axis] for axis in axes) for axes in self)
+        return Axes(contracted, kept, frozenset(fixed))
+
     def turned(self) -> "Axes":
         """In the product where what was kept is contracted."""
         return Axes(self.kept, self.contracted, self.fixed)
@@ -114,6 +119,9 @@ class Einsum:
     out_sharding: Any
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+        if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
+            # "native", and a label that one operand alone sums: XLA adds up no 8-bit floats.
+            lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return jnp.einsum(
             self.subscripts,
             lhs,

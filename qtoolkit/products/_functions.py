@@ -40,7 +40,9 @@ def dot_general(
     `Recipe` for what that means for causality.
 
     Args:
-      lhs, rhs: float32, float16 or bfloat16; shapes as for `jax.lax.dot_general`.
+      lhs, rhs: float32, float16 or bfloat16; shapes as for `jax.lax.dot_general`. A `QArray` is an
+        operand that is rounded already: its codes and scales are used as they are, whatever the
+        recipe says of that side, and it has no gradient.
       dimension_numbers, precision, out_sharding: As for `jax.lax.dot_general`.
       preferred_element_type: Dtype of the result; None for that of `lhs`.
       recipe: What the operands of the product and of its derivatives are rounded to.

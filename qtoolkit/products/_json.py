@@ -62,6 +62,19 @@ def from_json(text: str | bytes) -> Any:
     return found
 
 
+def spec_to_json(fmt: BlockFormat) -> Any:
+    """A block format as JSON data. TypeError for a table format of one's own."""
+    return _encoded(fmt)
+
+
+def spec_from_json(data: Any) -> BlockFormat:
+    """What `spec_to_json` gave. ValueError for anything else."""
+    found = _decoded(data, "spec") if isinstance(data, dict) else spec(data)
+    if not isinstance(found, BlockFormat):
+        raise ValueError(f"spec: got {type(found).__name__}, expected a BlockFormat")
+    return found
+
+
 def _encoded(value: Any) -> Any:
     if isinstance(value, Rules):
         return {

@@ -48,11 +48,13 @@ class Rounded:
       q: Values of the element format, infinities and NaNs of x among them; x itself where wide.
       scales: As stored.
       spec: With its blocks' axes; None where the operand stays wide.
+      codes: Of q, where it was stored as such.
     """
 
     q: Array
     scales: Scales
     spec: BlockFormat | None = dataclasses.field(metadata={"static": True})
+    codes: Array | None = None
 
     @property
     def scale(self) -> Array | None:

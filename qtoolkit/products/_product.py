@@ -14,7 +14,7 @@ Everything static about a product is one hashable `_Plan`; everything else is ar
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,12 @@ from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
+from qtoolkit.products._stored import restored_operand
+from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
 
 Array = jax.Array
+Given: TypeAlias = Array | QArray
 
 
 class State(NamedTuple):
@@ -63,21 +66,35 @@ class State(NamedTuple):
 def quantized_product(
     where: str,
     function: Bilinear,
-    lhs: Array,
-    rhs: Array,
+    lhs: Array | QArray,
+    rhs: Array | QArray,
     recipe: Recipe,
     dtype: DTypeLike | None,
     state: State | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
-    """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
+    """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes.
+
+    A `QArray` is an operand that is rounded already: its codes and scales are used as they are, in
+    derivatives too, whatever the recipe says of that side.
+    """
     check_recipe(where, recipe)
+    for side, operand in enumerate((lhs, rhs)):
+        if isinstance(operand, QArray):
+            recipe = recipe.beside_stored(side)
     if recipe.is_delayed and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
             "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
         )
-    lhs, rhs = (check_differentiable(where, operand, wide=False) for operand in (lhs, rhs))
+    lhs, rhs = (
+        x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
+        for x in (lhs, rhs)
+    )
+    if 0 in (*lhs.shape, *rhs.shape):  # nothing to round, and no scale for it
+        wide = (None, None)
+        recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
+        state = None
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in FLOATS:
         raise TypeError(
@@ -88,7 +105,9 @@ def quantized_product(
         state = jax.tree.map(jnp.asarray, state)
         state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
     plan = _Plan(function, recipe, jnp.dtype(dtype))
-    return qtoolkit_product(*varying_alike(lhs, rhs), state or State(), extra, plan)
+    leaves, structure = jax.tree.flatten((lhs, rhs))
+    lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
+    return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
 
 
 def _stopped(x: Array | None) -> Array | None:
@@ -146,16 +165,20 @@ class _Plan:
 # equal blocks as those of one. Reports find products by its name.
 @functools.partial(jax.jit, static_argnums=(4,))
 def qtoolkit_product(
-    lhs: Array, rhs: Array, state: State, extra: tuple[Array, ...], plan: _Plan
+    lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...], plan: _Plan
 ) -> Array:
     operands = _forward_operands(lhs, rhs, state, plan)
     return _product((lhs, rhs), operands, state, extra, plan)
 
 
-def _forward_operands(lhs: Array, rhs: Array, state: State, plan: _Plan) -> tuple[Rounded, Rounded]:
+def _forward_operands(lhs: Given, rhs: Given, state: State, plan: _Plan) -> tuple[Rounded, Rounded]:
     first, second = plan.forward(lhs, rhs)
     amax_l, amax_r, _ = _amaxes(state)
-    return rounded(lhs, amax_l, state.key, first), rounded(rhs, amax_r, state.key, second)
+    return _operand(lhs, amax_l, state.key, first), _operand(rhs, amax_r, state.key, second)
+
+
+def _operand(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
+    return restored_operand("product", x) if isinstance(x, QArray) else rounded(x, amax, key, how)
 
 
 def _amaxes(state: State) -> tuple[Array | None, Array | None, Array | None]:
@@ -167,7 +190,7 @@ def _amaxes(state: State) -> tuple[Array | None, Array | None, Array | None]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _product(
-    given: tuple[Array, Array],
+    given: tuple[Given, Given],
     operands: tuple[Rounded, Rounded],
     state: State,
     extra: tuple[Array, ...],
@@ -185,14 +208,14 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
     Where nobody differentiates by the probe, nobody rolls the state, whose scales would go stale:
     then all scales are current ones.
     """
-    given: tuple[Array, Array]
+    given: tuple[Given, Given]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     if state.probe is not None and not is_observed:
         state = State(key=state.key)
         operands = _forward_operands(given[0], given[1], state, plan)
     out = _product(given, operands, State(key=state.key), extra, plan)
-    sides = tuple(side for side in (0, 1) if not isinstance(dots[side], SymbolicZero))
+    sides = tuple(side for side in (0, 1) if _moves(given[side], dots[side]))
     xs = [dots[side] for side in sides] + ([state_dots.probe] if is_observed else [])
     if not xs:
         return out, jnp.zeros_like(out)
@@ -204,7 +227,11 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         extra=extra,
     )
     leaves, structure = jax.tree.flatten(residuals)
-    facts = _Facts(plan, sides, (_struct(given[0]), _struct(given[1])), is_observed, structure)
+    lhs, rhs = (
+        _struct(operand.q if isinstance(x, QArray) else x)
+        for x, operand in zip(given, operands, strict=True)
+    )
+    facts = _Facts(plan, sides, (lhs, rhs), is_observed, structure)
     tangent = linear_with_transpose(
         _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
     )
@@ -237,7 +264,7 @@ class _Residuals:
 def _residual(
     plan: _Plan,
     side: int,
-    given: tuple[Array, Array],
+    given: tuple[Given, Given],
     operands: tuple[Rounded, Rounded],
     state: State,
 ) -> Kept | Rounded:
@@ -245,13 +272,28 @@ def _residual(
     other = 1 - side
     how = plan.other(side, *given)
     x, operand = given[other], operands[other]
+    if isinstance(x, QArray):
+        return lax.stop_gradient(operand)
     if how != plan.forward(*given)[other]:
         operand = rounded(x, _amaxes(state)[other], state.key, how)
     return kept(operand, x, how)
 
 
-def _seen(given: tuple[Array, Array]) -> Any:
-    return tuple(amax_of(lax.stop_gradient(x)) for x in given)
+def _seen(given: tuple[Given, Given]) -> Any:
+    nothing = jnp.zeros((), jnp.float32)  # of a stored operand, whose scales do not move
+    return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
+
+
+def _moves(given: Given, dot: Any) -> bool:
+    """Whether somebody differentiates by an operand."""
+    leaves = jax.tree.leaves(dot, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    moving = [x for x in leaves if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
+    if moving and isinstance(given, QArray):
+        raise TypeError(
+            f"product: differentiated by a stored operand, {given!r}, which has no derivative; "
+            "differentiate by something else, or train the model from wrap and quantize it then"
+        )
+    return bool(moving)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,4 +451,5 @@ def _native(operand: Rounded) -> Array:
     assert operand.spec is not None
     element = operand.spec.element
     assert isinstance(element, FloatFormat)
-    return dtype_from_codes(code_values(operand.q, element), element)
+    codes = code_values(operand.q, element) if operand.codes is None else operand.codes
+    return dtype_from_codes(codes, element)

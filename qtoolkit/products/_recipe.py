@@ -321,6 +321,21 @@ class Recipe:
             wgrad=self.dgrad[::-1],
         )
 
+    def beside_stored(self, side: int) -> "Recipe":
+        """The same for a product whose operand on one side is codes already, and untransformed."""
+
+        def pair(operands: Pair, place: int) -> Pair:
+            others = [o and dataclasses.replace(o, transform=None) for o in operands]
+            others[place] = None
+            return others[0], others[1]
+
+        return dataclasses.replace(
+            self,
+            forward=pair(self.forward, side),
+            dgrad=pair(self.dgrad, 1) if side else self.dgrad,
+            wgrad=self.wgrad if side else pair(self.wgrad, 0),
+        )
+
     def without_state(self) -> "Recipe":
         """The same with current scales in place of delayed ones."""
 

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
 from qtoolkit.products._site import MODEL, Place, place_of
+from qtoolkit.scaling import QArray
 
 _LIBRARIES = tuple(
     f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "qtoolkit", "jaxlib", "optax")
@@ -113,7 +114,8 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
       paths: Of the layers that have a recipe.
     """
     forward = jax.make_jaxpr(function)(*arguments)
-    leaves, structure = jax.tree.flatten(arguments)
+    # Scales of stored kernels are no parameters: nobody differentiates by them.
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, QArray))
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
     def total(floats: list[Any]) -> Any:
@@ -138,7 +140,8 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
 
 
 def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    is_array = hasattr(x, "dtype") and not isinstance(x, QArray)
+    return is_array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:

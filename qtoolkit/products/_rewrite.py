@@ -5,6 +5,7 @@ the function calls need not know. Products inside of custom derivatives stay as 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax.extend.core import Literal
 
 from qtoolkit.products._bilinear import Bilinear, RaggedDot
 from qtoolkit.products._functions import conv_function, dot_function
+from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
@@ -36,15 +38,55 @@ class Found(NamedTuple):
       lhs, rhs, extra: Its operands.
       is_parameter: Whether lhs and rhs follow from parameters and constants alone.
       dtype: Of the result.
+      origins: The parameters that lhs and rhs are, if somebody asked for them.
     """
 
     name: str
     function: Bilinear
-    lhs: jax.Array
-    rhs: jax.Array
+    lhs: jax.Array | QArray
+    rhs: jax.Array | QArray
     extra: tuple[jax.Array, ...]
     is_parameter: tuple[bool, bool]
     dtype: Any
+    origins: tuple["Origin | None", "Origin | None"] = (None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A `QArray` among the arguments of a traced function, which sees an array of its shape.
+
+    It is no pytree: to JAX it is one leaf.
+    """
+
+    array: QArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """A parameter whose uses are looked for.
+
+    Attributes:
+      name: Of the parameter.
+      other_uses: Where the name is put once the parameter is used by anything but a product.
+      order: Its axes in the order in which they now are, None for the order they had.
+    """
+
+    name: Any
+    other_uses: set[Any]
+    order: tuple[int, ...] | None = None
+
+    def moved(self, eqn: Any, is_cast: bool) -> "Origin | None":
+        """The parameter after an equation of it alone, None where that is another use of it."""
+        name = eqn.primitive.name
+        if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
+            return self
+        if name != "transpose":
+            return None
+        order = eqn.params["permutation"]
+        before = self.order
+        return dataclasses.replace(
+            self, order=tuple(order if before is None else (before[axis] for axis in order))
+        )
 
 
 class _Value(NamedTuple):
@@ -52,6 +94,7 @@ class _Value(NamedTuple):
     is_parameter: bool
     wide: Any = None  # a parameter before its cast to half precision
     is_constant: bool = False
+    origin: Origin | None = None
 
 
 Multiply = Callable[[Found], jax.Array | None]
@@ -63,18 +106,49 @@ def rewritten(
     """`function` with `multiply(found)` in place of each product, unless that gives None.
 
     Args:
-      function: Pure, of pytrees of arrays.
-      is_parameter: From the arguments to a pytree of booleans, one for each of their leaves.
+      function: Pure, of pytrees of arrays. Arguments may have leaves `Standing`, which products
+        take as they are.
+      is_parameter: From the arguments to a pytree of booleans, one for each of their leaves; or of
+        `Origin`s for parameters.
     """
 
     def rewriting(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves, structure = jax.tree.flatten(args)
+        traced = jax.tree.unflatten(structure, [_stand_in(leaf) for leaf in leaves])
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*traced)
         flags = jax.tree.leaves(is_parameter(*args))
-        inputs = [_Value(x, flag) for x, flag in zip(jax.tree.leaves(args), flags, strict=True)]
+        inputs = [_input(leaf, flag) for leaf, flag in zip(leaves, flags, strict=True)]
         outs = _evaluate(closed.jaxpr, closed.consts, inputs, multiply)
+        for out in outs:
+            _is_used_otherwise(out)
+        outs = [_widened(out) for out in outs]
         return jax.tree.unflatten(jax.tree.structure(shapes), [out.array for out in outs])
 
     return rewriting
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, Standing):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype)
+
+
+def _input(leaf: Any, flag: Any) -> _Value:
+    array = leaf.array if isinstance(leaf, Standing) else leaf
+    origin = flag if isinstance(flag, Origin) else None
+    return _Value(array, bool(flag), origin=origin)
+
+
+def _is_used_otherwise(value: _Value) -> None:
+    if value.origin is not None:
+        value.origin.other_uses.add(value.origin.name)
+
+
+def _widened(value: _Value) -> _Value:
+    """Numbers in place of codes, for what is no product."""
+    if isinstance(value.array, QArray):
+        return value._replace(array=value.array.dequantize())
+    return value
 
 
 def has_products(jaxpr: Any) -> bool:
@@ -147,15 +221,24 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
         out = None if found is None else multiply(found)
         if out is not None:
             return [_Value(out, False)]
+        operands = [_widened(operand) for operand in operands]
     elif not is_quantized(eqn) and any(map(has_products, inner_jaxprs(eqn))):
         rewrite = _REWRITES.get(name)
         if rewrite is not None:
+            if rewrite is not _call:
+                for operand in operands:
+                    _is_used_otherwise(operand)
             return rewrite(eqn, operands, multiply)
     return _bound(eqn, operands)
 
 
 def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     """The equation as it is."""
+    if len(operands) == 1 and isinstance(operands[0].array, QArray):
+        moved = _moved(eqn, operands[0].array)
+        if moved is not None:
+            return [operands[0]._replace(array=moved)]
+    operands = [_widened(operand) for operand in operands]
     params = eqn.primitive.get_bind_params(eqn.params)
     outs = eqn.primitive.bind(*(x.array for x in operands), **params)
     outs = outs if eqn.primitive.multiple_results else [outs]
@@ -168,7 +251,31 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     elif is_parameter and name in _VIEWS and operands[0].wide is not None:
         others = (x.array for x in operands[1:])
         wide = eqn.primitive.bind(operands[0].wide, *others, **params)
-    return [_Value(out, is_parameter, wide, is_constant) for out in outs]
+    origin = None
+    if len(operands) == 1 and operands[0].origin is not None:
+        is_same = outs[0].dtype == operands[0].array.dtype  # of a weak type, made a strong one
+        is_cast = name == "convert_element_type" and (wide is not None or is_same)
+        origin = operands[0].origin.moved(eqn, is_cast)
+    if origin is None:
+        for operand in operands:
+            _is_used_otherwise(operand)
+    return [_Value(out, is_parameter, wide, is_constant, origin) for out in outs]
+
+
+def _moved(eqn: Any, array: QArray) -> QArray | None:
+    """A stored parameter after an equation that moves its elements; None for any other."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    is_cast = name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating)
+    if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
+        return array
+    try:
+        if name == "transpose":
+            return array.transpose(eqn.params["permutation"])
+        if name in ("reshape", "squeeze", "expand_dims"):
+            return array.reshape(out.shape)
+    except ValueError:  # a block would be torn, or codes are packed
+        return None
+    return None
 
 
 def _before_cast(operand: _Value, dtype: Any) -> Any:
@@ -216,6 +323,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
         tuple(x.array for x in extra),
         (lhs.is_parameter, rhs.is_parameter),
         eqn.outvars[0].aval.dtype,
+        (lhs.origin, rhs.origin),
     )
 
 
@@ -251,8 +359,8 @@ def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
         [x.array for x in part]
         for part in (
             operands[:consts],
-            operands[consts : consts + carries],
-            operands[consts + carries :],
+            map(_widened, operands[consts : consts + carries]),
+            map(_sliceable, operands[consts + carries :]),
         )
     )
 
@@ -290,9 +398,19 @@ def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]
     out = lax.while_loop(
         lambda carry: test(*(x.array for x in of_cond), *carry)[0],
         lambda carry: step(*(x.array for x in of_body), *carry),
-        [x.array for x in state],
+        [_widened(x).array for x in state],
     )
     return _values(out)
+
+
+def _sliceable(value: _Value) -> _Value:
+    """A stack of kernels, each with scales of its own; numbers in place of any other QArray."""
+    array = value.array
+    if isinstance(array, QArray):
+        has_one = array.tensor_scale is not None and array.tensor_scale.ndim == 0
+        if array.ndim < 2 or array.blocks.lengths[0] != 1 or has_one:
+            return _widened(value)
+    return value
 
 
 def _on_arrays(

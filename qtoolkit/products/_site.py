@@ -16,6 +16,7 @@ from qtoolkit.products._functions import conv_function, dot_function, einsum_fun
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
+from qtoolkit.scaling import QArray
 
 MODEL = "(model)"  # the path of the model itself
 _enclosing: contextvars.ContextVar["Site | None"] = contextvars.ContextVar("site", default=None)
@@ -40,8 +41,8 @@ class Site:
         self,
         where: str,
         function: Bilinear,
-        lhs: jax.Array,
-        rhs: jax.Array,
+        lhs: jax.Array | QArray,
+        rhs: jax.Array | QArray,
         dtype: DTypeLike | None,
         state: State | None = None,
         extra: tuple[jax.Array, ...] = (),

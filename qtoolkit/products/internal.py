@@ -1,6 +1,9 @@
 """What the packages above need of products and users do not."""
 
+from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._cache import cache_after, cache_format, cached
 from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -8,20 +11,31 @@ from qtoolkit.products._rewrite import (
     MARKER,
     PRODUCTS,
     Found,
+    Origin,
+    Standing,
     inner_jaxprs,
     is_quantized,
     rewritten,
 )
 from qtoolkit.products._site import Site, enclosing, scope
+from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 
 __all__ = [
     "MARKER",
     "PRODUCTS",
+    "Axes",
     "Found",
+    "Origin",
     "Site",
+    "Standing",
     "State",
+    "cache_after",
+    "cache_format",
+    "cached",
     "check_recipe",
+    "check_trainable",
     "computes_product",
+    "einsum_axes",
     "enclosing",
     "inner_jaxprs",
     "is_quantized",
@@ -29,4 +43,8 @@ __all__ = [
     "report_of",
     "rewritten",
     "scope",
+    "serving_rules",
+    "spec_from_json",
+    "spec_to_json",
+    "stored_kernel",
 ]

@@ -1,0 +1,306 @@
+"""States of models, quantized arrays among them, in safetensors files.
+
+A nested state is flattened, keys joined by dots: "layers.0.kernel". A `QArray` takes an entry for
+each of its arrays: its codes under its own name, in the dtype of their format where safetensors has
+it, and `<name>_scale`, `<name>_tensor_scale`, `<name>_zero_point`. What makes numbers of them is
+JSON under `qtoolkit_arrays` in the metadata: a format, lengths of blocks, a dtype, a packed size.
+JAX loads only where there are quantized arrays.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints import _safetensors as files
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
+from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile
+
+ARRAYS_KEY = "qtoolkit_arrays"
+_SCALES = ("scale", "tensor_scale", "zero_point")
+
+
+def save(
+    path: Path,
+    tensors: Any,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes arrays, NumPy's, JAX's or quantized ones, to a safetensors file.
+
+        qtoolkit.checkpoints.save("model.safetensors", nnx.state(model))
+
+    The same bytes for the same arguments. `load` gives back what was saved.
+
+    Args:
+      path: Where to.
+      tensors: Arrays and `QArray`s by name; or a state of dictionaries, lists and tuples of such,
+        `nnx.state(model)` or linen variables, whose keys are joined by dots. None is left out.
+      metadata: Strings for `__metadata__`.
+      overwrite: Whether a file of that name may be replaced.
+
+    Raises:
+      CheckpointError: Something that is no array, or an array whose dtype or format safetensors
+        cannot hold; two with one name; or the target exists. Nothing is written then.
+      OSError: The file cannot be written.
+    """
+    arrays: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}
+    for name, leaf in _flat(path, tensors):
+        entries = {name: leaf}
+        if _is_qarray(leaf):
+            entries, quantized[name] = _entries(path, name, leaf)
+        for entry, array in entries.items():
+            if entry in arrays:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(entry)}: two arrays of the state have this name, "
+                    "expected one; rename one of them"
+                )
+            arrays[entry] = _array(path, entry, array)
+    about = dict(metadata or {})
+    if ARRAYS_KEY in about and about[ARRAYS_KEY] != _text(quantized):
+        raise CheckpointError(
+            f"{path}: metadata has {ARRAYS_KEY!r}, which describes the quantized arrays, expected "
+            "another key; leave it out"
+        )
+    if quantized:
+        about[ARRAYS_KEY] = _text(quantized)
+    files.save(path, arrays, about, overwrite=overwrite)
+
+
+def load(path: Path, like: Any = None) -> Any:
+    """What a safetensors file holds: arrays, 8-bit floats as ml_dtypes arrays, and `QArray`s.
+
+        state = qtoolkit.checkpoints.load("model.safetensors", like=nnx.state(model))
+        nnx.update(model, state)
+
+    Args:
+      path: A file from `save`, `convert` or any other program.
+      like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
+        or trees of `jax.ShapeDtypeStruct`. Of the file's names it expects just those that `save`
+        would give it. A tensor that `convert` quantized becomes a `QArray`, whatever `like` has.
+
+    Returns:
+      Without `like` a dictionary of NumPy arrays by name, in the file's order, with a `QArray` for
+      each one that was saved; what `convert` quantized is as it is in the file, for `dequantize`.
+      With it a tree like it, of JAX arrays and `QArray`s; dtypes are those of the file.
+
+    Raises:
+      CheckpointError: The file is damaged, holds elements narrower than a byte, or is not like
+        `like`: a name is missing or left over, a shape or kind of dtype differs.
+      OSError: The file cannot be read.
+    """
+    with SafetensorsFile(path) as file:
+        arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
+        described = file.metadata.get(ARRAYS_KEY)
+    loaded = _with_qarrays(path, arrays, described)
+    if like is None:
+        return loaded
+    loaded = _with_converted(loaded, dict(_flat(path, like)))
+    state = _like(path, like, loaded)
+    if loaded:
+        raise _differs(path, loaded, "which `like` has not; leave them out of the file")
+    return state
+
+
+def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The arrays of a state by name."""
+    children = _children(path, tree, keys)
+    if children is None:
+        if tree is not None:
+            yield ".".join(keys), tree
+        return
+    for key, child in children:
+        yield from _flat(path, child, (*keys, key) if key else keys)
+
+
+def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, Any]] | None:
+    """Of a container with their keys, of a variable of nnx what it holds; None for an array."""
+    if isinstance(tree, Mapping):
+        wrong = [key for key in tree if not isinstance(key, str | int) or key == ""]
+        if wrong:
+            raise CheckpointError(
+                f"{path}: {shown('.'.join(keys)) or 'the state'}: key {wrong[0]!r}, expected text "
+                "or an integer; rename it"
+            )
+        return [(str(key), child) for key, child in tree.items()]
+    if isinstance(tree, list | tuple):
+        return [(str(i), child) for i, child in enumerate(tree)]
+    if hasattr(tree, "get_value") and hasattr(tree, "get_metadata"):
+        return [("", tree.get_value())]
+    return None
+
+
+def _like(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] = ()) -> Any:
+    """A tree with the structure of `tree`, of what is taken out of `arrays`."""
+    children = _children(path, tree, keys)
+    if children is None:
+        return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
+    made = [_like(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
+    if isinstance(tree, Mapping):
+        return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
+    if isinstance(tree, list):
+        return made
+    if isinstance(tree, tuple):
+        return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return type(tree).from_metadata(made[0], tree.get_metadata())
+
+
+def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
+    if name not in arrays:
+        raise _differs(path, [name], "which the file has not; save them with the others")
+    found = arrays.pop(name)
+    shape = getattr(wanted, "shape", None)
+    if tuple(found.shape) != shape:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has shape {tuple(found.shape)}, expected {shape}, that "
+            "of `like`; load it into the model that it is of"
+        )
+    import jax.numpy as jnp
+
+    if jnp.issubdtype(found.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has dtype {found.dtype}, expected {wanted.dtype}, that "
+            "of `like`; convert codes with their scales: load the file that `convert` or `save` "
+            "wrote"
+        )
+    if _is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
+        return found  # JAX would narrow 64 bits
+    return jnp.asarray(found)
+
+
+def _differs(path: Path, names: Any, what: str) -> CheckpointError:
+    names = list(names)
+    some = ", ".join(map(shown, names[:3])) + (" ..." if len(names) > 3 else "")
+    return CheckpointError(f"{path}: {len(names)} tensors, {some}, {what}")
+
+
+def _is_qarray(x: Any) -> bool:
+    return hasattr(x, "codes") and hasattr(x, "spec")  # without JAX
+
+
+def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a `QArray`, and what describes it."""
+    from qtoolkit.products.internal import spec_to_json
+
+    try:
+        spec = spec_to_json(array.spec)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)}: {error}; dequantize() it, or use a published format"
+        ) from error
+    codes = np.asarray(array.codes)
+    dtype = array.spec.element.dtype
+    if array.packed_size is None and dtype is not None and _is_known(dtype, codes.dtype.itemsize):
+        codes = codes.view(dtype)
+    entries = {name: codes}
+    for field in _SCALES:
+        if getattr(array, field) is not None:
+            entries[f"{name}_{field}"] = getattr(array, field)
+    about = {
+        "spec": spec,
+        "dtype": str(array.dtype),
+        "lengths": list(array.lengths),
+        "packed_size": array.packed_size,
+    }
+    return entries, about
+
+
+def _is_known(dtype: Any, itemsize: int) -> bool:
+    return dtype.name in DTYPE_OF and dtype.itemsize == itemsize
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _array(path: Path, name: str, x: Any) -> np.ndarray:
+    dtype = getattr(x, "dtype", None)
+    where = f"{path}: tensor {shown(name)}"
+    if dtype is None and not isinstance(x, int | float | bool | np.generic):
+        raise CheckpointError(
+            f"{where} has type {type(x).__name__}, expected an array, a QArray, or a dictionary, "
+            "list or tuple of such; pass the arrays alone, e.g. nnx.state(model) or state.params"
+        )
+    if "key<" in str(dtype):
+        raise CheckpointError(
+            f"{where} is a key of jax.random, expected an array; store jax.random.key_data(key), "
+            "or leave it out, e.g. with nnx.state(model, nnx.Param)"
+        )
+    return np.asarray(x)
+
+
+def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> dict[str, Any]:
+    """The arrays that `save` wrote, put together."""
+    if described is None:
+        return arrays
+    try:
+        about = json.loads(described)
+        found = {name: _qarray(name, arrays, one) for name, one in about.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
+            f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
+            "model again"
+        ) from error
+    parts = {f"{name}_{field}" for name in found for field in _SCALES}
+    return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
+
+
+def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+    import jax.numpy as jnp
+
+    from qtoolkit.products.internal import spec_from_json
+    from qtoolkit.scaling import QArray
+
+    spec = spec_from_json(about["spec"])
+    packed = about["packed_size"]
+    codes = arrays[name].view(np.uint8 if packed is not None else spec.element.code_dtype)
+    scales = {field: arrays.get(f"{name}_{field}") for field in _SCALES}
+    return QArray(
+        jnp.asarray(codes),
+        spec=spec,
+        dtype=about["dtype"],
+        lengths=tuple(about["lengths"]),
+        packed_size=packed,
+        **{field: None if x is None else jnp.asarray(x) for field, x in scales.items()},
+    )
+
+
+def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and their scales."""
+    found = dict(arrays)
+    for name, codes in arrays.items():
+        scale = found.get(f"{name}_scale")
+        is_pair = f"{name}_scale" not in wanted and name in wanted
+        if is_pair and isinstance(codes, np.ndarray) and isinstance(scale, np.ndarray):
+            array = _converted(codes, scale, wanted[name])
+            if array is not None:
+                found[name] = array
+                del found[f"{name}_scale"]
+    return found
+
+
+def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
+    """Of codes and float32 scales, one in all or one for each index of an axis."""
+    import jax.numpy as jnp
+
+    from qtoolkit.formats import BlockFormat, format
+    from qtoolkit.scaling import QArray
+
+    if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
+        return None
+    element = format(codes.dtype)
+    if scale.size == 1:
+        spec, shape = BlockFormat.tensor(element), (1,) * codes.ndim
+    else:
+        axes = [axis for axis, n in enumerate(scale.shape) if n > 1]
+        if len(axes) > 1 or scale.ndim != codes.ndim:
+            return None
+        spec, shape = BlockFormat.channel(element, axes[0]), scale.shape
+    dtype = getattr(wanted, "dtype", np.dtype("float32"))
+    return QArray(
+        jnp.asarray(codes.view(np.uint8)), jnp.asarray(scale.reshape(shape)), spec, dtype=dtype
+    )

@@ -1,0 +1,36 @@
+"""Attention's decoding cache in few bits: numbers while the module runs, codes between calls."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flax import linen as nn
+
+from qtoolkit.formats import BlockFormat
+from qtoolkit.products.internal import cache_after, cached
+from qtoolkit.scaling import QArray
+
+_COLLECTION, _CACHES = "cache", ("cached_key", "cached_value")
+
+
+@contextmanager
+def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
+    """Within it the cache of a bound attention module is numbers, and after it codes and scales."""
+    before: dict[str, Any] = {}
+    for name in _CACHES:
+        if module.has_variable(_COLLECTION, name):
+            array: Any = module.get_variable(_COLLECTION, name)
+            if isinstance(array, QArray):
+                before[name] = array
+                module.put_variable(_COLLECTION, name, array.dequantize())
+    yield
+    for name in _CACHES:
+        if not module.has_variable(_COLLECTION, name):
+            continue
+        wide: Any = module.get_variable(_COLLECTION, name)
+        if not module.is_mutable_collection(_COLLECTION):
+            continue
+        where = f"{'/'.join(module.path)}: {type(module).__name__}.{name}"
+        old = before.get(name)
+        new = cached(where, wide, fmt) if old is None else cache_after(where, old, wide)
+        module.put_variable(_COLLECTION, name, new)

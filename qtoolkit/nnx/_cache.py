@@ -1,0 +1,83 @@
+"""Attention's decoding cache in few bits: a subclass of the same name that widens it for a call."""
+
+import functools
+from typing import Any
+
+import jax
+
+from qtoolkit.formats import BlockFormat
+from qtoolkit.nnx._rewriting import original_class, subclass
+from qtoolkit.products.internal import cache_after, cached
+from qtoolkit.scaling import QArray
+
+_FORMAT = "qtoolkit_cache"  # the attribute with the format of a module's cache
+_CACHES = ("cached_key", "cached_value")
+
+
+def keep_cache(module: Any, fmt: BlockFormat) -> None:
+    """Gives an attention module of a copied model a cache of its own, which is kept in `fmt`."""
+    setattr(module, _FORMAT, fmt)
+    kind: Any = type(module)
+    module.__class__ = caching_class(kind)
+    for name in (*_CACHES, "cache_index"):
+        variable = getattr(module, name)
+        if variable is not None:
+            metadata = variable.get_metadata()
+            setattr(module, name, type(variable).from_metadata(variable.get_value(), metadata))
+    _narrow(module, {})
+
+
+def keeps_cache(module: Any) -> bool:
+    return hasattr(module, _FORMAT)
+
+
+@functools.cache
+def caching_class(kind: Any) -> type:
+    """The subclass of an attention class that keeps its cache in few bits between calls."""
+
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decode = kwargs.get("decode")
+        if not (self.decode if decode is None else decode):
+            return kind.__call__(self, *args, **kwargs)
+        before = _widen(self)
+        try:
+            out = kind.__call__(self, *args, **kwargs)
+        except BaseException:
+            for name, array in before.items():
+                getattr(self, name).set_value(array)
+            raise
+        _narrow(self, before)
+        return out
+
+    @functools.wraps(kind.init_cache)
+    def init_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.init_cache(self, *args, **kwargs)
+        _narrow(self, {})
+
+    return subclass(kind, {"__call__": call, "init_cache": init_cache}, original_class(kind))
+
+
+def _widen(module: Any) -> dict[str, QArray]:
+    """Gives a module its cache as numbers, and returns what it was."""
+    before = {}
+    for name in _CACHES:
+        variable = getattr(module, name)
+        array = None if variable is None else variable.get_value()
+        if isinstance(array, QArray):
+            before[name] = array
+            variable.set_value(array.dequantize())
+    return before
+
+
+def _narrow(module: Any, before: dict[str, QArray]) -> None:
+    """The other way round, after a step."""
+    fmt = getattr(module, _FORMAT)
+    for name in _CACHES:
+        variable = getattr(module, name)
+        wide = None if variable is None else variable.get_value()
+        where = f"{type(module).__name__}.{name}"
+        if isinstance(wide, jax.Array):
+            old = before.get(name)
+            new = cached(where, wide, fmt) if old is None else cache_after(where, old, wide)
+            variable.set_value(new)

@@ -1,0 +1,51 @@
+"""Keys and values that attention keeps from token to token, as codes and scales."""
+
+import jax
+import jax.numpy as jnp
+
+from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32
+from qtoolkit.formats import BlockFormat, SpecLike, spec
+from qtoolkit.scaling import QArray, quantize
+
+Array = jax.Array
+
+
+def cache_format(where: str, like: SpecLike) -> BlockFormat:
+    """The format of a cache; an element stands for one scale for each token and head.
+
+    Raises:
+      ValueError: An unknown format, or one whose scales join tokens or heads.
+    """
+    found = spec(like)
+    if not isinstance(like, BlockFormat) and not found.block and found.scale is not None:
+        found = BlockFormat.token(found.element)
+    is_unscaled = found.scale is None
+    is_along_features = len(found.block) == 1 and found.axes in (None, (-1,))
+    if found.tensor_scale or not (is_unscaled or (is_along_features and found.other_axes == 1)):
+        raise ValueError(
+            f"{where}: kv_cache={found.name}, expected scales that belong to one token and head, "
+            "e.g. 'e4m3fn' or 'mxfp8_e4m3': a token must not change what is kept of others"
+        )
+    return found
+
+
+def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
+    """A cache [..., features] as codes and scales.
+
+    Raises:
+      ValueError: The dtype of the cache does not hold the format.
+    """
+    check_holds(where, fmt.element, x.dtype)
+    is_packed = fmt.element.bits in WIDTHS and fmt.element.bits < 8
+    return quantize(jax.lax.stop_gradient(x), fmt, packed=is_packed)
+
+
+def cache_after(where: str, before: QArray, wide: Array) -> QArray:
+    """The cache that was `before`, and is `wide` after a step wrote some tokens into its numbers.
+
+    What the step left as it was keeps its codes: rounding twice could move it.
+    """
+    after = cached(where, wide, before.spec)
+    is_same = exact_float32(before.dequantize()) == exact_float32(wide)
+    kept = jnp.all(is_same, axis=-1, keepdims=True)
+    return jax.tree.map(lambda old, new: jnp.where(kept, old, new), before, after)

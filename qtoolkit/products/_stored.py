@@ -1,0 +1,168 @@
+"""Operands that are stored as codes and scales: rounded once, and used as they are."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qtoolkit.casts import pack
+from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_of
+from qtoolkit.formats import BlockFormat, Format, Rules
+from qtoolkit.products._bilinear import Axes, Einsum
+from qtoolkit.products._operand import Rounded, code_values, cut
+from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import Scales
+
+Array = jax.Array
+
+
+def serving_rules(where: str, recipe: Any) -> Rules[Recipe]:
+    """The recipes of a model to be served; a format is that of kernels beside wide activations."""
+    if isinstance(recipe, Rules):
+        return recipe.map(lambda value: _serving_recipe(where, value))
+    return Rules((), default=_serving_recipe(where, recipe))
+
+
+def _serving_recipe(where: str, recipe: Any) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Operand | BlockFormat | Format):
+        return Recipe((None, recipe), gradient=None)
+    raise TypeError(
+        f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
+        "format, e.g. qtoolkit.recipes.weight_only_e4m3"
+    )
+
+
+def stored_kernel(
+    where: str,
+    x: Array,
+    operand: Operand,
+    axes: Axes,
+    stacked: int,
+    amax: Array | None = None,
+    key: Array | None = None,
+) -> QArray:
+    """A kernel as `stored` gives it, the first `stacked` axes being those of a stack of kernels.
+
+    Raises:
+      ValueError: As `stored`; or the kernel holds an infinity or a NaN.
+    """
+    is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+    count = int(jnp.sum(~jnp.isfinite(exact_float32(x)))) if is_known else 0
+    if count:
+        raise ValueError(
+            f"{where} holds {count} infinities and NaNs, expected finite numbers; repair the "
+            "checkpoint, or leave the layer alone by a rule with None"
+        )
+
+    def one(x: Array, amax: Array | None, key: Array | None) -> QArray:
+        return stored(where, x, operand, axes, amax, key)
+
+    for _ in range(stacked):
+        one = jax.vmap(one)
+    return one(x, amax, key)
+
+
+def check_trainable(where: str, tree: Any) -> None:
+    """TypeError where a tree to be differentiated by holds stored kernels."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
+    paths = [path for path, leaf in found if isinstance(leaf, QArray)]
+    if paths:
+        first = jax.tree_util.keystr(paths[0], simple=True, separator="/")
+        raise TypeError(
+            f"{where}: {len(paths)} of the parameters are codes of a quantized model, which have "
+            f"no derivative, first {first}; differentiate by others, or train the model from wrap "
+            "and quantize it then"
+        )
+
+
+def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
+    """Of the second operand of an einsum, whatever the shape of the first."""
+    first = subscripts.split(",")[0]
+    rank = len(first.replace(".", "")) + ("..." in first)
+    return Einsum(subscripts, None, None).axes((1,) * rank, kernel)[1]
+
+
+def stored(
+    where: str,
+    x: Array,
+    operand: Operand,
+    axes: Axes,
+    delayed: Array | None = None,
+    key: Array | None = None,
+) -> QArray:
+    """`x` as a product rounds it, as codes and scales; codes below eight bits share bytes.
+
+    A product of it equals, bit for bit, that of `x` by a recipe with `operand` for `x`.
+
+    Args:
+      axes: Of `x` in that product.
+      delayed, key: What the layer keeps for it, as in `Cut.rounded`.
+
+    Raises:
+      ValueError: The operand has a transform, which is undone in no product of codes; or a format
+        that the dtype of `x` does not hold.
+    """
+    if operand.transform is not None:
+        raise ValueError(
+            f"{where}: the recipe transforms the operand by {operand.transform}, expected one that "
+            "is stored as it is; leave out the transform of the forward product"
+        )
+    check_holds(where, operand.spec.element, x.dtype)
+    how = cut(operand, axes, x.shape, ())
+    rounded = how.rounded(x, delayed, key)
+    spec, scales = rounded.spec, rounded.scales
+    assert spec is not None
+    codes = code_values(rounded.q, spec.element)
+    is_packed = spec.element.bits in WIDTHS and spec.element.bits < 8 and x.ndim > 0
+    return QArray(
+        pack(codes, spec.element) if is_packed else codes,
+        scales.scale,
+        spec,
+        scales.tensor_scale,
+        None,
+        x.dtype,
+        spec.block_lengths(x.shape),
+        x.shape[-1] if is_packed else None,
+    )
+
+
+def restored_operand(where: str, array: QArray) -> Rounded:
+    """A stored array as an operand: its codes as values, and its scales."""
+    if getattr(array.tensor_scale, "ndim", 0):
+        raise ValueError(
+            f"{where}: {array!r} is a stack of arrays, each with a tensor scale of its own, "
+            "expected one of them; index it, or use jax.vmap"
+        )
+    element = array.spec.element
+    check_holds(where, element, array.dtype)
+    codes = array.unpack().codes
+    q = values_of(codes, element, jnp.float32)
+    if array.zero_point is None:
+        return Rounded(
+            q.astype(array.dtype),
+            Scales(array.scale, array.tensor_scale),
+            _spec_of(array),
+            codes,
+        )
+    blocks = array.blocks
+    zero_point = blocks.spread(array.zero_point).astype(jnp.float32)
+    q = blocks.join(blocks.split(q) - zero_point)
+    spec = dataclasses.replace(_spec_of(array), zero_point=False)
+    return Rounded(q, Scales(array.scale), spec)
+
+
+def _spec_of(array: QArray) -> BlockFormat:
+    """Its format with blocks where they lie: a stack has axes that its `spec` does not count."""
+    lengths = array.blocks.lengths
+    try:
+        if array.spec.block_lengths(array.shape) == lengths:
+            return array.spec
+    except ValueError:
+        pass
+    return dataclasses.replace(
+        array.spec, block=lengths, axes=tuple(range(array.ndim)), other_axes=1
+    )

@@ -1,0 +1,167 @@
+"""`save` and `load` of states and quantized arrays. Oracles: what was saved; the library
+`safetensors`, which reads the same file; the wrapped model for the path from `convert` to a served
+one.
+"""
+
+import inspect
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize, load, save
+from qtoolkit.scaling import QArray
+
+X = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+WEIGHTS = qt.recipes.weight_only_e4m3
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.norm(x)
+
+
+def are_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def header(path):
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("e4m3fn", "int8", "mxfp4", "nvfp4", "int4_group32", "bfloat16", "mxint8"),
+        qt.BlockFormat.channel("uint8", zero_point=True),
+        qt.BlockFormat(element="e5m2", block=(None,), axes=(0,), amax_epsilon=1e-4),
+        qt.BlockFormat.tensor(qt.p3109(6, 2)),
+    ],
+    ids=str,
+)
+def test_quantized_arrays_come_back(tmp_path, spec):
+    array = qt.quantize(X, spec)
+    packed = array.pack() if array.spec.element.bits < 8 else array
+    tree = {"a": {"w": array, "b": jnp.arange(3)}, "c": [packed, (np.float16(2), None)]}
+    save(tmp_path / "x.safetensors", tree)
+    found = load(tmp_path / "x.safetensors")
+    assert set(found) == {"a.w", "a.b", "c.0", "c.1.0"}
+    are_equal(found["a.w"], array)
+    are_equal(load(tmp_path / "x.safetensors", like=tree)["c"][0], packed)
+    np.testing.assert_array_equal(found["c.0"].dequantize(), array.dequantize())
+
+
+def test_the_file_is_one_that_others_read(tmp_path):
+    """Codes in their own dtype under the name, scales beside them: `dequantize` knows them, too."""
+    path = tmp_path / "x.safetensors"
+    save(path, {"layer": {"kernel": qt.quantize(X, qt.BlockFormat.channel("e4m3fn"))}})
+    entries = header(path)
+    assert entries["layer.kernel"]["dtype"] == "F8_E4M3"
+    assert entries["layer.kernel_scale"] == {
+        "dtype": "F32",
+        "shape": [1, 64],
+        "data_offsets": entries["layer.kernel_scale"]["data_offsets"],
+    }
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        assert set(file.keys()) == {"layer.kernel", "layer.kernel_scale"}
+        scale = file.get_tensor("layer.kernel_scale")
+    with qt.checkpoints.SafetensorsFile(path) as file:
+        raw = {name: file.read(name) for name in file.tensors}
+    np.testing.assert_array_equal(scale, raw["layer.kernel_scale"])
+    expected = load(path)["layer.kernel"].dequantize()
+    np.testing.assert_array_equal(dequantize(raw)["layer.kernel"], expected)
+
+
+def test_from_a_converted_checkpoint_to_a_served_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained, x = Model(nnx.Rngs(0)), X[:, :16]
+    save("wide.safetensors", nnx.state(trained, nnx.Param))
+    convert("wide.safetensors", "e4m3.safetensors", scaling="channel")
+    # Five lines:
+    model = Model(nnx.Rngs(1))
+    weights = qt.checkpoints.load("e4m3.safetensors", like=nnx.state(model, nnx.Param))
+    nnx.update(model, weights)
+    served = qt.nnx.quantize(model, qt.recipes.weight_only_e4m3)
+    y = served(x)
+    np.testing.assert_array_equal(y, qt.nnx.wrap(trained, WEIGHTS)(x))
+    save("served.safetensors", nnx.state(served))
+    again = qt.nnx.quantize(Model(nnx.Rngs(2)), WEIGHTS)
+    nnx.update(again, load("served.safetensors", like=nnx.state(again)))
+    np.testing.assert_array_equal(again(x), y)
+
+
+def test_the_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"qtoolkit": qt, "nnx": nnx, "model": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
+    kernel = names["model"].kernel[...]
+    for function in (save, load):
+        lines = inspect.getdoc(function).splitlines()
+        code = "\n".join(line[4:] for line in lines[2:5] if line.startswith("    "))
+        exec(code, names)
+        names["model"] = nnx.Linear(4, 4, rngs=nnx.Rngs(1)) if function is save else names["model"]
+    np.testing.assert_array_equal(names["model"].kernel[...], kernel)
+
+
+def test_bad_states(tmp_path):
+    path = tmp_path / "x.safetensors"
+    own = qt.formats.TableFormat(name="own", values_by_code=(0.0, 1.0, 2.0, 3.0))
+    key = jax.random.key(0)
+    for tree, message in (
+        ({"a": {"b": object()}}, r"tensor a\.b has type object, expected an array, a QArray"),
+        ({"a": "text"}, "tensor a has type str"),
+        ({"a": key}, "tensor a is a key of jax.random, expected an array; store jax.random.key_d"),
+        ({"a.b": X, "a": {"b": X}}, r"tensor a\.b: two arrays of the state have this name"),
+        ({"a": qt.quantize(X, "int8"), "a_scale": X}, "tensor a_scale: two arrays"),
+        ({(1, 2): X}, r"the state: key \(1, 2\), expected text"),
+        ({"a": np.ones(2, "complex128")}, "tensor a: dtype complex128, expected one of"),
+        ({"a": qt.quantize(X, qt.BlockFormat.tensor(own))}, "own is a table of your own"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save(path, tree)
+        assert not path.exists()
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save(path, {"a": X, "b": qt.quantize(X, "int8"), "n": np.arange(3)})
+    for like, message in (
+        ({"a": X}, "2 tensors, .*, which `like` has not"),
+        ({"a": X, "b": X, "n": np.arange(3), "z": X}, "1 tensors, z, which the file has not"),
+        ({"a": X[0], "b": X, "n": np.arange(3)}, r"tensor a has shape \(4, 64\), expected \(64,\)"),
+        ({"a": X, "b": X, "n": np.ones(3)}, "tensor n has dtype int64, expected float64"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load(path, like=like)
+    found = load(path, like={"a": X, "b": X, "n": np.arange(3)})
+    assert isinstance(found["b"], QArray)
+    for text in ("nonsense", '{"b": {}}', '{"b": 3}', '{"c": {"spec": "int8", "packed_size": 1}}'):
+        arrays = {"b": np.zeros((4, 64), np.int8)}
+        written(path, arrays, text)
+        with pytest.raises(CheckpointError, match="'qtoolkit_arrays' does not describe"):
+            load(path)
+
+
+def written(path, arrays, text):
+    infos = qt.checkpoints.layout((name, "I8", a.shape) for name, a in arrays.items())
+    metadata = {"qtoolkit_arrays": text}
+    chunks = arrays.items()
+    qt.checkpoints.write_safetensors(path, infos, chunks, metadata, overwrite=True)

@@ -1,0 +1,152 @@
+"""`linen.quantize` and attention's cache. Oracle: the wrapped module, which rounds in each call."""
+
+import inspect
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import qtoolkit
+import qtoolkit as qt
+from qtoolkit.products import Recipe
+from qtoolkit.scaling import QArray
+
+WEIGHTS = qt.recipes.weight_only_e4m3
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16)), jnp.float32)
+
+
+class Own(nn.Module):
+    """Kernels in a product of one's own, transposed, and used by something else."""
+
+    @nn.compact
+    def __call__(self, x):
+        first, second, third = (
+            self.param(name, nn.initializers.lecun_normal(), (16, 16)) for name in "abc"
+        )
+        x = jnp.einsum("bi,io->bo", nn.Dense(16)(x), first)
+        return (x @ second.T) @ third + third[0]
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(16, dtype=jnp.bfloat16, name="dense")(x).astype(jnp.float32), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = stack()(Own()(x), None)
+        return nn.Dense(8, name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return Model().init(jax.random.key(0), X)
+
+
+def kernels(params):
+    """The paths of stored kernels."""
+    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QArray))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in found
+        if isinstance(leaf, QArray)
+    }
+
+
+def test_it_computes_what_the_wrapped_module_does(variables):
+    served, weights = qt.linen.quantize(Model(), variables, WEIGHTS, X)
+    wrapped = qt.linen.wrap(Model(), WEIGHTS)
+    got = jax.jit(served.apply)(weights, X)
+    np.testing.assert_array_equal(got, jax.jit(wrapped.apply)(variables, X))
+    found = kernels(weights["params"])
+    stack = "ScanBlock_0/dense/kernel"
+    assert set(found) == {"Own_0/Dense_0/kernel", "Own_0/a", "Own_0/b", stack, "head/kernel"}
+    assert found[stack].scale.shape == (2, 1, 16)
+    assert found["Own_0/b"].scale.shape == (16, 1)  # it is its transpose that is multiplied
+    assert weights["params"]["Own_0"]["c"] is variables["params"]["Own_0"]["c"]
+    assert isinstance(variables["params"]["head"]["kernel"], jax.Array)
+    again, same = qt.linen.quantize(Model(), weights, WEIGHTS, X)
+    np.testing.assert_array_equal(again.apply(same, X), served.apply(weights, X))
+
+
+def test_rules_report_export_and_gradients(variables):
+    rules = qt.Rules({"head": Recipe("e4m3fn", arithmetic="native")})
+    served, weights = qt.linen.quantize(Model(), variables, rules, X)
+    assert set(kernels(weights["params"])) == {"head/kernel"}
+    assert {p.path for p in qt.linen.report(served, weights, X).quantized} == {"head"}
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16"), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: served.apply(weights, x)))(shape)
+    assert "tensor<16x8xf8E4M3FN>) -> tensor<?x8xf32>" in exported.mlir_module()
+    expected = qt.linen.wrap(Model(), rules).apply(variables, X)
+    again = jax.export.deserialize(exported.serialize()).call(X)
+    # Two layers of bfloat16, whose sums another program may round otherwise, by 2**-9 of them.
+    np.testing.assert_allclose(again, expected, rtol=0, atol=2.0**-6 * np.max(np.abs(expected)))
+    with pytest.raises(TypeError, match=r"1 of the parameters are codes of .* first head/kernel"):
+        qt.linen.value_and_grad(lambda v: jnp.sum(served.apply(v, X)))(weights)
+    by_input = jax.grad(lambda x: jnp.sum(served.apply(weights, x)))(X)
+    assert np.all(np.isfinite(by_input))
+
+
+@pytest.mark.quick
+def test_the_decoding_cache_rewound_gives_the_same_bits():
+    plain = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=True)
+    wide = Recipe((None, None), gradient=None)
+    module = qt.linen.wrap(plain, wide, kv_cache="e4m3fn")
+    variables = module.init(jax.random.key(0), jnp.zeros((3, 4, 16)))
+    start = variables["cache"]
+    assert start["cached_key"].codes.shape == (3, 4, 2, 8)
+    assert start["cached_key"].scale.shape == (3, 4, 2, 1)
+    step = jax.jit(lambda cache, x: module.apply({**variables, "cache": cache}, x, mutable="cache"))
+    tokens = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 1, 16)), jnp.float32)
+    cache, outs = start, []
+    for x in tokens:
+        y, written = step(cache, x)
+        cache, outs = written["cache"], [*outs, y]
+    full = cache
+    cache = {**cache, "cache_index": jnp.array(1)}
+    for x, expected in zip(tokens[1:], outs[1:], strict=True):
+        y, written = step(cache, x)
+        cache = written["cache"]
+        np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(cache["cached_value"].codes, full["cached_value"].codes)
+    # Rounded once: what quantize makes of the keys of the wide cache.
+    wide_cache = plain.init(jax.random.key(0), jnp.zeros((3, 4, 16)))["cache"]
+    for x in tokens:
+        _, written = plain.apply({**variables, "cache": wide_cache}, x, mutable="cache")
+        wide_cache = written["cache"]
+    expected = qt.quantize(wide_cache["cached_key"], qt.BlockFormat.token("e4m3fn"))
+    np.testing.assert_array_equal(full["cached_key"].codes, expected.codes)
+
+
+@pytest.mark.quick
+def test_messages():
+    dense = nn.Dense(8)
+    variables = dense.init(jax.random.key(0), X)
+    with pytest.raises(TypeError, match="quantize: variables has type int, expected a dictionary"):
+        qt.linen.quantize(dense, 8, WEIGHTS, X)
+    with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
+        qt.linen.quantize(dense, variables, 8, X)
+    with pytest.raises(ValueError, match="Dense has no kernel to store with these inputs"):
+        qt.linen.quantize(dense, variables, Recipe(("e4m3fn", None)), X)
+    with pytest.raises(ValueError, match="kv_cache=nvfp4, expected scales that belong to one tok"):
+        qt.linen.wrap(dense, kv_cache="nvfp4")
+    broken = {"params": {**variables["params"], "kernel": jnp.full((16, 8), jnp.inf)}}
+    with pytest.raises(ValueError, match="quantize: kernel holds 128 infinities and NaNs"):
+        qt.linen.quantize(dense, broken, WEIGHTS, X)
+
+
+def test_the_example():
+    lines = inspect.getdoc(qt.linen.quantize).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("    "))
+    model = nn.Dense(8)
+    names = {"qtoolkit": qtoolkit, "jax": jax, "model": model, "batch": X}
+    names["variables"] = model.init(jax.random.key(0), X)
+    exec(textwrap.dedent("\n".join(lines[begin:end])), names)
+    assert names["y"].shape == (4, 8)

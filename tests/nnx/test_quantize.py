@@ -1,0 +1,233 @@
+"""`nnx.quantize`. Oracle: the wrapped model, which rounds the same kernels in each call."""
+
+import inspect
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit
+import qtoolkit as qt
+from qtoolkit.products import Delayed, Operand, Recipe
+from qtoolkit.scaling import QArray
+
+WEIGHTS = qt.recipes.weight_only_e4m3
+
+
+class Model(nnx.Module):
+    """A layer of each kind."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 32, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,dhk->bthk", (32, 2, 16), (2, 16), rngs=rngs)
+        self.general = nnx.LinearGeneral((2, 16), (32,), axis=(-2, -1), rngs=rngs)
+        self.conv = nnx.Conv(32, 32, (3,), rngs=rngs)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.conv(self.general(self.einsum(nnx.relu(self.first(x))))))
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 32)), jnp.float32)
+
+
+def stored_bytes(model):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["te_current", "weight_only_e4m3", "w4a16"])
+def test_it_computes_what_the_wrapped_model_does(model, name):
+    recipe = getattr(qt.recipes, name)
+    served, wrapped = qt.nnx.quantize(model, recipe), qt.nnx.wrap(model, recipe)
+    run = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(run(served, X), run(wrapped, X))
+    for layer in (served.first, served.einsum, served.general, served.conv):
+        assert isinstance(layer.kernel.get_value(), QArray)
+    assert isinstance(model.first.kernel.get_value(), jax.Array)  # not changed
+    assert served.norm.scale is model.norm.scale
+
+
+@pytest.mark.quick
+def test_bytes_shrink():
+    model = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
+    for recipe, least in ((WEIGHTS, 3.9), (qt.recipes.w4a16, 7.4)):
+        assert stored_bytes(model) > least * stored_bytes(qt.nnx.quantize(model, recipe))
+
+
+@pytest.mark.quick
+def test_split_merge_and_export():
+    model = Small(nnx.Rngs(0))
+    recipe = Recipe("e4m3fn", arithmetic="native")
+    served = qt.nnx.quantize(model, recipe)
+    graph, state = nnx.split(served)
+    y = nnx.merge(graph, state)(X)
+    np.testing.assert_array_equal(y, qt.nnx.wrap(model, recipe)(X))
+    batch = jax.export.symbolic_shape("b, t, 32")
+    call = jax.jit(lambda x: served(x))
+    exported = jax.export.export(call)(jax.ShapeDtypeStruct(batch, jnp.float32))
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(X), jax.jit(lambda x: served(x))(X))
+    assert again.call(X[:1, :3]).shape == (1, 3, 32)
+    lines = [t for t in exported.mlir_module().splitlines() if "stablehlo.dot_general" in t]
+    assert lines
+    assert all("tensor<32x32xf8E4M3FN>) -> " in line for line in lines)
+
+
+def test_orbax(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    served = qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(served))
+    abstract = nnx.eval_shape(lambda: qt.nnx.quantize(Small(nnx.Rngs(1)), WEIGHTS))
+    graph, shapes = nnx.split(abstract)
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", shapes)
+    np.testing.assert_array_equal(nnx.merge(graph, restored)(X), served(X))
+
+
+def test_rules_leave_layers_and_formats_stand_for_kernels():
+    model = Small(nnx.Rngs(0))
+    served = qt.nnx.quantize(model, qt.Rules({"layers/0": None}, default=WEIGHTS))
+    assert served.layers[0].kernel is model.layers[0].kernel
+    assert served.layers[1].kernel.get_value().spec.element == qt.format("e4m3fn")
+    packed = qt.nnx.quantize(model, "int4_group32").layers[0].kernel.get_value()
+    assert (packed.packed_size, packed.codes.shape, packed.scale.shape) == (32, (32, 16), (1, 32))
+    wide = Recipe((None, "int4_group32"), gradient=None)
+    got = qt.nnx.quantize(model, "int4_group32")(X)
+    np.testing.assert_array_equal(got, qt.nnx.wrap(model, wide)(X))
+
+
+def test_layers_that_share_a_kernel_still_do():
+    model = Small(nnx.Rngs(0))
+    model.layers[1].kernel = model.layers[0].kernel
+    served = qt.nnx.quantize(model, WEIGHTS)
+    assert served.layers[0].kernel is served.layers[1].kernel
+
+
+def test_a_stack_of_layers():
+    make = nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs))
+    model = make(nnx.Rngs(0).split(3))
+    run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+    served = qt.nnx.quantize(model, qt.recipes.te_current)
+    assert served.kernel.get_value().scale.shape == (3, 1, 1)
+    np.testing.assert_array_equal(run(served, X), run(qt.nnx.wrap(model, qt.recipes.te_current), X))
+
+
+def test_a_trained_model_keeps_its_delayed_scales():
+    operand = Operand("e4m3fn", scaling=Delayed(history=4))
+    wrapped = qt.nnx.wrap(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), Recipe(operand, "e5m2"))
+    step = qt.nnx.value_and_grad(lambda model: jnp.sum(model(3 * X)))
+    step(wrapped)
+    wrapped.kernel[...] = 0.9 * wrapped.kernel[...]  # its amax is another one than the history's
+    served = qt.nnx.quantize(wrapped)
+    np.testing.assert_array_equal(served(X), wrapped(X))
+    current = qt.nnx.quantize(nnx.clone(wrapped), qt.recipes.te_current)
+    assert served.kernel.get_value().scale != current.kernel.get_value().scale
+
+
+@pytest.mark.quick
+def test_no_derivative_by_a_stored_kernel():
+    served = qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS)
+
+    def loss(model):
+        return jnp.sum(model(X))
+
+    with pytest.raises(TypeError, match=r"2 of the parameters are codes .* first layers/0/kernel"):
+        qt.nnx.value_and_grad(loss)(served)
+    with pytest.raises(TypeError, match="uint8"):  # JAX's own message
+        nnx.grad(loss)(served)
+    biases = nnx.All(nnx.Param, lambda path, _: path[-1] == "bias")
+    _, grads = qt.nnx.value_and_grad(loss, wrt=biases)(served)
+    assert len(jax.tree.leaves(grads)) == 2
+
+
+def test_the_report_shows_stored_kernels():
+    found = qt.nnx.report(qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS), X)
+    forward = [product.path for product in found.quantized if product.part == "forward"]
+    assert sorted(forward) == ["layers/0", "layers/1"]
+
+
+class Own(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jnp.ones((32, 32)))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Around(nnx.Module):
+    """Computes a product by itself, and calls a layer whose kernel is stored."""
+
+    def __init__(self, rngs):
+        self.inside = nnx.Linear(32, 32, rngs=rngs)
+        self.kernel = nnx.Param(jnp.eye(32))
+
+    def __call__(self, x):
+        return self.inside(x) @ self.kernel[...]
+
+
+def test_a_layer_inside_of_a_module_with_products_of_its_own():
+    model = Around(nnx.Rngs(0))
+    served = qt.nnx.quantize(model, WEIGHTS)
+    assert isinstance(served.inside.kernel.get_value(), QArray)
+    np.testing.assert_array_equal(served(X), qt.nnx.wrap(model, WEIGHTS)(X))
+
+
+@pytest.mark.quick
+def test_messages():
+    model = Small(nnx.Rngs(0))
+    served = qt.nnx.quantize(model, WEIGHTS)
+    with pytest.raises(TypeError, match=r"is a QArray.*write qtoolkit\.nnx\.quantize\(model, rec"):
+        qt.nnx.wrap(served, WEIGHTS)
+    with pytest.raises(ValueError, match=r"layers/0: Linear.kernel is a QArray, and a rule leaves"):
+        qt.nnx.quantize(served, qt.Rules({"layers/0": None}, default=WEIGHTS))
+    with pytest.raises(ValueError, match="quantize: recipe is None for Small, which is not wrap"):
+        qt.nnx.quantize(model)
+    with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
+        qt.nnx.quantize(model, 8)
+    with pytest.raises(TypeError, match=r"quantize: model has type int, expected an nnx.Module"):
+        qt.nnx.quantize(8, WEIGHTS)
+    with pytest.raises(ValueError, match="Small has no kernel to store: the recipe leaves them"):
+        qt.nnx.quantize(model, Recipe(("e4m3fn", None)))
+    with pytest.raises(ValueError, match=r"Own has no kernel to store.*\(\(the model itself\)\)"):
+        qt.nnx.quantize(Own(nnx.Rngs(0)), WEIGHTS)
+    model.layers[1].bias[...] = jnp.nan  # a bias is not stored
+    qt.nnx.quantize(model, WEIGHTS)
+    model.layers[1].kernel[...] = jnp.full((32, 32), jnp.nan)
+    with pytest.raises(
+        ValueError, match=r"quantize: layers/1: Linear.kernel holds 1024 infinities"
+    ):
+        qt.nnx.quantize(model, WEIGHTS)
+
+
+def example(function):
+    """The first block of code in a docstring."""
+    lines = inspect.getdoc(function).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("    "))
+    assert end - begin <= 8
+    return textwrap.dedent("\n".join(lines[begin:end]))
+
+
+def test_the_example():
+    names = {"qtoolkit": qtoolkit, "nnx": nnx, "model": Small(nnx.Rngs(0)), "x": X}
+    exec(example(qt.nnx.quantize), names)
+    np.testing.assert_array_equal(names["y"].shape, X.shape)
