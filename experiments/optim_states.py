@@ -4,9 +4,9 @@ Command: python experiments/optim_states.py [--steps 400] [--seeds 3] [--state e
 Claim: with moments in E4M3 (`qtoolkit.optim.quantize_state`) the validation loss, the mean of the
 last five of twenty evaluations, is within 0.5 % of AdamW's, in at most 0.3 of the bytes.
 
-The model is the demo's byte-level transformer on CPython's help topics, wrapped for FP8 or not; the
-same initialisation and the same batches for all. Rows that are not ours show what the parts are for:
-"naive" rounds both moments to E4M3 blocks as they are, to nearest or stochastically.
+The model is the demo's byte-level transformer on CPython's help topics; the same initialisation and
+the same batches for all. Rows that are not ours show what the parts are for: "naive" rounds both
+moments to E4M3 blocks as they are, to nearest or stochastically.
 """
 
 import functools

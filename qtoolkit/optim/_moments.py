@@ -200,7 +200,8 @@ def _is_float(value: Any) -> bool:
 def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
     rule = rules.lookup(leaf.path)
     is_named = rules.match_index(leaf.path) is not None
-    if rule is None or leaf.value.size < max(min_size, 1) or (leaf.kind == _WIDE and not is_named):
+    is_small = leaf.value.ndim == 0 or leaf.value.size < max(min_size, 1)
+    if rule is None or is_small or (leaf.kind == _WIDE and not is_named):
         return None
     if isinstance(rule, SecondMoment):
         fmt = block_format("SecondMoment", rule.spec)
