@@ -51,7 +51,8 @@ def dynamic_loss_scale(
     skipped step leaves all of their state, counts included, as it was. It halves the scale;
     `period` good steps in a row double it. Scales are powers of two, so that dividing by one only
     moves exponents: with a scale at which nothing overflows, the steps that are skipped are those
-    in which the gradients of the loss itself are not finite.
+    in which the gradients of the loss itself are not finite. `optax.MultiSteps` belongs inside, as
+    `MultiSteps(tx, k).gradient_transformation()`: outside, its mean would stay NaN for ever.
 
     Args:
       tx: Any transform of gradients: the whole chain.
@@ -80,8 +81,9 @@ def dynamic_loss_scale(
     extended = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> DynamicLossScaleState:
-        zero = jnp.zeros((), jnp.int32)
-        return DynamicLossScaleState(jnp.float32(initial), zero, zero, tx.init(params))
+        # Two arrays: one that is there twice could not be donated.
+        good, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return DynamicLossScaleState(jnp.float32(initial), good, skipped, tx.init(params))
 
     def update(
         updates: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any
@@ -108,6 +110,11 @@ def dynamic_loss_scale(
 
 def loss_scale(state: Any) -> jax.Array:
     """The scale by which to multiply the loss, from any state that holds that of one scaler.
+
+        scaler = qtoolkit.optim.dynamic_loss_scale(optax.adamw(1e-3))
+        tx = optax.masked(scaler, True)                    # or optimizer.opt_state of nnx
+        state = tx.init(params)
+        scale = qtoolkit.optim.loss_scale(state)           # 65536.0
 
     Args:
       state: What `init` or `update` of `dynamic_loss_scale` returned, or of anything around it:

@@ -54,6 +54,11 @@ class SecondMoment:
 
     `quantize_state` knows the second moments of optax's own transforms; this is for others.
 
+        second = qtoolkit.optim.SecondMoment("e4m3fn")
+        rules = qtoolkit.formats.Rules({"(^|/)nu/": second}, default="e5m2")
+        tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), rules)
+        state = tx.init(params)
+
     Attributes:
       spec: As in `quantize_state`. The sign bit of a signed format becomes one of mantissa.
     """

@@ -86,7 +86,7 @@ def quantize_state(
     extended = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> QuantizedState:
-        inner = tx.init(params)
+        inner = tx.init(_unboxed(params))
         if any(isinstance(leaf.value, QArray) for leaf in leaves(inner)):
             raise TypeError(
                 "quantize_state: the state of the transform holds QArrays already, expected plain "
@@ -95,15 +95,16 @@ def quantize_state(
         words, step = jnp.uint32(seed), jnp.uint32(0)
         cut = formats(inner, rules, min_size)
         # To nearest: zeros, or constants, that every block holds; half the time to compile.
-        stored = _unboxed(_stored(inner, cut, "nearest_even", words, step))
-        return QuantizedState(words, step, stored)
+        return QuantizedState(words, step, _stored(inner, cut, "nearest_even", words, step))
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         kept = leaves(state.inner)
         values = [_number(leaf.value) for leaf in kept]
-        updates, inner = extended.update(updates, _like(state.inner, values), params, **extra)
+        wide = _like(state.inner, values)
+        found, inner = extended.update(_unboxed(updates), wide, _unboxed(params), **extra)
+        updates = jax.tree.unflatten(jax.tree.structure(updates), jax.tree.leaves(found))
         cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
         step = state.step + jnp.uint32(1)
         stored = _stored(inner, cut, rounding, state.seed, step)
@@ -112,17 +113,17 @@ def quantize_state(
     return GradientTransformationExtraArgs(init, update)
 
 
-def _unboxed(state: Any) -> Any:
-    """Quantized arrays without the Variables of `nnx` that parameters, and so moments, are in.
+def _unboxed(tree: Any) -> Any:
+    """`tree` with arrays in place of the Variables of `nnx`, each a box that holds one array.
 
-    A Variable holds one array; `nnx.Optimizer` keeps the arrays of a QArray in Variables of its
-    own.
+    `nnx.Optimizer` takes the boxes off for an update but not for `init`, and would keep the parts
+    of a QArray in one that was in a box.
     """
 
     def is_box(node: Any) -> bool:
-        return hasattr(node, "get_value") and isinstance(node.get_value(), QArray)
+        return hasattr(node, "get_value")
 
-    return jax.tree.map(lambda x: x.get_value() if is_box(x) else x, state, is_leaf=is_box)
+    return jax.tree.map(lambda x: x.get_value() if is_box(x) else x, tree, is_leaf=is_box)
 
 
 def _like(tree: Any, values: list[Any]) -> Any:

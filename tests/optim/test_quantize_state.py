@@ -143,12 +143,12 @@ def test_what_stays_as_it_is():
         optax.chain(ADAM, optax.add_noise(1.0, 0.5, key=jax.random.key(0))), "e4m3fn"
     )
     state = tx.init({"big": params["big"], "small": params["small"]})
-    (adam, _), noise = state.inner
+    (adam, _), kept = state.inner
     assert is_q(adam.mu["big"])
     assert is_q(adam.nu["big"])
     assert adam.mu["small"].dtype == jnp.float32
     assert adam.count.dtype == jnp.int32
-    assert_same(jax.random.key_data(noise.rng_key), jax.random.key_data(jax.random.key(0)))
+    assert_same(jax.random.key_data(kept.rng_key), jax.random.key_data(jax.random.key(0)))
     trace = quantize_all(optax.trace(0.9), "e4m3fn").init(params["index"]).inner.trace
     assert trace.dtype == jnp.int32
 
@@ -308,7 +308,7 @@ def test_a_slow_mean_follows_only_where_rounding_is_stochastic():
         return float(jnp.mean(state.inner.ema.dequantize()[:, 1:]))
 
     expected = float(jnp.mean(0.999**700 * 0.001 + (1 - 0.999**700) * target[:, 1:]))
-    assert abs(followed("stochastic") / expected - 1) < 0.02
+    assert abs(followed("stochastic") / expected - 1) < 0.04
     assert abs(followed("nearest_even") / expected - 1) > 0.1
 
 
@@ -456,6 +456,11 @@ def test_in_an_nnx_optimizer():
     losses = [float(step(model, optimizer, x)) for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
     assert nbytes(nnx.state(optimizer)) == before
+    graph, params = nnx.split(model)  # and as a plain transform, on a state of Variables
+    state = optimizer.tx.init(params)
+    updates, state = optimizer.tx.update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert nnx.merge(graph, optax.apply_updates(params, updates))(x).shape == (8, 64)
     assert before < 0.3 * 2 * 4 * 64 * 65
 
 
