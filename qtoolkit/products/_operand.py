@@ -156,13 +156,15 @@ class Cut:
 
 def _largest_over(x: Array, names: tuple[str, ...]) -> Array:
     try:
-        return lax.pmax(x, names)
+        for name in names:
+            lax.axis_size(name)
     except NameError as error:  # JAX's word for an axis that is not there
         raise ValueError(
             f"Recipe: axis_names={names} are not all axes of a jax.shard_map around this product "
             f"({str(error).splitlines()[0]}); expected axes of its mesh. Under jit alone leave "
             "axis_names out: arrays that are sharded there have one scale anyway"
         ) from None
+    return lax.pmax(x, names)
 
 
 def cut(
