@@ -31,6 +31,7 @@ _NAMES_BY_PACKAGE = {
     "pypto": (),
     "nnx": (),
     "linen": (),
+    "optim": (),
     "checkpoints": (),
     "plots": (),
 }

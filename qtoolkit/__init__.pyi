@@ -8,6 +8,7 @@ from qtoolkit import linen as linen
 from qtoolkit import nnx as nnx
 from qtoolkit import onnx as onnx
 from qtoolkit import openvino as openvino
+from qtoolkit import optim as optim
 from qtoolkit import plots as plots
 from qtoolkit import products as products
 from qtoolkit import pypto as pypto

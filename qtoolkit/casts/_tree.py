@@ -55,7 +55,7 @@ def cast_tree(
     check_rounding("cast_tree", rounding, saturation)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in pairs]
-    paths = [_path(keys) for keys, _ in pairs]
+    paths = [leaf_path(keys) for keys, _ in pairs]
     targets = {
         index: target
         for index, target in enumerate(_targets(paths, leaves, fmt))
@@ -120,7 +120,7 @@ def _leaf_keys(key: jax.Array | None, paths: list[str]) -> list[jax.Array | None
     return list(jax.random.key_data(folded))
 
 
-def _path(keys: tuple[Any, ...]) -> str:
+def leaf_path(keys: tuple[Any, ...]) -> str:
     """As in "a/0/kernel". Boxes that hold one array, such as Flax's variables, add nothing."""
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]

@@ -3,7 +3,7 @@
 from qtoolkit.casts._affine import is_zero, kept_from_zero, product, quotient, settled
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
-from qtoolkit.casts._modes import Rounding
+from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (
     from_magnitude_ordinal,
     from_ordinal,
@@ -45,6 +45,7 @@ from qtoolkit.casts._sources import (
     values_of,
 )
 from qtoolkit.casts._storage import from_stored, in_dtype, rounded_to, to_stored
+from qtoolkit.casts._tree import leaf_path
 
 __all__ = [
     "FINITE",
@@ -63,6 +64,7 @@ __all__ = [
     "check_domain",
     "check_dtype",
     "check_holds",
+    "check_rounding",
     "check_source",
     "check_target",
     "check_value_source",
@@ -80,6 +82,7 @@ __all__ = [
     "is_array",
     "is_zero",
     "kept_from_zero",
+    "leaf_path",
     "magnitude_ordinal",
     "nearest_power_of_two",
     "number",

@@ -151,9 +151,22 @@ class Cut:
             amax = delayed * np.float32(2.0**operand.scaling.margin)
         own, _ = amax_of(lax.stop_gradient(x))
         if self.axis_names:
-            own = lax.pmax(own, self.axis_names)
+            own = _largest_over(own, self.axis_names)
         amax = jnp.where(amax > 0, amax, own)
         return Scales(scale_from(amax.reshape((1,) * x.ndim), fmt, None))
+
+
+def _largest_over(x: Array, names: tuple[str, ...]) -> Array:
+    try:
+        for name in names:
+            lax.axis_size(name)
+    except NameError as error:  # JAX's word for an axis that is not there
+        raise ValueError(
+            f"Recipe: axis_names={names} are not all axes of a jax.shard_map around this product "
+            f"({str(error).splitlines()[0]}); expected axes of its mesh. Under jit alone leave "
+            "axis_names out: arrays that are sharded there have one scale anyway"
+        ) from None
+    return lax.pmax(x, names)
 
 
 def cut(

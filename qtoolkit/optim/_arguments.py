@@ -1,0 +1,30 @@
+"""Checks of arguments, and keys, that the transforms share."""
+
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from optax import GradientTransformation
+
+
+def check_transform(where: str, tx: Any) -> None:
+    if not isinstance(tx, GradientTransformation):
+        raise TypeError(
+            f"{where}: tx has type {type(tx).__name__}, expected a GradientTransformation of "
+            "optax, e.g. optax.adamw(1e-3)"
+        )
+
+
+def check_integer(where: str, name: str, value: Any, least: int, largest: int) -> None:
+    if type(value) is not int or not least <= value <= largest:
+        raise ValueError(f"{where}: {name}={value!r}, expected an integer of {least} to {largest}")
+
+
+def check_seed(where: str, seed: Any) -> None:
+    check_integer(where, "seed", seed, 0, 2**32 - 1)
+
+
+def key_words(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
+    """A key for one array in one step, for the hash that draws bits: it mixes all four words."""
+    return jnp.stack([seed, step, jnp.uint32(zlib.crc32(path.encode())), jnp.uint32(0)])

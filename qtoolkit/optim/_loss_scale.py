@@ -1,0 +1,165 @@
+"""Loss scaling for gradients of few exponent bits."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import GradientTransformation, GradientTransformationExtraArgs
+
+from qtoolkit.casts.internal import FLOATS, exact_float32
+from qtoolkit.optim._arguments import check_integer, check_transform
+
+
+class DynamicLossScaleState(NamedTuple):
+    """The state of `dynamic_loss_scale`.
+
+    Attributes:
+      scale: float32 scalar, by which the loss of the next step is to be multiplied.
+      good_steps: int32 scalar, steps since the scale last changed.
+      skipped: int32 scalar, all steps that were skipped.
+      inner: The state of the wrapped transform.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
+    inner: Any
+
+
+def dynamic_loss_scale(
+    tx: GradientTransformation,
+    *,
+    initial: float = 2.0**16,
+    factor: float = 2.0,
+    period: int = 2000,
+    least: float = 1.0,
+    largest: float = 2.0**24,
+) -> GradientTransformationExtraArgs:
+    """`tx` on gradients of a scaled loss; steps with an infinity or a NaN change nothing.
+
+        tx = qtoolkit.optim.dynamic_loss_scale(optax.adamw(1e-3))
+        state = tx.init(params)
+        scale = qtoolkit.optim.loss_scale(state)
+        grads = jax.grad(lambda p: loss(p).astype("float32") * scale)(params)
+        updates, state = tx.update(grads, state, params)   # grads are divided by the scale
+        params = optax.apply_updates(params, updates)
+
+    The outermost transform: clipping and moments see float32 gradients of the loss itself, and a
+    skipped step leaves all of their state, counts included, as it was. It halves the scale;
+    `period` good steps in a row double it. Scales are powers of two, so that dividing by one only
+    moves exponents: with a scale at which nothing overflows, the steps that are skipped are those
+    in which the gradients of the loss itself are not finite. `optax.MultiSteps` belongs inside, as
+    `MultiSteps(tx, k).gradient_transformation()`: outside, its mean would stay NaN for ever.
+
+    Args:
+      tx: Any transform of gradients: the whole chain.
+      initial: The first scale.
+      factor: What the scale is multiplied or divided by.
+      period: Good steps until the scale grows.
+      least, largest: What the scale stays between.
+
+    Raises:
+      ValueError: A scale or a factor is no power of two, or not in order; `period` below 1.
+      TypeError: `tx` is no transform.
+
+    Source: arXiv:1710.03740, section 3.2; the numbers are those of torch.amp.GradScaler.
+    """
+    where = "dynamic_loss_scale"
+    check_transform(where, tx)
+    numbers = {"initial": initial, "factor": factor, "least": least, "largest": largest}
+    for name, value in numbers.items():
+        _check_power(where, name, value)
+    check_integer(where, "period", period, 1, 2**31 - 1)
+    if factor <= 1 or not least <= initial <= largest:
+        raise ValueError(
+            f"{where}: factor={factor}, least={least}, initial={initial}, largest={largest}; "
+            "expected a factor above 1, and scales in rising order"
+        )
+    extended = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> DynamicLossScaleState:
+        # Two arrays: one that is there twice could not be donated.
+        good, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return DynamicLossScaleState(jnp.float32(initial), good, skipped, tx.init(params))
+
+    def update(
+        updates: Any, state: DynamicLossScaleState, params: Any = None, **extra: Any
+    ) -> tuple[Any, DynamicLossScaleState]:
+        is_good = _all_finite(updates)
+        unscaled = jax.tree.map(lambda g: _divided(g, state.scale), updates)
+        steps, inner = extended.update(unscaled, state.inner, params, **extra)
+
+        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(is_good, new, old)
+
+        grows = state.good_steps + 1 >= period
+        grown = jnp.where(grows, jnp.minimum(state.scale * factor, largest), state.scale)
+        shrunk = jnp.maximum(state.scale / factor, least)
+        return jax.tree.map(lambda u: chosen(u, jnp.zeros_like(u)), steps), DynamicLossScaleState(
+            chosen(grown, shrunk),
+            chosen(jnp.where(grows, 0, state.good_steps + 1), jnp.zeros_like(state.good_steps)),
+            state.skipped + chosen(jnp.int32(0), jnp.int32(1)),
+            jax.tree.map(chosen, inner, state.inner),
+        )
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+def loss_scale(state: Any) -> jax.Array:
+    """The scale by which to multiply the loss, from any state that holds that of one scaler.
+
+        scaler = qtoolkit.optim.dynamic_loss_scale(optax.adamw(1e-3))
+        tx = optax.masked(scaler, True)                    # or optimizer.opt_state of nnx
+        state = tx.init(params)
+        scale = qtoolkit.optim.loss_scale(state)           # 65536.0
+
+    Args:
+      state: What `init` or `update` of `dynamic_loss_scale` returned, or of anything around it:
+        `optax.chain`, `MultiSteps`, the `opt_state` of `nnx.Optimizer` or of a TrainState.
+
+    Returns:
+      float32 scalar.
+
+    Raises:
+      ValueError: There is no such state in `state`, or more than one.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=_is_scaler)
+    found = [node for node in nodes if _is_scaler(node)]
+    if len(found) != 1:
+        raise ValueError(
+            f"loss_scale: the state holds {len(found)} states of dynamic_loss_scale, expected one: "
+            "put dynamic_loss_scale(...) around the whole optimizer"
+        )
+    (scale,) = jax.tree.leaves(found[0].scale)  # inside a Variable where Flax keeps the state
+    return scale
+
+
+def _is_scaler(node: Any) -> bool:
+    return isinstance(node, DynamicLossScaleState)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    good = jnp.array(True)
+    for x in floats:
+        good &= jnp.all(jnp.isfinite(x))
+    return good
+
+
+def _divided(g: jax.Array, scale: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(g.dtype, jnp.floating):
+        return g
+    wide = exact_float32(g) if g.dtype in FLOATS else g.astype(jnp.promote_types(g, jnp.float32))
+    return wide * (1 / scale)  # exact: powers of two
+
+
+def _check_power(where: str, name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 2.0**-64 <= value <= 2.0**64 or math.frexp(value)[0] != 0.5:
+        raise ValueError(
+            f"{where}: {name}={value!r}, expected a power of two from 2**-64 to 2**64, e.g. "
+            f"{np.float32(2.0**15):g}"
+        )

@@ -1,0 +1,236 @@
+"""Which arrays of an optimizer's state are quantized, and to what blocks of what format."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import optax
+import optax.contrib
+
+from qtoolkit.casts.internal import FLOATS, leaf_path
+from qtoolkit.formats import (
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    Rules,
+    Specials,
+    SpecLike,
+    TableFormat,
+    spec,
+)
+from qtoolkit.scaling import QArray
+
+BLOCK = 128  # elements that share a scale where only a format is given
+_MAX_BITS = 16
+
+_SIGNED, _SECOND, _WIDE = "signed", "second", "wide"
+
+# Fields of the tuples that optax keeps its state in, and what they hold where it is no signed
+# moment: running sums of squares, or parameters and gradients, which are not to be rounded.
+_BY_FIELD = {
+    **dict.fromkeys(("mu", "trace", "ema", "m1", "m2", "exp_avg"), _SIGNED),
+    **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"), _SECOND),
+    **dict.fromkeys(("v_row", "v_col", "grad_sum_sq"), _SECOND),
+    **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _WIDE),
+    **dict.fromkeys(("acc_grads", "master"), _WIDE),
+}
+# Where a tuple uses such a name for something else.
+_BY_TYPE: dict[type, dict[str, str]] = {
+    optax.FactoredState: {"v": _SECOND},
+    optax.ScaleByAdanState: {"n": _SECOND},
+    optax.contrib.ScaleBySimplifiedAdEMAMixState: {"n": _SECOND},
+    optax.ScaleBySM3State: {"mu": _SECOND, "nu": _SIGNED},
+    optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
+    optax.contrib.ScheduleFreeState: {"z": _WIDE},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondMoment:
+    """A spec for arrays that are never negative, as a value of the `Rules` of `quantize_state`.
+
+    `quantize_state` knows the second moments of optax's own transforms; this is for others.
+
+        second = qtoolkit.optim.SecondMoment("e4m3fn")
+        rules = qtoolkit.formats.Rules({"(^|/)nu/": second}, default="e5m2")
+        tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), rules)
+        state = tx.init(params)
+
+    Attributes:
+      spec: As in `quantize_state`. The sign bit of a signed format becomes one of mantissa.
+    """
+
+    spec: SpecLike
+
+    def __post_init__(self) -> None:
+        found = unsigned(block_format("SecondMoment", self.spec))
+        object.__setattr__(self, "spec", found)
+
+
+MomentLike: TypeAlias = SpecLike | SecondMoment
+
+
+def block_format(where: str, of: SpecLike) -> BlockFormat:
+    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format.
+
+    Raises:
+      ValueError: A format that cannot hold a moment.
+      TypeError: `of` is no format.
+    """
+    fmt = spec(of)
+    if not isinstance(of, BlockFormat) and fmt.block == () and fmt.scale is not None:
+        fmt = dataclasses.replace(fmt, block=(BLOCK,), other_axes=1)
+    element = fmt.element
+    if fmt.zero_point:
+        raise ValueError(
+            f"{where}: {fmt.name} has zero points, expected a symmetric format, e.g. 'int8'"
+        )
+    if element.bits > _MAX_BITS:
+        raise ValueError(
+            f"{where}: {element.name} has {element.bits} bits, expected at most {_MAX_BITS}, "
+            "e.g. 'e4m3fn'; None in Rules leaves an array as it is"
+        )
+    if not _has_zero(element):
+        raise ValueError(
+            f"{where}: {element.name} has no zero, with which every moment begins; expected a "
+            "format that has one, e.g. 'e4m3fn'"
+        )
+    return fmt
+
+
+def _has_zero(element: Format) -> bool:
+    if isinstance(element, TableFormat):
+        return 0 in element.finite
+    return isinstance(element, IntFormat) or element.has_zero
+
+
+def check_signed(where: str, fmt: BlockFormat) -> BlockFormat:
+    """`fmt`; ValueError where it has no negative numbers."""
+    if fmt.element.signed:
+        return fmt
+    raise ValueError(
+        f"{where}: {fmt.element.name} has no sign, and first moments are negative, too; expected a "
+        "signed format, e.g. 'int8': second moments use its sign bit as one more bit of mantissa. "
+        "For an array that is never negative write Rules({path: SecondMoment(...)})"
+    )
+
+
+def unsigned(fmt: BlockFormat) -> BlockFormat:
+    """The same with an element whose sign bit has become a mantissa bit: of E4M3 unsigned E4M4."""
+    element = fmt.element
+    if not element.signed:
+        return fmt
+    if isinstance(element, TableFormat):
+        raise ValueError(
+            f"SecondMoment: {element.name} is a table with negative numbers, expected a float or "
+            "an integer format; write Rules({path: SecondMoment('e4m3fn')}, default=...)"
+        )
+    name = f"{element.name}_unsigned"
+    fields: dict[str, Any] = {"name": name, "signed": False, "dtype_name": None, "spellings": ()}
+    if isinstance(element, FloatFormat):
+        fields["mantissa_bits"] = element.mantissa_bits + 1
+        if element.specials is Specials.FNUZ:
+            fields["specials"] = Specials.FN
+    return dataclasses.replace(
+        fmt, element=dataclasses.replace(element, **fields), narrow_range=False
+    )
+
+
+class Leaf(NamedTuple):
+    """An array of an optimizer's state: where it is, and which of the kinds above it is."""
+
+    path: str
+    value: Any
+    kind: str
+
+
+def leaves(state: Any) -> list[Leaf]:
+    """The leaves of a state in the order of `jax.tree.leaves`, quantized arrays being leaves."""
+    return list(_leaves(state, (), None))
+
+
+def _leaves(state: Any, before: tuple[Any, ...], kind: str | None) -> Iterator[Leaf]:
+    def stops(node: Any) -> bool:
+        return isinstance(node, QArray) or _is_named_tuple(node)
+
+    for keys, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=stops)[0]:
+        path = (*before, *keys)
+        if not _is_named_tuple(node):
+            yield Leaf(leaf_path(path), node, kind or _SIGNED)
+            continue
+        kinds = {**_BY_FIELD, **_BY_TYPE.get(type(node), {})}
+        for name in node._fields:
+            key = jax.tree_util.GetAttrKey(name)
+            yield from _leaves(getattr(node, name), (*path, key), kind or kinds.get(name))
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
+    """What `quantize_state` was asked for, as rules whose values are block formats."""
+    where = "quantize_state"
+
+    def checked(value: MomentLike) -> Any:
+        if isinstance(value, SecondMoment):
+            return value
+        return check_signed(where, block_format(where, value))
+
+    if isinstance(of, Rules):
+        return of.map(checked)
+    if isinstance(of, SecondMoment):
+        raise TypeError(
+            f"{where}: spec is a SecondMoment, expected what holds first moments, too; write "
+            "Rules({path: SecondMoment(...)}, default='e4m3fn')"
+        )
+    return Rules({}, default=checked(of))
+
+
+def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
+    """For each of `leaves(state)` the blocks it is cut into, None where it stays as it is."""
+    found = leaves(state)
+    floats = [leaf for leaf in found if _is_float(leaf.value)]
+    rules.check_used("quantize_state", [leaf.path for leaf in floats])
+    return [_format(leaf, rules, min_size) if _is_float(leaf.value) else None for leaf in found]
+
+
+def _is_float(value: Any) -> bool:
+    return getattr(value, "dtype", None) in FLOATS
+
+
+def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
+    rule = rules.lookup(leaf.path)
+    is_named = rules.match_index(leaf.path) is not None
+    is_small = leaf.value.ndim == 0 or leaf.value.size < max(min_size, 1)
+    if rule is None or is_small or (leaf.kind == _WIDE and not is_named):
+        return None
+    if isinstance(rule, SecondMoment):
+        fmt = block_format("SecondMoment", rule.spec)
+    else:
+        fmt = unsigned(rule) if leaf.kind == _SECOND else rule
+    try:
+        return _fitted(fmt, leaf.value.shape)
+    except ValueError as error:
+        raise ValueError(f"quantize_state: {leaf.path}: {error}") from None
+
+
+def _fitted(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
+    """The same blocks for an array of that shape, which depends on nothing else: not on a mesh.
+
+    Blocks of a given number of elements run along the last axis, and over the axes before it where
+    that is short: of [4096, 3] blocks of 128 are [42, 3]. Axes that are no multiple of a block are
+    cut evenly: 300 into three times 100.
+    """
+    if fmt.axes is not None or None in fmt.block or fmt.block == ():
+        fmt.block_lengths(shape)  # raises where they do not fit
+        return fmt
+    room = math.prod(length for length in fmt.block if length is not None)
+    lengths: list[int] = []
+    for n in reversed(shape):
+        lengths.insert(0, -(-n // -(-n // room)))
+        room //= lengths[0]
+    return dataclasses.replace(fmt, block=tuple(lengths))

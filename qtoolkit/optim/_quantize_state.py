@@ -1,0 +1,188 @@
+"""Moments of any optimizer in 8 bits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import GradientTransformation, GradientTransformationExtraArgs
+
+from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import check_rounding, exact_float32
+from qtoolkit.formats import BlockFormat, Rules, TableFormat
+from qtoolkit.optim._arguments import check_integer, check_seed, check_transform, key_words
+from qtoolkit.optim._moments import MomentLike, checked_rules, formats, leaves
+from qtoolkit.scaling import QArray, quantize
+
+
+class QuantizedState(NamedTuple):
+    """The state of `quantize_state`.
+
+    Attributes:
+      seed: uint32 scalar, of all random bits.
+      step: uint32 scalar, the number of updates.
+      inner: The state of the wrapped transform, its moments as QArrays.
+    """
+
+    seed: jax.Array
+    step: jax.Array
+    inner: Any
+
+
+def quantize_state(
+    tx: GradientTransformation,
+    spec: MomentLike | Rules[Any],
+    *,
+    rounding: str | Stochastic = "stochastic",
+    seed: int = 0,
+    min_size: int = 4096,
+) -> GradientTransformationExtraArgs:
+    """`tx` with its moments stored in few bits; its update computes in float32 as before.
+
+        tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), "e4m3fn")
+        state = tx.init(params)                               # 0.26 of the bytes of optax's own
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    Every float array of the state with `min_size` elements or more becomes a `QArray` in blocks of
+    128 elements with a float32 scale each; scalars, counts, keys and small arrays stay as they are.
+    So do copies of parameters and accumulated gradients in states of optax: leave them to rules.
+
+    Second moments, which are never negative, are stored as their square roots in the unsigned
+    format that has the sign bit as one more bit of mantissa (E4M3 becomes unsigned E4M4), and what
+    is not zero never becomes zero: Adam divides by that root. A running mean that moves by 0.1 % a
+    step stands still where 8 bits are rounded to nearest; rounded stochastically it moves as it
+    should on average. The bits are a hash of `seed`, step, path and element.
+
+    Args:
+      tx: Any transform of gradients, with further arguments of its update or without.
+      spec: An element format, "e4m3fn", or a `BlockFormat`, as for `quantize`; its blocks are laid
+        along the last axes of each array, whatever the shape. Or `Rules` of these and of
+        `SecondMoment` over paths in the state such as "0/nu/dense/kernel"; None leaves an array.
+      rounding: As in `quantize`.
+      seed: 0 to 2**32 - 1. Under `vmap` and in `shard_map` give each its own, as
+        `state._replace(seed=...)`, else all draw the same bits.
+      min_size: Smaller arrays stay as they are.
+
+    Returns:
+      A transform whose state is a `QuantizedState`. Non-finite moments stay non-finite. The layout
+      of the state follows from shapes alone, so it can be restored on any mesh.
+
+    Raises:
+      ValueError: `spec` cannot hold a moment: no sign, no zero, zero points, more than 16 bits;
+        blocks do not fit an array; a rule matches nothing; or the arguments are out of range.
+      TypeError: An argument of another kind; or the state of `tx` is quantized already.
+
+    Source: arXiv:2110.02861 (8-bit optimizers: blocks, and the size below which nothing is
+    quantized); arXiv:1502.02551 (stochastic rounding of what moves by less than a step).
+    """
+    check_transform("quantize_state", tx)
+    rules = checked_rules(spec)
+    rounding = check_rounding("quantize_state", rounding, "finite")
+    _check_tables(rules, rounding)
+    check_seed("quantize_state", seed)
+    check_integer("quantize_state", "min_size", min_size, 0, 2**63 - 1)
+    extended = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> QuantizedState:
+        inner = tx.init(_unboxed(params))
+        if any(isinstance(leaf.value, QArray) for leaf in leaves(inner)):
+            raise TypeError(
+                "quantize_state: the state of the transform holds QArrays already, expected plain "
+                "arrays; quantize_state goes around a transform once"
+            )
+        words, step = jnp.uint32(seed), jnp.uint32(0)
+        cut = formats(inner, rules, min_size)
+        # To nearest: zeros, or constants, that every block holds; half the time to compile.
+        return QuantizedState(words, step, _stored(inner, cut, "nearest_even", words, step))
+
+    def update(
+        updates: Any, state: QuantizedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, QuantizedState]:
+        kept = leaves(state.inner)
+        values = [_number(leaf.value) for leaf in kept]
+        wide = _like(state.inner, values)
+        found, inner = extended.update(_unboxed(updates), wide, _unboxed(params), **extra)
+        updates = jax.tree.unflatten(jax.tree.structure(updates), jax.tree.leaves(found))
+        cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
+        step = state.step + jnp.uint32(1)
+        stored = _stored(inner, cut, rounding, state.seed, step)
+        return updates, QuantizedState(state.seed, step, stored)
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+def _unboxed(tree: Any) -> Any:
+    """`tree` with arrays in place of the Variables of `nnx`, each a box that holds one array.
+
+    `nnx.Optimizer` takes the boxes off for an update but not for `init`, and would keep the parts
+    of a QArray in one that was in a box.
+    """
+
+    def is_box(node: Any) -> bool:
+        return hasattr(node, "get_value")
+
+    return jax.tree.map(lambda x: x.get_value() if is_box(x) else x, tree, is_leaf=is_box)
+
+
+def _like(tree: Any, values: list[Any]) -> Any:
+    """A tree in the structure of `tree`, with these values for its quantized and other arrays."""
+    structure = jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, QArray))
+    return jax.tree.unflatten(structure, values)
+
+
+def _stored(
+    state: Any,
+    cut: list[BlockFormat | None],
+    rounding: str | Stochastic,
+    seed: jax.Array,
+    step: jax.Array,
+) -> Any:
+    found = leaves(state)
+    if len(found) != len(cut):
+        raise ValueError(
+            f"quantize_state: the state of the transform has {len(found)} arrays after its update, "
+            f"expected the {len(cut)} of its init"
+        )
+    values = []
+    for (path, x, _), fmt in zip(found, cut, strict=True):
+        if fmt is not None:
+            is_random = isinstance(rounding, Stochastic)
+            x = _quantized(x, fmt, rounding, key_words(seed, step, path) if is_random else None)
+        values.append(x)
+    return _like(state, values)
+
+
+def _quantized(
+    x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None
+) -> QArray:
+    """An infinity is stored as NaN, which every format keeps: what overflowed must not return."""
+    wide = exact_float32(x)
+    wide = jnp.where(jnp.isfinite(wide), wide, np.float32(np.nan))
+    is_second = not fmt.element.signed
+    if is_second:
+        wide = jnp.sqrt(wide)  # NaN of a negative number
+    kept = quantize(wide, fmt, rounding=rounding, key=key)
+    codes = kept.codes
+    if is_second:  # code 1 is the smallest positive value
+        codes = jnp.where((codes == 0) & (wide > 0), np.ones((), codes.dtype), codes)
+    return QArray(codes, kept.scale, fmt, kept.tensor_scale, None, x.dtype, kept.lengths)
+
+
+def _number(value: Any) -> Any:
+    """What a leaf of the state stands for; of a second moment its root is stored."""
+    if not isinstance(value, QArray):
+        return value
+    x = value.dequantize(jnp.float32)
+    return (x if value.spec.element.signed else x * x).astype(value.dtype)
+
+
+def _check_tables(rules: Rules[Any], rounding: str | Stochastic) -> None:
+    values = [*(value for _, value in rules.rules), rules.default]
+    for fmt in (getattr(value, "spec", value) for value in values if value is not None):
+        if isinstance(rounding, Stochastic) and isinstance(fmt.element, TableFormat):
+            raise ValueError(
+                f"quantize_state: stochastic rounding of {fmt.element.name}, a table, is not "
+                "defined; expected a float or an integer format, e.g. 'e4m3fn'"
+            )
