@@ -206,7 +206,7 @@ class _Run:
                 known = None if is_in_jit else kept.get(product)
                 yield state_of(recipe, f"{path}:{product}", known, rng)
 
-        multiply = Site(recipe, path).multiply(states())
+        multiply = Site(recipe, path).multiply(states(), f"{name}.")
 
         def checked(found: Found) -> jax.Array | None:
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):

@@ -1,6 +1,7 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
+from qtoolkit.nnx._numerics import numerics
 from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register
 from qtoolkit.nnx._state import Probe, ScalingState, roll, value_and_grad
@@ -15,6 +16,7 @@ __all__ = [
     "Fp8Linear",
     "Probe",
     "ScalingState",
+    "numerics",
     "report",
     "roll",
     "value_and_grad",

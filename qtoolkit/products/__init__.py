@@ -2,6 +2,7 @@
 
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
+from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import CODES
 from qtoolkit.products._recipe import Current, Delayed, Hadamard, Operand, Recipe, Static
 from qtoolkit.products._report import Product, Report
@@ -12,6 +13,7 @@ __all__ = [
     "Current",
     "Delayed",
     "Hadamard",
+    "Numerics",
     "Operand",
     "Product",
     "Recipe",

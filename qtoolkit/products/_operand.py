@@ -96,8 +96,7 @@ class Cut:
         if self.operand is None:
             return Rounded(x, Scales(), None)
         operand = self.operand
-        if operand.transform is not None and self.axis is not None:
-            x = _transformed(x, self.axis, operand.transform)
+        x = self.transformed(x)
         projection = operand.projection
         if isinstance(projection.rounding, Stochastic):
             words = _mixed(key, x)
@@ -107,6 +106,12 @@ class Cut:
         given = self._scales(operand, x, delayed)
         q, scales = operand_values(x, operand.spec, projection, given)
         return Rounded(q, scales, operand.spec)
+
+    def transformed(self, x: Array) -> Array:
+        """What is rounded in place of `x`: itself, or its Hadamard transform in float32."""
+        if self.operand is None or self.operand.transform is None or self.axis is None:
+            return x
+        return _transformed(x, self.axis, self.operand.transform)
 
     def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
         """What stands for the array itself: without the transform, wide; or as it is."""

@@ -35,6 +35,7 @@ from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
+from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
 
 Array = jax.Array
@@ -47,17 +48,20 @@ class State(NamedTuple):
       amax: float32[3], of lhs, rhs and the cotangent, from the steps before; 0 for the current one.
       probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
       key: uint32[2], words of a key for stochastic rounding.
+      zeros: float32[len(ROLES), size], whose gradient is what a tap keeps.
     """
 
     amax: Array | None = None
     probe: Array | None = None
     key: Array | None = None
+    zeros: Array | None = None
 
     def swapped(self) -> "State":
         """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
         order = jnp.array([1, 0, 2])
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
-        return self._replace(amax=amax, probe=probe)
+        zeros = None if self.zeros is None else swapped_rows(self.zeros)
+        return self._replace(amax=amax, probe=probe, zeros=zeros)
 
 
 def quantized_product(
@@ -69,9 +73,44 @@ def quantized_product(
     dtype: DTypeLike | None,
     state: State | None = None,
     extra: tuple[Array, ...] = (),
+    *,
+    place: Place | None = None,
+    is_swapped: bool = False,
 ) -> Array:
-    """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes."""
+    """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes.
+
+    Args:
+      place: Which product this is; None for one that belongs to no layer.
+      is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
+    """
     check_recipe(where, recipe)
+
+    def compute(
+        recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
+    ) -> Array:
+        if tap is not None:
+            state = (state or State())._replace(zeros=zeros)
+        if is_swapped:
+            recipe, state = recipe.swapped(), state and state.swapped()
+        return _computed(where, function, lhs, rhs, recipe, dtype, state, extra, tap)
+
+    by = instrument()
+    if by is None:
+        return compute(recipe, state)
+    return by.product(place or Place("", where), recipe, state, compute)
+
+
+def _computed(
+    where: str,
+    function: Bilinear,
+    lhs: Array,
+    rhs: Array,
+    recipe: Recipe,
+    dtype: Any,
+    state: State | None,
+    extra: tuple[Array, ...],
+    tap: Tap | None,
+) -> Array:
     if recipe.is_delayed and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
@@ -87,7 +126,7 @@ def quantized_product(
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
         state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
-    plan = _Plan(function, recipe, jnp.dtype(dtype))
+    plan = _Plan(function, recipe, jnp.dtype(dtype), tap)
     return qtoolkit_product(*varying_alike(lhs, rhs), state or State(), extra, plan)
 
 
@@ -114,6 +153,7 @@ class _Plan:
     function: Bilinear
     recipe: Recipe
     dtype: Any
+    tap: Tap | None = None
 
     def forward(self, lhs: Any, rhs: Any) -> tuple[Cut, Cut]:
         """How lhs and rhs are cut in the product."""
@@ -188,12 +228,15 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
     given: tuple[Array, Array]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
-    if state.probe is not None and not is_observed:
+    is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
+    if state.probe is not None and not is_observed and not is_tapped:
         state = State(key=state.key)
         operands = _forward_operands(given[0], given[1], state, plan)
     out = _product(given, operands, State(key=state.key), extra, plan)
     sides = tuple(side for side in (0, 1) if not isinstance(dots[side], SymbolicZero))
-    xs = [dots[side] for side in sides] + ([state_dots.probe] if is_observed else [])
+    xs = [dots[side] for side in sides]
+    xs += [state_dots.probe] if is_observed else []
+    xs += [state_dots.zeros] if is_tapped else []
     if not xs:
         return out, jnp.zeros_like(out)
     residuals = _Residuals(
@@ -201,10 +244,12 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         amax=_amaxes(state)[2],
         key=state.key,
         seen=_seen(given) if is_observed else None,
+        tapped=_tapped(plan, given, operands, state) if is_tapped else None,
         extra=extra,
     )
     leaves, structure = jax.tree.flatten(residuals)
-    facts = _Facts(plan, sides, (_struct(given[0]), _struct(given[1])), is_observed, structure)
+    given_structs = (_struct(given[0]), _struct(given[1]))
+    facts = _Facts(plan, sides, given_structs, is_observed, is_tapped, structure)
     tangent = linear_with_transpose(
         _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
     )
@@ -224,6 +269,7 @@ class _Residuals:
       amax: Of the cotangent, from the steps before.
       key: For stochastic rounding.
       seen: Of lhs and rhs, what `amax_of` gives, where the state observes.
+      tapped: What a tap keeps of lhs and rhs: float32[len(ROLES), size], zeros for the cotangents.
       extra: The integer arrays of the function.
     """
 
@@ -231,6 +277,7 @@ class _Residuals:
     amax: Array | None
     key: Array | None
     seen: Any
+    tapped: Array | None
     extra: tuple[Array, ...]
 
 
@@ -250,6 +297,42 @@ def _residual(
     return kept(operand, x, how)
 
 
+def _tapped(
+    plan: _Plan, given: tuple[Array, Array], operands: tuple[Rounded, Rounded], state: State
+) -> Array:
+    """What the tap keeps of lhs and rhs; zeros where dgrad and wgrad take them as the product does.
+    """
+    amaxes = _amaxes(state)
+    forward = plan.forward(*given)
+    rows: dict[int, Array] = {}
+    for side in (0, 1):
+        rows[side] = _kept_by_tap(plan, side, given[side], operands[side], forward[side])
+        how = plan.other(1 - side, *given)
+        role = 3 if side else 4
+        if role in _roles(plan) and role not in plan.recipe.twins:
+            again = rounded(given[side], amaxes[side], state.key, how)
+            rows[role] = _kept_by_tap(plan, role, given[side], again, how)
+    return _stacked(plan, rows)
+
+
+def _kept_by_tap(plan: _Plan, role: int, x: Array, operand: Rounded, how: Cut) -> Array:
+    assert plan.tap is not None
+    if role not in plan.tap.roles:
+        return jnp.zeros((plan.tap.size,), jnp.float32)
+    x, operand = lax.stop_gradient((how.transformed(x), operand))
+    return plan.tap(x, operand, how)
+
+
+def _roles(plan: _Plan) -> tuple[int, ...]:
+    return () if plan.tap is None else plan.tap.roles
+
+
+def _stacked(plan: _Plan, rows: dict[int, Array]) -> Array:
+    assert plan.tap is not None
+    nothing = jnp.zeros((plan.tap.size,), jnp.float32)
+    return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
+
+
 def _seen(given: tuple[Array, Array]) -> Any:
     return tuple(amax_of(lax.stop_gradient(x)) for x in given)
 
@@ -262,6 +345,7 @@ class _Facts:
     sides: tuple[int, ...]
     given: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
     is_observed: bool
+    is_tapped: bool
     structure: Any
 
     def residuals(self, leaves: tuple[Array, ...]) -> _Residuals:
@@ -311,7 +395,26 @@ class _Cotangent:
         if facts.is_observed:
             seen = (*residuals.seen, amax_of(cotangent))
             outs.append(jnp.stack([histogram(*one) for one in seen]))
+        if facts.is_tapped:
+            outs.append(self._tapped(residuals, cotangent, found))
         return tuple(outs)
+
+    def _tapped(
+        self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]
+    ) -> Array:
+        """What the tap keeps; of the cotangent once, where both products take it alike."""
+        facts, rows = self.facts, {}
+        for side, role in ((0, 2), (1, 5)):
+            how = facts.plan.cotangent(side, *facts.given, cotangent)
+            if role not in _roles(facts.plan) or role in facts.plan.recipe.twins:
+                continue
+            operand = found.get(how)
+            if operand is None:
+                operand = rounded(cotangent, residuals.amax, residuals.key, how)
+            rows[role] = _kept_by_tap(facts.plan, role, cotangent, operand, how)
+        forward = residuals.tapped
+        assert forward is not None
+        return forward + _stacked(facts.plan, rows) if rows else forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -282,6 +282,19 @@ class Recipe:
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     @property
+    def twins(self) -> dict[int, int]:
+        """Of `operands`-like roles (lhs, rhs, cotangent and rhs of dgrad, lhs and cotangent of
+        wgrad): those that are rounded just as another one, and which that is.
+        """
+        lhs, rhs = self.forward
+        pairs = (
+            (3, 1, self.dgrad[1], rhs),
+            (4, 0, self.wgrad[0], lhs),
+            (5, 2, self.wgrad[1], self.dgrad[0]),
+        )
+        return {role: twin for role, twin, a, b in pairs if a == b and _is_cut_alike(a)}
+
+    @property
     def is_delayed(self) -> bool:
         """Whether a layer has to keep histories for it."""
         return any(isinstance(o.scaling, Delayed) for o in self.operands if o is not None)
@@ -339,6 +352,13 @@ class Recipe:
             dgrad=current(self.dgrad),
             wgrad=current(self.wgrad),
         )
+
+
+def _is_cut_alike(operand: Operand | None) -> bool:
+    """Whether an operand is the same in every product, wherever that contracts."""
+    if operand is None:
+        return True
+    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 def is_stochastic(operand: Operand | None) -> bool:

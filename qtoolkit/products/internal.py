@@ -1,6 +1,7 @@
 """What the packages above need of products and users do not."""
 
 from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._numerics import numerics_of
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -13,6 +14,7 @@ from qtoolkit.products._rewrite import (
     rewritten,
 )
 from qtoolkit.products._site import Site, enclosing, scope
+from qtoolkit.products._taps import instrument
 
 __all__ = [
     "MARKER",
@@ -24,7 +26,9 @@ __all__ = [
     "computes_product",
     "enclosing",
     "inner_jaxprs",
+    "instrument",
     "is_quantized",
+    "numerics_of",
     "quantized_product",
     "report_of",
     "rewritten",

@@ -14,9 +14,12 @@ from qtoolkit.scaling._engine import (
 from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import kept_range, scale_from
+from qtoolkit.scaling._tally import LOWEST_EXPONENT, TALLY_SIZE, tally_of, tally_vector
 
 __all__ = [
     "BUCKETS",
+    "LOWEST_EXPONENT",
+    "TALLY_SIZE",
     "Scales",
     "amax_of",
     "block_codes",
@@ -31,5 +34,7 @@ __all__ = [
     "scale_from",
     "scaled_values",
     "single_scale",
+    "tally_of",
+    "tally_vector",
     "unscaled_values",
 ]
