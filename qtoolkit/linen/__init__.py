@@ -1,6 +1,7 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
+from qtoolkit.linen._numerics import numerics, sensitivity
 from qtoolkit.linen._report import report
 from qtoolkit.linen._state import value_and_grad
 from qtoolkit.linen._wrap import wrap
@@ -10,7 +11,9 @@ __all__ = [
     "Fp8Conv",
     "Fp8Dense",
     "Fp8Einsum",
+    "numerics",
     "report",
+    "sensitivity",
     "value_and_grad",
     "wrap",
 ]

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from qtoolkit.nnx._report import site_of
-from qtoolkit.products import Numerics
-from qtoolkit.products.internal import numerics_of
+from qtoolkit.products import Numerics, Sensitivity
+from qtoolkit.products.internal import numerics_of, sensitivity_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -49,6 +49,40 @@ def _numerics(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Numerics:
         return loss_fn(nnx.merge(graph, state), batch)
 
     return numerics_of("numerics", loss, state, batch)
+
+
+def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
+    """Ranks the layers of a wrapped model by the loss that quantizing each alone adds.
+
+        found = qtoolkit.nnx.sensitivity(wrapped, batch, loss_fn)
+        print(found)  # the worst first
+        better = qtoolkit.nnx.wrap(model, found.rules(keep=2))
+
+    The loss is computed once for each layer, with that layer quantized as its recipe says and all
+    others wide, once with none and once with all: forward only, in one program. Choose a batch that
+    is large enough for differences of the loss to mean something.
+
+    Args:
+      wrapped, batch, loss_fn: As for `numerics`.
+
+    Returns:
+      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`, the losses of the model
+      plain and quantized.
+
+    Raises:
+      TypeError, ValueError: As `numerics`.
+    """
+    check_wrapped("sensitivity", wrapped)
+    graph, state = nnx.split(wrapped)
+    return _sensitivity(graph, loss_fn, state, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivity:
+    def loss(state: Any, batch: Any) -> Any:
+        return loss_fn(nnx.merge(graph, state), batch)
+
+    return sensitivity_of("sensitivity", loss, state, batch)
 
 
 def check_wrapped(where: str, model: Any) -> None:

@@ -128,11 +128,17 @@ def wrap(
     return wrapped
 
 
-def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
-    """Gives one layer its quantized products."""
+def attach(
+    layer: Any, recipe: Recipe, found: "_Found | None" = None, *, count: int | None = None
+) -> None:
+    """Gives one layer its quantized products.
+
+    Args:
+      count: How many products a module of one's own computes that keep state; None: none.
+    """
     found = _Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
-    for kind, (attribute, original, made, count) in _HOOKS.items():
+    for kind, (attribute, original, made, hooked) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
         arguments = [site]
@@ -140,7 +146,7 @@ def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
             arguments.append(_original_attention(getattr(layer, attribute)))
         else:
             _check_attribute(found, attribute, (original, None), (made, StatefulProducts))
-        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, count, site))
+        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, hooked, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
@@ -150,16 +156,16 @@ def attach(layer: Any, recipe: Recipe, found: "_Found | None" = None) -> None:
     if methods:
         layer.__class__ = rewriting_class(original_class(type(layer)), methods)
         layer.qtoolkit_site = site
-        count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
-        if count and (recipe.is_delayed or recipe.is_stochastic):
-            layer.qtoolkit_products = nnx.List(_states(layer, recipe, count, site))
+        known = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
+        if known and recipe.keeps_state:
+            layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
-    if not (recipe.is_delayed or recipe.is_stochastic):
+    if not recipe.keeps_state:
         return call
     return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
 
@@ -177,6 +183,8 @@ def _stacked(layer: Any) -> tuple[int, ...]:
         return tuple(layer.embedding.shape[:-2])
     if isinstance(layer, nnx.LoRA):
         return tuple(layer.lora_a.shape[:-2])
+    if not isinstance(layer, _KERNEL_HOOKS + (nnx.ConvTranspose,)):
+        return ()  # a module of one's own
     shape = tuple(layer.kernel.shape)
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
         rank = len(layer.kernel_shape)
@@ -254,6 +262,10 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
     # No JAX container: an array, a constant, or a module that was declared with pytree=False.
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
+
+
+def found_at(layer: nnx.Module, path: str) -> _Found:
+    return _Found(layer, [path])
 
 
 def _check_rules(rules: Rules[Recipe], layers: list[_Found], modules: list[_Found]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Operand, Recipe
-from qtoolkit.products._report import Product, left_of
+from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._taps import Place, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import LOWEST_EXPONENT, TALLY_SIZE, tally_of, tally_vector
@@ -106,8 +106,9 @@ class Numerics:
 
     Every number is that of `qtoolkit.metrics` of the operand with the scales that the step used.
     A layer that runs several times in a step, in a scan, under vmap or because it is shared, has
-    one row for all: sums and counts add up, amax and scales are the extremes, each up to 12.5 %
-    and a factor of 2 further out where several runs lie that close together.
+    one row for all: sums and counts add up. Its amax and scales are the extremes; where several
+    runs come within 12.5 % of the largest amax (or 2 times the extreme scale) they are estimated
+    from outside, never too close.
 
     Attributes:
       rows: The operands, in the order in which the products run.
@@ -156,23 +157,30 @@ class Numerics:
         return tuple(notes)
 
     def __str__(self) -> str:
-        from qtoolkit.products._report import text_table
-
         return "\n".join([*text_table([HEADER, *(r.cells() for r in self.rows)]), *self.notes])
 
     def table(self) -> "Table":
-        """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text."""
+        """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
+
+        Rows that lose much are red or yellow: those under 10 and 20 dB, and those of which much saturates or
+        vanishes.
+        """
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="\n".join(self.notes) or None)
-        for number, name in enumerate(HEADER):
-            drawn.add_column(name, justify="right" if number > 4 else "left", no_wrap=number > 4)
+        caption = "\n".join(self.notes) or None
+        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
+        drawn.add_column("operand", min_width=12, overflow="fold")
+        drawn.add_column("format", min_width=8, overflow="fold")
+        for name in ("amax", "scale", "dB", "sat. %", "flush. %", "cosine"):
+            drawn.add_column(name, justify="right", min_width=5, overflow="fold")
         for row in self.rows:
+            layer, product, operand, parts, fmt, *numbers = row.cells()
+            cells = (f"{layer}:{product} {operand} ({parts})", fmt, *numbers)
             colour = colour_of(row)
-            cells = map(Text, row.cells())  # not markup: paths may hold square brackets
-            drawn.add_row(*cells, style=colour and _STYLES[colour])
+            # Text, not markup: paths may hold square brackets.
+            drawn.add_row(*map(Text, cells), style=_STYLES.get(colour))
         return drawn
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -321,10 +329,13 @@ def _listed(x: Any) -> Any:
 
 def _row_from(data: dict[str, Any]) -> Row:
     arrays = {
-        field.name: np.float32(np.inf) if data["tally"][field.name] is None else
-        np.asarray(data["tally"][field.name], np.float32)
+        field.name: np.float32(np.inf)
+        if data["tally"][field.name] is None
+        else np.asarray(data["tally"][field.name], np.float32)
         for field in dataclasses.fields(Tally)
     }
     limits = data["limits"]
     strings = {name: str(data[name]) for name in _ROW_FIELDS}
-    return Row(**strings, limits=None if limits is None else (limits[0], limits[1]), tally=Tally(**arrays))
+    return Row(
+        **strings, limits=None if limits is None else (limits[0], limits[1]), tally=Tally(**arrays)
+    )

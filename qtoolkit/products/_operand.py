@@ -30,6 +30,7 @@ from qtoolkit.scaling.internal import (
     operand_values,
     scale_from,
     single_scale,
+    tensor_scale_from,
     unscaled_values,
 )
 
@@ -87,10 +88,10 @@ class Cut:
     axis_names: tuple[str, ...]
 
     def rounded(self, x: Array, delayed: Array | None, key: Array | None) -> Rounded:
-        """`x` by its own scale or a delayed one, where that is not 0.
+        """`x` by its own scale, or a delayed one where that is not 0, or a calibrated one.
 
         Args:
-          delayed: float32 scalar, an amax; or None.
+          delayed: float32 scalar, an amax of earlier steps or of calibration; or None.
           key: Words of a key, for stochastic rounding; the values are mixed into it.
         """
         if self.operand is None:
@@ -140,8 +141,14 @@ class Cut:
     def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
         """The scale that does not follow from `x` alone."""
         fmt = operand.spec
+        if operand.scaling == Static():
+            assert delayed is not None  # `quantized_product` has checked
+            if fmt.tensor_scale is not None:
+                return Scales(None, tensor_scale_from(delayed, fmt))
+            return Scales(scale_from(delayed.reshape((1,) * x.ndim), fmt, None))
         if isinstance(operand.scaling, Static):
             assert fmt.scale is not None
+            assert operand.scaling.scale is not None
             scale = to_stored(
                 jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
             )

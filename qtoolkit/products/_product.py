@@ -33,6 +33,7 @@ from qtoolkit.formats import FloatFormat
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._learned import LearnedScale, with_learned_scales
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
@@ -49,19 +50,22 @@ class State(NamedTuple):
       probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
       key: uint32[2], words of a key for stochastic rounding.
       zeros: float32[len(ROLES), size], whose gradient is what a tap keeps.
+      learned: For lhs and rhs, the scale and the offset, float32 scalars, None where not learned.
     """
 
     amax: Array | None = None
     probe: Array | None = None
     key: Array | None = None
     zeros: Array | None = None
+    learned: tuple[LearnedScale, LearnedScale] | None = None
 
     def swapped(self) -> "State":
         """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
         order = jnp.array([1, 0, 2])
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
         zeros = None if self.zeros is None else swapped_rows(self.zeros)
-        return self._replace(amax=amax, probe=probe, zeros=zeros)
+        learned = None if self.learned is None else self.learned[::-1]
+        return self._replace(amax=amax, probe=probe, zeros=zeros, learned=learned)
 
 
 def quantized_product(
@@ -116,6 +120,12 @@ def _computed(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
             "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
         )
+    if recipe.is_calibrated and (state is None or state.amax is None):
+        raise ValueError(
+            f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
+            "from qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches)), or give "
+            "Static a number"
+        )
     lhs, rhs = (check_differentiable(where, operand, wide=False) for operand in (lhs, rhs))
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in FLOATS:
@@ -123,6 +133,11 @@ def _computed(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )
     _check_held(where, recipe, lhs.dtype, rhs.dtype, dtype)
+    if any(recipe.learned):
+        learned, zeros = (None, None) if state is None else (state.learned, state.zeros)
+        (lhs, rhs), tap = with_learned_scales(where, (lhs, rhs), recipe, learned, tap, zeros)
+        state = None if state is None else state._replace(learned=None)
+        recipe = recipe.without_learned()
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
         state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
@@ -300,8 +315,7 @@ def _residual(
 def _tapped(
     plan: _Plan, given: tuple[Array, Array], operands: tuple[Rounded, Rounded], state: State
 ) -> Array:
-    """What the tap keeps of lhs and rhs; zeros where dgrad and wgrad take them as the product does.
-    """
+    """What the tap keeps of lhs and rhs; zeros where dgrad and wgrad take them as the product does."""
     amaxes = _amaxes(state)
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}
@@ -399,9 +413,7 @@ class _Cotangent:
             outs.append(self._tapped(residuals, cotangent, found))
         return tuple(outs)
 
-    def _tapped(
-        self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]
-    ) -> Array:
+    def _tapped(self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
         """What the tap keeps; of the cotangent once, where both products take it alike."""
         facts, rows = self.facts, {}
         for side, role in ((0, 2), (1, 5)):

@@ -20,7 +20,9 @@ from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
 from qtoolkit.products._taps import Place
 
 MODEL = "(model)"  # the path of the model itself
-_enclosing: contextvars.ContextVar["Site | None"] = contextvars.ContextVar("site", default=None)
+_enclosing: contextvars.ContextVar[tuple["Site | None", State | None]] = contextvars.ContextVar(
+    "site", default=(None, None)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +164,9 @@ class Site:
 
 
 @contextmanager
-def enclosing(site: Site | None) -> Iterator[None]:
-    """Within it `dot` computes by `site`."""
-    token = _enclosing.set(site)
+def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
+    """Within it `dot` computes by `site`, with what is kept for all its calls."""
+    token = _enclosing.set((site, state))
     try:
         yield
     finally:
@@ -184,12 +186,12 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
 
     Gradient: as `dot_general`.
     """
-    site = _enclosing.get()
+    site, state = _enclosing.get()
     if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
     function = dot_function(numbers, precision, None)
-    return site.product("dot", function, lhs, rhs, jnp.result_type(lhs, rhs), name="dot")
+    return site.product("dot", function, lhs, rhs, jnp.result_type(lhs, rhs), state, name="dot")
 
 
 class Scope(NamedTuple):

@@ -61,7 +61,9 @@ class Instrument(Protocol):
         ...
 
 
-_instrument: contextvars.ContextVar[Instrument | None] = contextvars.ContextVar("instrument", default=None)
+_instrument: contextvars.ContextVar[Instrument | None] = contextvars.ContextVar(
+    "instrument", default=None
+)
 # Part of the key of jax.jit's caches: no trace made without an instrument is used under one.
 _traced_under = jax.make_user_context(None)
 
@@ -127,4 +129,3 @@ def tapped(
 def swapped_rows(rows: jax.Array) -> jax.Array:
     """Lhs and rhs exchanged, as `State.swapped` does."""
     return rows[jnp.array([1, 0, 5, 4, 3, 2])]
-

@@ -1,5 +1,11 @@
 """What the packages above need of products and users do not."""
 
+from qtoolkit.products._calibration import (
+    Summary,
+    calibration_of,
+    check_calibrated,
+    summary_of,
+)
 from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._numerics import numerics_of
 from qtoolkit.products._product import State, quantized_product
@@ -13,18 +19,25 @@ from qtoolkit.products._rewrite import (
     is_quantized,
     rewritten,
 )
+from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, scope
-from qtoolkit.products._taps import instrument
+from qtoolkit.products._starting import first_scales
+from qtoolkit.products._taps import Place, instrument
 
 __all__ = [
     "MARKER",
     "PRODUCTS",
     "Found",
+    "Place",
     "Site",
     "State",
+    "Summary",
+    "calibration_of",
+    "check_calibrated",
     "check_recipe",
     "computes_product",
     "enclosing",
+    "first_scales",
     "inner_jaxprs",
     "instrument",
     "is_quantized",
@@ -33,4 +46,6 @@ __all__ = [
     "report_of",
     "rewritten",
     "scope",
+    "sensitivity_of",
+    "summary_of",
 ]

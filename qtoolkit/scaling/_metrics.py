@@ -257,9 +257,7 @@ def moments(x: jax.Array, y: jax.Array) -> Moments:
     (x, of_x), (y, of_y), (noise, of_noise) = map(_normalized, (x, y, error))
     sums = _sums(product(x, x), product(noise, noise), product(y, y), product(x, y))
     exponents = jnp.stack([2 * of_x, 2 * of_noise, 2 * of_y, of_x + of_y]) - 2 * lift
-    return Moments(
-        jnp.stack(sums), exponents, times_power_of_two(largest, -lift), _count(compared)
-    )
+    return Moments(jnp.stack(sums), exponents, times_power_of_two(largest, -lift), _count(compared))
 
 
 def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -32,7 +32,6 @@ _BINS = 127 - LOWEST_EXPONENT + 2
 # A sum of products is stored in a slot by its size, each 2**64 wide, so that float32 holds the sum
 # of any arrays and what is small beside the rest of its slot does not matter.
 _SLOTS, _SLOT, _FIRST = 10, 64, -384
-_LARGEST = np.uint32(0x7F7FFFFF)
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +76,9 @@ class Tally:
 
     def _merged(self, value: Any) -> Self:
         fields = dataclasses.fields(self)
-        return dataclasses.replace(self, **{f.name: value(f.metadata["merge"], f.name) for f in fields})
+        return dataclasses.replace(
+            self, **{f.name: value(f.metadata["merge"], f.name) for f in fields}
+        )
 
     @property
     def sqnr_db(self) -> float:
@@ -110,10 +111,13 @@ class Tally:
         return [float(row @ sizes) for row in np.asarray(self.moments, np.float64)]
 
 
-# A program can give a tally as the gradient of zeros, which adds: then maxima stand as histograms
-# of one entry, its bucket, beside its value. Where one array alone lies in the top bucket, that
-# value is exact; of several the edge of the bucket is taken.
+# A program can give a tally as the gradient of zeros, which adds: then maxima stand as marks in
+# buckets, see `extreme`.
 _AMAX_BITS, _SCALE_BITS = 3, 0  # of the fraction, in which buckets differ
+
+
+def marked_size(bits: int) -> int:
+    return 3 * (256 << bits)
 
 
 def _sizes() -> dict[str, int]:
@@ -123,7 +127,7 @@ def _sizes() -> dict[str, int]:
         **dict.fromkeys(scalars, 1),
         "moments": 4 * _SLOTS,
         "exponents": _BINS,
-        **{name: 2 * (256 << bits) for name, bits in extremes.items()},
+        **{name: marked_size(bits) for name, bits in extremes.items()},
     }
 
 
@@ -144,10 +148,10 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     found = moments(wide, y)
     counted = counts(x, y, spec, scales)
     amax = magnitude_max(wide, tuple(range(x.ndim)), nan_wins=False).reshape(())
-    least = largest = jnp.zeros(2 * (256 << _SCALE_BITS), jnp.float32)
+    least = largest = jnp.zeros(marked_size(_SCALE_BITS), jnp.float32)
     if spec is not None and spec.scale is not None and scales.scale is not None:
         values = effective(scales.scale, scales.tensor_scale, spec)
-        least, largest = (_marked(f(values), _SCALE_BITS) for f in (jnp.min, jnp.max))
+        least, largest = (marked(f(values), _SCALE_BITS) for f in (jnp.min, jnp.max))
     pieces = {
         "uses": np.float32(1),
         "elements": np.float32(x.size),
@@ -155,11 +159,13 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
         "compared": found.compared,
         "moments": _slots(found.sums, found.exponents),
         "exponents": _exponents(wide),
-        "amax": _marked(amax, _AMAX_BITS),
+        "amax": marked(amax, _AMAX_BITS),
         "least_scale": least,
         "largest_scale": largest,
     }
-    return jnp.concatenate([jnp.asarray(pieces[name]).astype(jnp.float32).reshape(-1) for name in _sizes()])
+    return jnp.concatenate(
+        [jnp.asarray(pieces[name]).astype(jnp.float32).reshape(-1) for name in _sizes()]
+    )
 
 
 def tally_of(vector: Array) -> Tally:
@@ -170,9 +176,9 @@ def tally_of(vector: Array) -> Tally:
         name: piece.reshape(()) if piece.size == 1 else piece for name, piece in pieces.items()
     }
     values["moments"] = pieces["moments"].reshape(4, _SLOTS)
-    values["amax"] = _extreme(pieces["amax"], _AMAX_BITS, lowest=False)
-    values["least_scale"] = _extreme(pieces["least_scale"], _SCALE_BITS, lowest=True)
-    values["largest_scale"] = _extreme(pieces["largest_scale"], _SCALE_BITS, lowest=False)
+    values["amax"] = extreme(pieces["amax"], _AMAX_BITS, lowest=False)
+    values["least_scale"] = extreme(pieces["least_scale"], _SCALE_BITS, lowest=True)
+    values["largest_scale"] = extreme(pieces["largest_scale"], _SCALE_BITS, lowest=False)
     return Tally(**values)
 
 
@@ -191,26 +197,42 @@ def _exponents(x: Array) -> Array:
     return jnp.zeros(_BINS, jnp.uint32).at[index.reshape(-1)].add(np.uint32(1), mode="drop")
 
 
-def _marked(value: Array, bits: int) -> Array:
-    """Two rows, a count and the value, in the bucket of a magnitude."""
-    shift = np.uint32(23 - bits)
-    bucket = (magnitude_ordinal(value) >> shift).astype(jnp.int32)
-    is_here = lax.broadcasted_iota(jnp.int32, (256 << bits,), 0) == bucket
-    count = is_here.astype(jnp.float32)
-    return jnp.concatenate([count, jnp.where(is_here, value, np.float32(0))])
+def marked(value: Array, bits: int) -> Array:
+    """float32[marked_size(bits)]: a mark in the bucket of a magnitude. Marks add.
+
+    A bucket holds a count, and the sums of the places within it and of their squares.
+    """
+    shift = 23 - bits
+    place = magnitude_ordinal(value)
+    bucket = place >> np.uint32(shift)
+    within = (place - (bucket << np.uint32(shift))).astype(jnp.float32) * np.float32(2.0**-shift)
+    is_here = lax.broadcasted_iota(jnp.uint32, (256 << bits,), 0) == bucket
+    nothing = np.float32(0)
+    sums = (jnp.where(is_here, x, nothing) for x in (np.float32(1), within, within * within))
+    return jnp.concatenate(list(sums))
 
 
-def _extreme(marked: Array, bits: int, *, lowest: bool) -> Array:
-    """The largest or least of the values that were marked; infinity or 0 where there are none."""
-    counts, values = marked.reshape(2, -1)
+def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
+    """The largest or least of the values that were marked; infinity or 0 where there are none.
+
+    Exact where one value lies in the outermost bucket. Of n with mean m and standard deviation s
+    none is further out than m + s * sqrt(n - 1), which is taken, within the bucket: not too small,
+    and right to 1e-4 where all are alike.
+    """
+    counts, sums, squares = marks.reshape(3, -1)
     places = lax.broadcasted_iota(jnp.int32, counts.shape, 0)
-    last = np.int32(counts.size - 1)
     if lowest:
-        place = jnp.min(jnp.where(counts > 0, places, last))
+        at = jnp.min(jnp.where(counts > 0, places, np.int32(counts.size - 1)))
     else:
-        place = jnp.max(jnp.where(counts > 0, places, np.int32(0)))
-    pattern = (place + (not lowest)).astype(jnp.uint32) << np.uint32(23 - bits)
-    edge = from_magnitude_ordinal(jnp.minimum(pattern, _LARGEST), jnp.float32)
-    found = jnp.where(counts[place] == 1, values[place], edge)
-    nothing = np.float32(np.inf if lowest else 0)
-    return jnp.where(jnp.any(counts > 0), found, nothing)
+        at = jnp.max(jnp.where(counts > 0, places, np.int32(0)))
+    count = jnp.maximum(counts[at], np.float32(1))
+    mean = sums[at] / count
+    spread = jnp.sqrt(jnp.maximum(squares[at] / count - mean * mean, 0) * (count - 1))
+    shift = 23 - bits
+    width = np.float32(2.0**shift)
+    within = jnp.clip(mean + (-spread if lowest else spread), 0, 1) * width
+    within = jnp.minimum(jnp.round(within), width - 1).astype(jnp.uint32)
+    found = from_magnitude_ordinal(
+        (at.astype(jnp.uint32) << np.uint32(shift)) + within, jnp.float32
+    )
+    return jnp.where(jnp.any(counts > 0), found, np.float32(np.inf if lowest else 0))
