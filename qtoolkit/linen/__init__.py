@@ -1,5 +1,6 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
+from qtoolkit.linen._calibration import calibrate, freeze
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._numerics import numerics, sensitivity
 from qtoolkit.linen._report import report
@@ -11,6 +12,8 @@ __all__ = [
     "Fp8Conv",
     "Fp8Dense",
     "Fp8Einsum",
+    "calibrate",
+    "freeze",
     "numerics",
     "report",
     "sensitivity",

@@ -91,13 +91,13 @@ def run(module: nn.Module, rules: Rules[Recipe], call: Callable[[], Any]) -> Any
     if this.counts and module.is_mutable_collection(COLLECTION):
         # Not before the call is over: an array made inside of a trace would leak out of it.
         for (path, recipe), names in this.counts.items():
-            before = module.variables.get(COLLECTION, {}).get(_key(path), {})
+            before = module.variables.get(COLLECTION, {}).get(key_of(path), {})
             made = {name: started(recipe, f"{path}:{name}") for name in names}
-            module.put_variable(COLLECTION, _key(path), {**made, **before})
+            module.put_variable(COLLECTION, key_of(path), {**made, **before})
     return out
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
     return path.replace("/", ".") or _ROOT
 
 
@@ -196,7 +196,7 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
-        kept = self.kept.get(_key(path), {})
+        kept = self.kept.get(key_of(path), {})
 
         rng = None if is_in_jit else self.rng
 

@@ -50,7 +50,7 @@ def calibrate(
     Returns:
       `Calibration`, a pytree of observers; those of several devices or runs merge. An operand of a
       product that runs several times in a batch (a shared layer, layers that `nnx.scan` stacks) has
-      one observer; its amax may be too large, by less than 12.5 %, where runs lie that close together.
+      one observer; its amax may be too large, by less than 12.5 %, where runs come that close.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
@@ -101,7 +101,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
             "write freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
         )
-    missing: list[str] = [str(place) for place in calibration.unreached if _needs(wrapped, place)]
+    missing = [str(place) for place in calibration.unreached]
     seen: set[int] = set()
 
     def frozen(_: Any, node: Any) -> Any:
@@ -127,14 +127,6 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     model = nnx.recursive_map(frozen, wrapped, graph=True)
     check_calibrated("freeze", dict.fromkeys(missing))
     return model
-
-
-def _needs(wrapped: nnx.Module, place: Any) -> bool:
-    sites = (site_of(module) for _, module in nnx.iter_modules(wrapped))
-    return any(
-        site is not None and site.path == place.path and site.recipe.frozen().is_calibrated
-        for site in sites
-    )
 
 
 def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
@@ -185,7 +177,9 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
     missing: list[str] = []
     for _, module in nnx.iter_modules(wrapped):
         site = None if isinstance(module, StatefulProducts) else site_of(module)
-        for number, kept in enumerate(_product_states(module) if site is not None else ()):
+        if site is None:
+            continue
+        for number, kept in enumerate(_product_states(module)):
             for side in (0, 1):
                 _start(kept, side, values.get((site.path, str(number), side)), site.path, missing)
     check_calibrated("start_scales", dict.fromkeys(missing))

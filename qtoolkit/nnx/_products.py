@@ -59,8 +59,7 @@ class Attention:
         named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
 
         scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
-        # The path makes a difference where products are looked at one by one; elsewhere blocks alike
-        # share a trace.
+        # With their path where products are looked at one by one; else blocks alike share a trace.
         place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
             # Any other function may read what is not among its arguments.

@@ -77,7 +77,7 @@ class ProductState(nnx.Module):
         return State(amax, probe, key, learned=self._learned())
 
     def _learned(self) -> Any:
-        """For lhs and rhs, scale and offset. Layers that are stacked and arrive whole share them."""
+        """For lhs and rhs, scale and offset; of a stack that arrives whole, the mean."""
         if not hasattr(self, "scales"):
             return None
         pairs = zip(self.scales, self.offsets, strict=True)

@@ -183,9 +183,10 @@ def _stacked(layer: Any) -> tuple[int, ...]:
         return tuple(layer.embedding.shape[:-2])
     if isinstance(layer, nnx.LoRA):
         return tuple(layer.lora_a.shape[:-2])
-    if not isinstance(layer, _KERNEL_HOOKS + (nnx.ConvTranspose,)):
+    if not isinstance(layer, (*_KERNEL_HOOKS, nnx.ConvTranspose)):
         return ()  # a module of one's own
-    shape = tuple(layer.kernel.shape)
+    known: Any = layer
+    shape = tuple(known.kernel.shape)
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
         rank = len(layer.kernel_shape)
     elif isinstance(layer, nnx.LinearGeneral):

@@ -108,7 +108,7 @@ class Calibration:
     Attributes:
       states: An observer of `qtoolkit.scaling` for each operand.
       keys: The path of its layer, the name of its product there, and 0 for lhs or 1 for rhs.
-      unreached: Products that ran, but of which nothing is known.
+      unreached: Products that ran and need a scale, but of which nothing is known.
     """
 
     states: tuple[Observer, ...]
@@ -187,7 +187,8 @@ def calibration_of(
                 "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
             )
         for place, recipe, rows in zip(*_parts(summary), strict=True):
-            places[place] = None
+            if any(o is not None and is_calibratable(o) for o in recipe.forward):
+                places[place] = None
             for side, operand in enumerate(recipe.forward):
                 row = rows[side]
                 if operand is None or not is_calibratable(operand) or not float(row[0]):

@@ -4,12 +4,14 @@ The product then takes what they give as it is, and so do its derivatives.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from qtoolkit.formats import Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Operand, Recipe
@@ -40,7 +42,7 @@ def with_learned_scales(
     for side, operand in enumerate(recipe.forward):
         if operand is None or not operand.is_learned:
             continue
-        outs[side] = _rounded(sides[side], operand, learned[side], tap, zeros, side)
+        outs[side] = _rounded(where, sides[side], operand, learned[side], tap, zeros, side)
     if tap is not None:
         done = tuple(role for role in tap.roles if role > 1 or not recipe.learned[role])
         tap = dataclasses.replace(tap, roles=done)  # type: ignore[type-var]
@@ -48,6 +50,7 @@ def with_learned_scales(
 
 
 def _rounded(
+    where: str,
     x: Array,
     operand: Operand,
     learned: LearnedScale,
@@ -60,7 +63,12 @@ def _rounded(
     if tap is not None:  # an instrument may look at a model before its scales are started
         scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
         offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
-    y = lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
+    elif not isinstance(scale, jax.core.Tracer) and bool(jnp.isnan(scale)):
+        raise ValueError(
+            f"{where}: the learned scale of {('lhs', 'rhs')[side]} has not been started; write "
+            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made"
+        )
+    y = _lsq(x, scale, offset, element)
     if tap is None or side not in tap.roles:
         return y
     assert zeros is not None
@@ -70,6 +78,12 @@ def _rounded(
     seen = tap(held, Rounded(q, scales, operand.spec), Cut(operand, None, ()))
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])
+
+
+# Traced, so that a scale which training has made negative counts as the least one, as under jit.
+@functools.partial(jax.jit, static_argnums=3)
+def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
+    return lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Numerics:
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Products that ran, but which no gradient of the loss reached: nothing is known of them."""
+        """Products that ran, but which no gradient of the loss reached: not measured."""
         names = (Place(r.path, r.product) for r in self.rows if not float(r.tally.uses))
         return tuple(dict.fromkeys(map(str, names)))
 
@@ -162,8 +162,7 @@ class Numerics:
     def table(self) -> "Table":
         """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
 
-        Rows that lose much are red or yellow: those under 10 and 20 dB, and those of which much saturates or
-        vanishes.
+        Rows under 20 dB, or of which much saturates or vanishes, are yellow; under 10 dB, red.
         """
         from rich import box
         from rich.table import Table
@@ -231,8 +230,8 @@ class Numerics:
             raise ValueError("Numerics: the text is no report of numerics, expected to_json's")
         if data.get("version") != _VERSION:
             raise ValueError(
-                f"Numerics: version {data.get('version')!r}, expected {_VERSION}: it was written by "
-                "another version of qtoolkit"
+                f"Numerics: version {data.get('version')!r}, expected {_VERSION}; it is of another "
+                "version of qtoolkit"
             )
         try:
             rows = tuple(map(_row_from, data["rows"]))
@@ -246,7 +245,7 @@ _ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
 
 
 def colour_of(row: Row) -> str:
-    """ "bad", "poor" or nothing: what somebody should look at first.
+    """What somebody should look at first: "bad", "poor", or nothing.
 
     Bad are operands with less than 10 dB, or of which more than 1 % saturates or 25 % vanishes.
     """
@@ -328,10 +327,11 @@ def _listed(x: Any) -> Any:
 
 
 def _row_from(data: dict[str, Any]) -> Row:
-    arrays = {
-        field.name: np.float32(np.inf)
-        if data["tally"][field.name] is None
-        else np.asarray(data["tally"][field.name], np.float32)
+    tally = data["tally"]
+    arrays: dict[str, Any] = {
+        field.name: np.asarray(
+            np.inf if tally[field.name] is None else tally[field.name], np.float32
+        )
         for field in dataclasses.fields(Tally)
     }
     limits = data["limits"]

@@ -315,7 +315,7 @@ def _residual(
 def _tapped(
     plan: _Plan, given: tuple[Array, Array], operands: tuple[Rounded, Rounded], state: State
 ) -> Array:
-    """What the tap keeps of lhs and rhs; zeros where dgrad and wgrad take them as the product does."""
+    """What the tap keeps of lhs and rhs, and of both as dgrad and wgrad take them, if otherwise."""
     amaxes = _amaxes(state)
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ def _joined(products: list[Product], part: str) -> str:
     return "; ".join(dict.fromkeys(p.operands for p in products if p.part == part)) or "-"
 
 
-def text_table(rows: list[tuple[str, ...]]) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

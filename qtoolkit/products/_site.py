@@ -76,8 +76,9 @@ class Site:
     def multiply(self, states: Iterable[State | None] = (), prefix: str = "") -> Multiply:
         """For `rewritten`: the products of a function in order, each with its state.
 
-        They are named by `prefix` and their number. A kernel on either side is rounded as a kernel, and two activations both as activations.
-        Products beyond the states scale by their own magnitudes where the recipe is delayed.
+        They are named by `prefix` and their number. A kernel on either side is rounded as a
+        kernel, and two activations both as activations. Products beyond the states scale by their
+        own magnitudes where the recipe is delayed.
         """
         remaining, numbers = iter(states), itertools.count()
 

@@ -39,8 +39,11 @@ class Tap(Protocol):
       size: How many numbers each operand gives.
     """
 
-    roles: tuple[int, ...]
-    size: int
+    @property
+    def roles(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int: ...
 
     def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
         """float32[size], of an operand as it is rounded: after a Hadamard transform, if any."""

@@ -7,6 +7,7 @@ from qtoolkit.products._calibration import (
     summary_of,
 )
 from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import numerics_of
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
@@ -26,6 +27,7 @@ from qtoolkit.products._taps import Place, instrument
 
 __all__ = [
     "MARKER",
+    "NUMERICS_HEADER",
     "PRODUCTS",
     "Found",
     "Place",
