@@ -1,7 +1,7 @@
 """int4 weights and activations on scikit-learn's digits: quantized after training, or trained so.
 
 Command: python experiments/qat.py [--seed 0] [--seeds 3] [--out qat.json] [--quick]
-Needs: pip install scikit-learn (its digits are in the package: 1,797 images of 8 x 8).
+Needs: pip install 'qtoolkit[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
 
 For each seed a float32 classifier (64-48-48-10) is trained, and then compared on a third of the
 images that it has not seen:

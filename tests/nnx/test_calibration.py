@@ -157,6 +157,10 @@ def test_layers_that_were_not_calibrated_are_named(wrapped, found):
         qt.dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())), recipe=static)
 
 
+def test_the_example_runs(wrapped, run_example):
+    run_example(qt.nnx.calibrate, wrapped=wrapped, batches=BATCHES)
+
+
 def test_bad_batches(wrapped, found):
     with pytest.raises(ValueError, match="there are no batches, expected one or more"):
         qt.nnx.calibrate(wrapped, [])

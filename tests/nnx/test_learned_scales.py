@@ -110,6 +110,10 @@ def test_numerics_of_learned_scales():
     assert float(row.tally.uses) == 1
 
 
+def test_the_example_runs(run_example):
+    run_example(qt.nnx.start_scales, model=nnx.Linear(8, 4, rngs=nnx.Rngs(0)), batch=X)
+
+
 @pytest.mark.quick
 def test_what_cannot_be():
     layer = layer_of(LSQ)

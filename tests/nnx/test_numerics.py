@@ -156,7 +156,15 @@ def test_it_is_pure_and_runs_under_jit(wrapped, found):
     for mine, theirs in zip(inside.rows, found.rows, strict=True):
         np.testing.assert_allclose(mine.tally.moments, theirs.tally.moments, rtol=1e-5)
     after = jax.tree.leaves(nnx.state(wrapped))
-    assert all(a is b for a, b in zip(before, after, strict=True))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_example_runs(wrapped, found, run_example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_example(qt.nnx.numerics, wrapped=wrapped, batch=X, loss_fn=loss_fn)
+    assert (tmp_path / "numerics.png").exists()
+    assert capsys.readouterr().out == f"{found}\n"
 
 
 def test_table_picture_page_and_command(found, tmp_path):
@@ -226,7 +234,7 @@ class Planted(nnx.Module):
 
 
 @pytest.mark.quick
-def test_a_planted_outlier_ranks_first():
+def test_a_planted_outlier_ranks_first(run_example):
     model, x = Planted(), X[:, :16]
     target = model(x)
 
@@ -247,5 +255,6 @@ def test_a_planted_outlier_ranks_first():
     # By hand: that layer alone is wrapped.
     alone = qt.nnx.wrap(model, qt.Rules({"^fine$": INT8}))
     np.testing.assert_allclose(dict(found.ranking)["fine"], loss(alone, x), rtol=1e-4)
+    run_example(qt.nnx.sensitivity, model=model, wrapped=wrapped, batch=x, loss_fn=loss)
     with pytest.raises(ValueError, match="keep=4, expected an integer from 0 to 3"):
         found.rules(4)
