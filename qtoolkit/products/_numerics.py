@@ -295,16 +295,17 @@ def _rows(place: Place, recipe: Recipe, sums: jax.Array) -> list[Row]:
     for role, operand in enumerate(operands):
         if role in twins:
             continue
-        parts = [_PARTS[role], *(_PARTS[other] for other, twin in twins.items() if twin == role)]
+        alike = [role, *(other for other, twin in twins.items() if twin == role)]
         rows.append(
             Row(
                 path=place.path,
                 product=place.name,
                 operand=_OPERANDS[role],
-                parts=", ".join(parts),
+                parts=", ".join(_PARTS[other] for other in alike),
                 fmt="wide" if operand is None else str(operand),
                 limits=_limits(operand),
-                tally=tally_of(sums[role]),
+                # Measured once: as wgrad's where the kernel is the product's lhs.
+                tally=tally_of(sum(sums[other] for other in alike)),
             )
         )
     return rows

@@ -14,7 +14,7 @@ import qtoolkit as qt
 from qtoolkit.cli._app import app
 from qtoolkit.products import Numerics
 
-MX = qt.spec("mxfp8_e4m3")
+BLOCKS = qt.BlockFormat(element=qt.format("int8"), block=(16,))
 INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
 X = jax.random.normal(jax.random.key(0), (8, 32)).at[3, :5].set(0)
 
@@ -42,7 +42,7 @@ def loss_fn(model, x):
 
 @pytest.fixture(scope="module")
 def wrapped():
-    rules = qt.Rules({"head": None, "^b$": qt.recipes.mxfp8}, default=qt.Recipe())
+    rules = qt.Rules({"head": None, "^b$": qt.Recipe(BLOCKS)}, default=qt.Recipe())
     return qt.nnx.wrap(Net(), rules)
 
 
@@ -97,10 +97,26 @@ def test_each_number_is_that_of_metrics_of_the_captured_operand(wrapped, found):
         ("cotangent", "dgrad", of_b, 1),
         ("rhs", "dgrad", kernel, 1),
     ):
-        check(row_of(found, "b", operand, part), x, dataclasses.replace(MX, axes=(axis,)))
-    whole = dataclasses.replace(MX, block=(None,), axes=(0,))  # 8 examples are one block
+        check(row_of(found, "b", operand, part), x, dataclasses.replace(BLOCKS, axes=(axis,)))
+    whole = dataclasses.replace(BLOCKS, block=(None,), axes=(0,))  # 8 examples are one block
     check(row_of(found, "b", "lhs", "wgrad"), hidden, whole)
     check(row_of(found, "b", "cotangent", "wgrad"), of_b, whole)
+
+
+def test_kernels_on_the_left_are_kernels():
+    class Left(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(X[:4, :8])
+
+        def __call__(self, x):
+            return self.kernel[...] @ x.T
+
+    layer, x = qt.nnx.wrap(Left(), qt.Recipe(("int8", "e4m3fn"), "e5m2")), X[:6, :8]
+    found = qt.nnx.numerics(layer, x, loss_fn)
+    cotangent = jax.grad(lambda y: jnp.mean(y**2))(layer(x))
+    check(row_of(found, "", "lhs", "forward"), x.T, "int8")
+    check(row_of(found, "", "rhs", "forward"), layer.kernel[...], "e4m3fn")
+    check(row_of(found, "", "cotangent", "dgrad"), cotangent, "e5m2")
 
 
 def test_what_is_not_measured_is_said(found):
@@ -150,13 +166,14 @@ def test_a_layer_that_runs_several_times_has_one_row():
     np.testing.assert_allclose(kernel.tally.amax, jnp.abs(layer.kernel[...]).max(), rtol=1e-4)
 
 
-def test_it_is_pure_and_runs_under_jit(wrapped, found):
-    before = jax.tree.leaves(nnx.state(wrapped))
-    inside = nnx.jit(lambda model, x: qt.nnx.numerics(model, x, loss_fn))(wrapped, X)
-    for mine, theirs in zip(inside.rows, found.rows, strict=True):
-        np.testing.assert_allclose(mine.tally.moments, theirs.tally.moments, rtol=1e-5)
-    after = jax.tree.leaves(nnx.state(wrapped))
-    for a, b in zip(before, after, strict=True):
+def test_it_is_pure_and_runs_under_jit():
+    layer = qt.nnx.wrap(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), qt.recipes.fp8_lm)
+    x = X[:, :8]
+    before = jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(layer)))
+    found = qt.nnx.numerics(layer, x, loss_fn)
+    inside = nnx.jit(lambda model, x: qt.nnx.numerics(model, x, loss_fn))(layer, x)
+    assert str(inside) == str(found)
+    for a, b in zip(before, jax.tree.leaves(nnx.state(layer)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -222,11 +239,15 @@ def test_bad_input(wrapped):
 
 
 class Planted(nnx.Module):
-    """The input of `bad` has a feature that is 1,000 times as large as the others."""
+    """The input of `bad` has a feature that is 1,000 times as large as the others.
+
+    Its weights are as much smaller: without rounding that changes nothing.
+    """
 
     def __init__(self):
         rngs = nnx.Rngs(1)
         self.good, self.bad, self.fine = (nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
+        self.bad.kernel[...] = self.bad.kernel[...].at[0].divide(1000)
 
     def __call__(self, x):
         hidden = nnx.tanh(self.good(x))
@@ -246,7 +267,7 @@ def test_a_planted_outlier_ranks_first(run_example):
     (first, cost), *others = found.ranking
     assert first == "bad"
     assert cost > 10 * max(cost for _, cost in others) > 0
-    assert found.wide == 0
+    assert found.wide < 1e-10
     np.testing.assert_allclose(found.quantized, loss(wrapped, x), rtol=1e-5)
     rules = found.rules(1)
     assert rules == qt.Rules({"^bad$": None}, default=INT8)
@@ -254,7 +275,7 @@ def test_a_planted_outlier_ranks_first(run_example):
     assert "qtoolkit.Rules({'^bad$': None}, default=recipe)" in str(found)
     # By hand: that layer alone is wrapped.
     alone = qt.nnx.wrap(model, qt.Rules({"^fine$": INT8}))
-    np.testing.assert_allclose(dict(found.ranking)["fine"], loss(alone, x), rtol=1e-4)
+    np.testing.assert_allclose(dict(found.ranking)["fine"], loss(alone, x), rtol=1e-3)
     run_example(qt.nnx.sensitivity, model=model, wrapped=wrapped, batch=x, loss_fn=loss)
     with pytest.raises(ValueError, match="keep=4, expected an integer from 0 to 3"):
         found.rules(4)
