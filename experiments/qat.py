@@ -10,6 +10,10 @@ images that it has not seen:
        training images: by the largest magnitude, and by the least squared error
   QAT  the same model trained on for as many steps as before, with learned scales (LSQ)
   wide the same model trained on for as many steps, unquantized: what the further steps alone do
+
+Claim: QAT has the lower loss than PTQ by either observer, on each of three seeds. Seen with 600
+steps (loss of PTQ by absmax, by mse, of QAT): 0.154, 0.108, 0.098; 0.174, 0.162, 0.117; 0.167,
+0.151, 0.140. The further steps are part of that: unquantized they give 0.092, 0.123, 0.122.
 """
 
 import json
