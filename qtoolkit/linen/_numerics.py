@@ -19,8 +19,8 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
         found = qtoolkit.linen.numerics(wrapped, variables, batch, loss_fn)
         print(found)
 
-    As `qtoolkit.nnx.numerics`. Layers under `nn.jit`, whose traces are shared, count as the one
-    that was traced first.
+    As `qtoolkit.nnx.numerics`. Layers that `nn.scan` stacks have one row for all; layers alike
+    under `nn.jit` may share a trace, and then have one row, too.
 
     Args:
       wrapped: A module from `wrap`.

@@ -335,8 +335,10 @@ class Recipe:
 
     @property
     def twins(self) -> dict[int, int]:
-        """Of `operands`-like roles (lhs, rhs, cotangent and rhs of dgrad, lhs and cotangent of
-        wgrad): those that are rounded just as another one, and which that is.
+        """Places in `operands` of what is rounded just as another one is, and the place of that.
+
+        In dgrad and wgrad the same array is rounded again; where that is the same rounding, it is
+        the same operand.
         """
         lhs, rhs = self.forward
         pairs = (
