@@ -305,7 +305,7 @@ def _rows(place: Place, recipe: Recipe, sums: jax.Array) -> list[Row]:
                 fmt="wide" if operand is None else str(operand),
                 limits=_limits(operand),
                 # Measured once: as wgrad's where the kernel is the product's lhs.
-                tally=tally_of(sum(sums[other] for other in alike)),
+                tally=tally_of(jnp.sum(sums[jnp.array(alike)], axis=0)),
             )
         )
     return rows
