@@ -1,13 +1,17 @@
 """What every test shares."""
 
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+
+import qtoolkit
 
 LAYERS = ("formats", "casts", "scaling", "gradients", "products")
 OPERATORS = ("onnx", "openvino", "pypto")
@@ -32,6 +36,19 @@ def _no_process_is_left():
     with contextlib.suppress(ChildProcessError):  # there is none, running or ended
         child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         raise AssertionError(f"a child process is left: {child or 'running'}")
+
+
+@pytest.fixture
+def run_example() -> Callable[..., None]:
+    """Runs the example of a docstring, its first indented paragraph, with what it is given."""
+
+    def run(function: Callable[..., object], **names: object) -> None:
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        example = next(part for part in paragraphs if part.startswith("    "))
+        assert len(example.splitlines()) <= 8
+        exec(textwrap.dedent(example), {"qtoolkit": qtoolkit, **names})
+
+    return run
 
 
 @pytest.fixture

@@ -18,10 +18,9 @@ LAYERS = (
     ("formats",),
     ("casts",),
     ("scaling",),
-    ("gradients",),
+    ("gradients", "plots"),
     ("products",),
     ("onnx", "openvino", "pypto", "nnx", "linen", "optim", "checkpoints"),
-    ("plots",),
     ("demo",),
     ("cli",),
 )
@@ -137,7 +136,7 @@ def test_the_check_finds_a_wrong_arrow(tmp_path, file, source, arrow):
         "formats/_names.py": "import numpy\nfrom pkg.formats._float import E4M3FN",
         "casts/__init__.py": "import jax\nfrom . import _rounding\nfrom pkg.formats import format",
         "nnx/_wrap.py": "import flax\nfrom pkg.products import dot\nfrom pkg import cast",
-        "plots/__init__.py": "import matplotlib.pyplot as plt\nfrom ..checkpoints import plan",
+        "plots/__init__.py": "import matplotlib.pyplot as plt\nfrom ..scaling import metrics",
         "cli/_demo.py": "from pkg._version import __version__\nfrom pkg import nnx, plots",
     }
     for name, text in sound.items():

@@ -209,6 +209,45 @@ def _print_page(name: str) -> None:
         typer.echo(line)
 
 
+_INSTALL_PLOTS = "pip install 'qtoolkit[plots]'"
+
+
+@app.command()
+def report(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `Numerics.to_json()` gave, as a file.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Write a page with histograms as well.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Write a picture as well; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Show what rounding does to every operand of a model: a saved report of numerics."""
+    with one_line_errors("nothing was changed"):
+        from qtoolkit.products import Numerics  # loads JAX
+        from qtoolkit.products.internal import NUMERICS_HEADER
+
+        try:
+            found = Numerics.from_json(file.read_bytes())
+        except ValueError as error:
+            raise failure(f"{file}: {error}", 1) from error
+        rows = [row.cells() for row in found.rows]
+        table(NUMERICS_HEADER, rows, right=NUMERICS_HEADER[5:])
+        for note in found.notes:
+            typer.echo(note)
+        if html is not None:
+            found.html(html)
+        if plot is not None:
+            try:
+                found.plot(plot)
+            except ImportError as error:
+                raise failure(
+                    "no picture: matplotlib is missing; pip install 'qtoolkit[plots]'", 1
+                ) from error
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 400,

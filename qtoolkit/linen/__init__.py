@@ -1,6 +1,8 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
+from qtoolkit.linen._calibration import calibrate, freeze
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
+from qtoolkit.linen._numerics import numerics, sensitivity
 from qtoolkit.linen._quantize import quantize
 from qtoolkit.linen._report import report
 from qtoolkit.linen._state import value_and_grad
@@ -11,8 +13,12 @@ __all__ = [
     "Fp8Conv",
     "Fp8Dense",
     "Fp8Einsum",
+    "calibrate",
+    "freeze",
+    "numerics",
     "quantize",
     "report",
+    "sensitivity",
     "value_and_grad",
     "wrap",
 ]

@@ -153,13 +153,13 @@ def run(
     if this.counts and module.is_mutable_collection(COLLECTION):
         # Not before the call is over: an array made inside of a trace would leak out of it.
         for (path, recipe), names in this.counts.items():
-            before = module.variables.get(COLLECTION, {}).get(_key(path), {})
+            before = module.variables.get(COLLECTION, {}).get(key_of(path), {})
             made = {name: started(recipe, f"{path}:{name}") for name in names}
-            module.put_variable(COLLECTION, _key(path), {**made, **before})
+            module.put_variable(COLLECTION, key_of(path), {**made, **before})
     return out
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
     return path.replace("/", ".") or _ROOT
 
 
@@ -276,7 +276,7 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
-        kept = self.kept.get(_key(path), {})
+        kept = self.kept.get(key_of(path), {})
 
         rng = None if is_in_jit else self.rng
 
@@ -286,13 +286,13 @@ class _Run:
                 known = None if is_in_jit else kept.get(product)
                 yield state_of(recipe, f"{path}:{product}", known, rng)
 
-        multiply = Site(recipe, path).multiply(states())
+        multiply = Site(recipe, path).multiply(states(), f"{name}.")
         kernels = _kernels.get()
         numbers = itertools.count()
 
         def checked(found: Found) -> jax.Array | None:
             if kernels is not None:
-                kernels.note(found, recipe, _key(path), f"{name}.{next(numbers)}")
+                kernels.note(found, recipe, key_of(path), f"{name}.{next(numbers)}")
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")

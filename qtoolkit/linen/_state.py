@@ -6,6 +6,7 @@ with products, by its path with dots; that holds one for each product, "__call__
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet;
   bad: uint32[...], the steps with an infinity or a NaN, which were left out;
+  amax: float32[3], what calibration found, of lhs, rhs, and 0: `freeze` writes it;
   key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
 
 The leading axes are those of wrapped modules that are stacked. Within a `value_and_grad` there is
@@ -25,7 +26,7 @@ from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
 COLLECTION = "qtoolkit"
-_HISTORY, _BAD, _KEY, _PROBE = "history", "bad", "key", "probe"
+_HISTORY, _BAD, _KEY, _PROBE, AMAX = "history", "bad", "key", "probe", "amax"
 
 Kept = Mapping[str, Any]
 
@@ -60,6 +61,8 @@ def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None
         # current scales: the history does not move.
         given = kept.get(_PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
         probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
+    if recipe.is_calibrated and AMAX in kept:
+        amax = kept[AMAX]
     if recipe.is_stochastic:
         if rng is not None:
             key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)

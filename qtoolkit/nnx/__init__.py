@@ -1,10 +1,12 @@
 """FP8-aware training of Flax nnx models, without editing them."""
 
+from qtoolkit.nnx._calibration import calibrate, freeze, start_scales
 from qtoolkit.nnx._layers import FakeConvert, Fp8Conv, Fp8Einsum, Fp8Linear
+from qtoolkit.nnx._numerics import numerics, sensitivity
 from qtoolkit.nnx._quantize import quantize
 from qtoolkit.nnx._report import report
 from qtoolkit.nnx._serialization import register
-from qtoolkit.nnx._state import Probe, ScalingState, roll, value_and_grad
+from qtoolkit.nnx._state import LsqOffset, LsqScale, Probe, ScalingState, roll, value_and_grad
 from qtoolkit.nnx._wrap import wrap
 
 register()
@@ -14,11 +16,18 @@ __all__ = [
     "Fp8Conv",
     "Fp8Einsum",
     "Fp8Linear",
+    "LsqOffset",
+    "LsqScale",
     "Probe",
     "ScalingState",
+    "calibrate",
+    "freeze",
+    "numerics",
     "quantize",
     "report",
     "roll",
+    "sensitivity",
+    "start_scales",
     "value_and_grad",
     "wrap",
 ]

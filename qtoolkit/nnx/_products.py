@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.products.internal import Site, State, rewritten, scope
+from qtoolkit.products.internal import Site, State, instrument, rewritten, scope
 from qtoolkit.scaling import QArray
 
 States = Sequence[State]
@@ -60,17 +60,24 @@ class Attention:
         named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
 
         scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
-        place = Site(self.site.recipe, None)
+        # With their path where products are looked at one by one; else blocks alike share a trace.
+        place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
             # Any other function may read what is not among its arguments.
             is_known = self.original is nnx.dot_product_attention and module is None
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
                 return _attend(arrays, named, list(states), place, self.original, static)
-            return self._sowing(arrays, named, options, module, states)
+            return self._sowing(place, arrays, named, options, module, states)
 
     def _sowing(
-        self, arrays: Any, named: Any, options: dict[str, Any], module: Any, states: States
+        self,
+        place: Site,
+        arrays: Any,
+        named: Any,
+        options: dict[str, Any],
+        module: Any,
+        states: States,
     ) -> jax.Array:
         """With what the function sows, which its trace gives back."""
         names: list[Any] = []
@@ -81,7 +88,7 @@ class Attention:
             names[:] = [] if recorder is None else recorder.sown
             return out, [value for _, _, value in names]
 
-        multiply = Site(self.site.recipe, None).multiply(states)
+        multiply = place.multiply(states)
         out, values = rewritten(traced, multiply, _no_parameters)(arrays, named)
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)

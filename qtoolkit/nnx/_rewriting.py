@@ -90,7 +90,9 @@ def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
         site: Site | None = getattr(self, _SITE, None)
         if site is None:
             return method(self, *args, **kwargs)
-        with enclosing(dataclasses.replace(site, recipe=site.recipe.without_state())):
+        kept = getattr(self, "qtoolkit_dot", None)
+        within = dataclasses.replace(site, recipe=site.recipe.without_state())
+        with enclosing(within, None if kept is None else kept.state()):
             return _run(site, method, self, args, kwargs)
 
     return entering

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qtoolkit.products import Recipe
+from qtoolkit.products import Learned, Operand, Recipe
 from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
@@ -22,6 +22,14 @@ class Probe(nnx.Variable):
     """Zeros, whose gradient carries what a step observed. Neither read nor trained."""
 
 
+class LsqScale(nnx.Param):
+    """A learned scale: a parameter, which trains with the model. NaN until `start_scales`."""
+
+
+class LsqOffset(nnx.Param):
+    """A learned offset, beside an `LsqScale`."""
+
+
 class ProductState(nnx.Module):
     """What one product keeps.
 
@@ -30,6 +38,8 @@ class ProductState(nnx.Module):
         newest step first; absent where the recipe delays no scale.
       bad: uint32[...], the steps with an infinity or a NaN, which were left out.
       probe: float32[..., 3, buckets].
+      amax: float32[..., 3], what calibration found, of lhs, rhs, and 0.
+      scales, offsets: float32[...] each, for lhs and rhs, where these are learned.
       key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
 
     The leading axes are those of layers that are stacked.
@@ -40,6 +50,11 @@ class ProductState(nnx.Module):
             self.history = ScalingState(jnp.zeros((*lead, 3, recipe.history), jnp.float32))
             self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
             self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
+        if recipe.is_calibrated:
+            self.amax = ScalingState(jnp.zeros((*lead, 3), jnp.float32))
+        if any(recipe.learned):
+            self.scales = nnx.List([_started(LsqScale, o, lead) for o in recipe.forward])
+            self.offsets = nnx.List([_started(LsqOffset, o, lead) for o in recipe.forward])
         if recipe.is_stochastic:
             identity = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
             identity = identity + np.uint32(zlib.crc32(path.encode()))
@@ -55,9 +70,19 @@ class ProductState(nnx.Module):
             amax = jnp.max(history, axis=-1)
             amax = jnp.max(amax.reshape(-1, 3), axis=0)
             probe = jnp.sum(probe.reshape(-1, *probe.shape[-2:]), axis=0)
+        if hasattr(self, "amax"):
+            amax = jnp.max(self.amax[...].reshape(-1, 3), axis=0)
         if hasattr(self, "key"):
             key = self.key[...].reshape(-1, 2)[0]
-        return State(amax, probe, key)
+        return State(amax, probe, key, learned=self._learned())
+
+    def _learned(self) -> Any:
+        """For lhs and rhs, scale and offset; of a stack that arrives whole, the mean."""
+        if not hasattr(self, "scales"):
+            return None
+        pairs = zip(self.scales, self.offsets, strict=True)
+        lhs, rhs = (tuple(x if x is None else jnp.mean(x[...]) for x in pair) for pair in pairs)
+        return lhs, rhs
 
     def roll(self, counts: jax.Array | None) -> None:
         """After a step that observed `counts`, the gradient of the probe."""
@@ -65,6 +90,13 @@ class ProductState(nnx.Module):
             self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
         if hasattr(self, "key"):
             self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
+
+
+def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ...]) -> Any:
+    scaling = None if operand is None else operand.scaling
+    if not isinstance(scaling, Learned) or (kind is LsqOffset and not scaling.offset):
+        return None
+    return kind(jnp.full(lead, jnp.nan, jnp.float32))
 
 
 def value_and_grad(

@@ -167,11 +167,22 @@ def _with_caches(copied: Any, fmt: BlockFormat | None) -> Any:
     return copied
 
 
-def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str = "wrap") -> None:
-    """Gives one layer its quantized products."""
+def attach(
+    layer: Any,
+    recipe: Recipe,
+    found: "Found | None" = None,
+    where: str = "wrap",
+    *,
+    count: int | None = None,
+) -> None:
+    """Gives one layer its quantized products.
+
+    Args:
+      count: How many products a module of one's own computes that keep state; None: none.
+    """
     found = Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
-    for kind, (attribute, original, made, count) in _HOOKS.items():
+    for kind, (attribute, original, made, hooked) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
         arguments = [site]
@@ -179,7 +190,7 @@ def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str 
             arguments.append(_original_attention(getattr(layer, attribute)))
         else:
             _check_attribute(where, found, attribute, (original, None), (made, StatefulProducts))
-        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, count, site))
+        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, hooked, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
@@ -192,16 +203,16 @@ def attach(layer: Any, recipe: Recipe, found: "Found | None" = None, where: str 
             caching: Any = type(layer)
             layer.__class__ = caching_class(caching)
         layer.qtoolkit_site = site
-        count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), 0)
-        if count and (recipe.is_delayed or recipe.is_stochastic):
-            layer.qtoolkit_products = nnx.List(_states(layer, recipe, count, site))
+        known = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
+        if known and recipe.keeps_state:
+            layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
-    if not (recipe.is_delayed or recipe.is_stochastic):
+    if not recipe.keeps_state:
         return call
     return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
 
@@ -219,7 +230,10 @@ def stacked(layer: Any) -> tuple[int, ...]:
         return tuple(layer.embedding.shape[:-2])
     if isinstance(layer, nnx.LoRA):
         return tuple(layer.lora_a.shape[:-2])
-    shape = tuple(layer.kernel.shape)
+    if not isinstance(layer, (*_KERNEL_HOOKS, nnx.ConvTranspose)):
+        return ()  # a module of one's own
+    known: Any = layer
+    shape = tuple(known.kernel.shape)
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
         rank = len(layer.kernel_shape)
     elif isinstance(layer, nnx.LinearGeneral):
@@ -296,6 +310,10 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
     # No JAX container: an array, a constant, or a module that was declared with pytree=False.
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
+
+
+def found_at(layer: nnx.Module, path: str) -> Found:
+    return Found(layer, [path])
 
 
 def _check_rules(

@@ -1,21 +1,28 @@
 """Quantized products on plain arrays, and the recipes that say how."""
 
 from qtoolkit.products import _presets as recipes
+from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
+from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import CODES
-from qtoolkit.products._recipe import Current, Delayed, Hadamard, Operand, Recipe, Static
+from qtoolkit.products._recipe import Current, Delayed, Hadamard, Learned, Operand, Recipe, Static
 from qtoolkit.products._report import Product, Report
+from qtoolkit.products._sensitivity import Sensitivity
 from qtoolkit.products._site import dot
 
 __all__ = [
     "CODES",
+    "Calibration",
     "Current",
     "Delayed",
     "Hadamard",
+    "Learned",
+    "Numerics",
     "Operand",
     "Product",
     "Recipe",
     "Report",
+    "Sensitivity",
     "Static",
     "conv_general_dilated",
     "dot",

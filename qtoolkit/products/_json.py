@@ -17,12 +17,13 @@ from qtoolkit.formats import (
     format,
     spec,
 )
-from qtoolkit.products._recipe import Current, Delayed, Hadamard, Operand, Recipe, Static
+from qtoolkit.products._recipe import Current, Delayed, Hadamard, Learned, Operand, Recipe, Static
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Recipe, Operand, Current, Delayed, Static, Hadamard, Projection, Stochastic),
+        *(Recipe, Operand, Current, Delayed, Static, Learned, Hadamard),
+        *(Projection, Stochastic),
         *(BlockFormat, FloatFormat, IntFormat, Specials, Overflow),
     )
 }

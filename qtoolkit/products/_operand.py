@@ -30,6 +30,7 @@ from qtoolkit.scaling.internal import (
     operand_values,
     scale_from,
     single_scale,
+    tensor_scale_from,
     unscaled_values,
 )
 
@@ -89,17 +90,16 @@ class Cut:
     axis_names: tuple[str, ...]
 
     def rounded(self, x: Array, delayed: Array | None, key: Array | None) -> Rounded:
-        """`x` by its own scale or a delayed one, where that is not 0.
+        """`x` by its own scale, or a delayed one where that is not 0, or a calibrated one.
 
         Args:
-          delayed: float32 scalar, an amax; or None.
+          delayed: float32 scalar, an amax of earlier steps or of calibration; or None.
           key: Words of a key, for stochastic rounding; the values are mixed into it.
         """
         if self.operand is None:
             return Rounded(x, Scales(), None)
         operand = self.operand
-        if operand.transform is not None and self.axis is not None:
-            x = _transformed(x, self.axis, operand.transform)
+        x = self.transformed(x)
         projection = operand.projection
         if isinstance(projection.rounding, Stochastic):
             words = _mixed(key, x)
@@ -109,6 +109,12 @@ class Cut:
         given = self._scales(operand, x, delayed)
         q, scales = operand_values(x, operand.spec, projection, given)
         return Rounded(q, scales, operand.spec)
+
+    def transformed(self, x: Array) -> Array:
+        """What is rounded in place of `x`: itself, or its Hadamard transform in float32."""
+        if self.operand is None or self.operand.transform is None or self.axis is None:
+            return x
+        return _transformed(x, self.axis, self.operand.transform)
 
     def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
         """What stands for the array itself: without the transform, wide; or as it is."""
@@ -137,8 +143,14 @@ class Cut:
     def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
         """The scale that does not follow from `x` alone."""
         fmt = operand.spec
+        if operand.scaling == Static():
+            assert delayed is not None  # `quantized_product` has checked
+            if fmt.tensor_scale is not None:
+                return Scales(None, tensor_scale_from(delayed, fmt))
+            return Scales(scale_from(delayed.reshape((1,) * x.ndim), fmt, None))
         if isinstance(operand.scaling, Static):
             assert fmt.scale is not None
+            assert operand.scaling.scale is not None
             scale = to_stored(
                 jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
             )

@@ -13,17 +13,19 @@ from qtoolkit.formats import (
     E5M2,
     E5M2FNUZ,
     FLOAT32,
+    INT4,
     INT8,
     BlockFormat,
 )
 from qtoolkit.products._json import from_json, to_json
-from qtoolkit.products._recipe import Delayed, Hadamard, Operand, Recipe
+from qtoolkit.products._recipe import Delayed, Hadamard, Learned, Operand, Recipe
 
 __all__ = [
     "deepseek_v3",
     "fnuz_amd",
     "fp8_lm",
     "from_json",
+    "int4_lsq",
     "int8_qat",
     "mxfp8",
     "nvfp4",
@@ -134,6 +136,16 @@ int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
 
 Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their
 current amax, without zero points or moving averages.
+"""
+
+_LSQ = Operand(BlockFormat.tensor(INT4), scaling=Learned())
+int4_lsq = Recipe((_LSQ, _LSQ), gradient=None)
+"""LSQ: int4 activations and weights, each layer with one learned scale for both; gradients wide.
+
+The scales are parameters of a model from `qtoolkit.nnx.wrap`, which `qtoolkit.nnx.start_scales`
+gives their first values.
+Source: arXiv:1902.08153. Deviations: the paper has unsigned integers for activations that follow a
+ReLU, and keeps the first and the last layer at 8 bits, which is for `Rules` to say.
 """
 
 w4a16 = Recipe((None, "int4_group128"), gradient=None)

@@ -33,9 +33,11 @@ from qtoolkit.formats import FloatFormat
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._learned import LearnedScale, with_learned_scales
 from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.products._stored import restored_operand
+from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
 
@@ -50,17 +52,23 @@ class State(NamedTuple):
       amax: float32[3], of lhs, rhs and the cotangent, from the steps before; 0 for the current one.
       probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
       key: uint32[2], words of a key for stochastic rounding.
+      zeros: float32[len(ROLES), size], whose gradient is what a tap keeps.
+      learned: For lhs and rhs, the scale and the offset, float32 scalars, None where not learned.
     """
 
     amax: Array | None = None
     probe: Array | None = None
     key: Array | None = None
+    zeros: Array | None = None
+    learned: tuple[LearnedScale, LearnedScale] | None = None
 
     def swapped(self) -> "State":
         """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
         order = jnp.array([1, 0, 2])
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
-        return self._replace(amax=amax, probe=probe)
+        zeros = None if self.zeros is None else swapped_rows(self.zeros)
+        learned = None if self.learned is None else self.learned[::-1]
+        return self._replace(amax=amax, probe=probe, zeros=zeros, learned=learned)
 
 
 def quantized_product(
@@ -72,13 +80,47 @@ def quantized_product(
     dtype: DTypeLike | None,
     state: State | None = None,
     extra: tuple[Array, ...] = (),
+    *,
+    place: Place | None = None,
+    is_swapped: bool = False,
 ) -> Array:
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes.
 
     A `QArray` is an operand that is rounded already: its codes and scales are used as they are, in
     derivatives too, whatever the recipe says of that side.
+
+    Args:
+      place: Which product this is; None for one that belongs to no layer.
+      is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
     """
     check_recipe(where, recipe)
+
+    def compute(
+        recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
+    ) -> Array:
+        if tap is not None:
+            state = (state or State())._replace(zeros=zeros)
+        if is_swapped:
+            recipe, state = recipe.swapped(), state and state.swapped()
+        return _computed(where, function, lhs, rhs, recipe, dtype, state, extra, tap)
+
+    by = instrument()
+    if by is None:
+        return compute(recipe, state)
+    return by.product(place or Place("", where), recipe, state, compute)
+
+
+def _computed(
+    where: str,
+    function: Bilinear,
+    lhs: Array | QArray,
+    rhs: Array | QArray,
+    recipe: Recipe,
+    dtype: Any,
+    state: State | None,
+    extra: tuple[Array, ...],
+    tap: Tap | None,
+) -> Array:
     for side, operand in enumerate((lhs, rhs)):
         if isinstance(operand, QArray):
             recipe = recipe.beside_stored(side)
@@ -87,6 +129,12 @@ def quantized_product(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
             "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
         )
+    if recipe.is_calibrated and (state is None or state.amax is None):
+        raise ValueError(
+            f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
+            "from qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches)), or give "
+            "Static a number"
+        )
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
         for x in (lhs, rhs)
@@ -94,17 +142,22 @@ def quantized_product(
     if 0 in (*lhs.shape, *rhs.shape):  # nothing to round, and no scale for it
         wide = (None, None)
         recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
-        state = None
+        state = tap = None
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in FLOATS:
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
         )
     _check_held(where, recipe, lhs.dtype, rhs.dtype, dtype)
+    if any(recipe.learned):
+        learned, zeros = (None, None) if state is None else (state.learned, state.zeros)
+        (lhs, rhs), tap = with_learned_scales(where, (lhs, rhs), recipe, learned, tap, zeros)
+        state = None if state is None else state._replace(learned=None)
+        recipe = recipe.without_learned()
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
         state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
-    plan = _Plan(function, recipe, jnp.dtype(dtype))
+    plan = _Plan(function, recipe, jnp.dtype(dtype), tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
     return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
@@ -133,6 +186,7 @@ class _Plan:
     function: Bilinear
     recipe: Recipe
     dtype: Any
+    tap: Tap | None = None
 
     def forward(self, lhs: Any, rhs: Any) -> tuple[Cut, Cut]:
         """How lhs and rhs are cut in the product."""
@@ -211,12 +265,15 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
     given: tuple[Given, Given]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
-    if state.probe is not None and not is_observed:
+    is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
+    if state.probe is not None and not is_observed and not is_tapped:
         state = State(key=state.key)
         operands = _forward_operands(given[0], given[1], state, plan)
     out = _product(given, operands, State(key=state.key), extra, plan)
     sides = tuple(side for side in (0, 1) if _moves(given[side], dots[side]))
-    xs = [dots[side] for side in sides] + ([state_dots.probe] if is_observed else [])
+    xs = [dots[side] for side in sides]
+    xs += [state_dots.probe] if is_observed else []
+    xs += [state_dots.zeros] if is_tapped else []
     if not xs:
         return out, jnp.zeros_like(out)
     residuals = _Residuals(
@@ -224,6 +281,7 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         amax=_amaxes(state)[2],
         key=state.key,
         seen=_seen(given) if is_observed else None,
+        tapped=_tapped(plan, given, operands, state) if is_tapped else None,
         extra=extra,
     )
     leaves, structure = jax.tree.flatten(residuals)
@@ -231,7 +289,7 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
         _struct(operand.q if isinstance(x, QArray) else x)
         for x, operand in zip(given, operands, strict=True)
     )
-    facts = _Facts(plan, sides, (lhs, rhs), is_observed, structure)
+    facts = _Facts(plan, sides, (lhs, rhs), is_observed, is_tapped, structure)
     tangent = linear_with_transpose(
         _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
     )
@@ -251,6 +309,7 @@ class _Residuals:
       amax: Of the cotangent, from the steps before.
       key: For stochastic rounding.
       seen: Of lhs and rhs, what `amax_of` gives, where the state observes.
+      tapped: What a tap keeps of lhs and rhs: float32[len(ROLES), size], zeros for the cotangents.
       extra: The integer arrays of the function.
     """
 
@@ -258,6 +317,7 @@ class _Residuals:
     amax: Array | None
     key: Array | None
     seen: Any
+    tapped: Array | None
     extra: tuple[Array, ...]
 
 
@@ -296,6 +356,43 @@ def _moves(given: Given, dot: Any) -> bool:
     return bool(moving)
 
 
+def _tapped(
+    plan: _Plan, given: tuple[Given, Given], operands: tuple[Rounded, Rounded], state: State
+) -> Array:
+    """What the tap keeps of lhs and rhs, and of both as dgrad and wgrad take them, if otherwise."""
+    amaxes = _amaxes(state)
+    forward = plan.forward(*given)
+    rows: dict[int, Array] = {}
+    for side, x in enumerate(given):
+        if isinstance(x, QArray):  # not rounded here
+            continue
+        rows[side] = _kept_by_tap(plan, side, x, operands[side], forward[side])
+        how = plan.other(1 - side, *given)
+        role = 3 if side else 4
+        if role in _roles(plan) and role not in plan.recipe.twins:
+            again = rounded(x, amaxes[side], state.key, how)
+            rows[role] = _kept_by_tap(plan, role, x, again, how)
+    return _stacked(plan, rows)
+
+
+def _kept_by_tap(plan: _Plan, role: int, x: Array, operand: Rounded, how: Cut) -> Array:
+    assert plan.tap is not None
+    if role not in plan.tap.roles:
+        return jnp.zeros((plan.tap.size,), jnp.float32)
+    x, operand = lax.stop_gradient((how.transformed(x), operand))
+    return plan.tap(x, operand, how)
+
+
+def _roles(plan: _Plan) -> tuple[int, ...]:
+    return () if plan.tap is None else plan.tap.roles
+
+
+def _stacked(plan: _Plan, rows: dict[int, Array]) -> Array:
+    assert plan.tap is not None
+    nothing = jnp.zeros((plan.tap.size,), jnp.float32)
+    return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Facts:
     """What the tangent of a product and its transpose both know."""
@@ -304,6 +401,7 @@ class _Facts:
     sides: tuple[int, ...]
     given: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
     is_observed: bool
+    is_tapped: bool
     structure: Any
 
     def residuals(self, leaves: tuple[Array, ...]) -> _Residuals:
@@ -353,7 +451,24 @@ class _Cotangent:
         if facts.is_observed:
             seen = (*residuals.seen, amax_of(cotangent))
             outs.append(jnp.stack([histogram(*one) for one in seen]))
+        if facts.is_tapped:
+            outs.append(self._tapped(residuals, cotangent, found))
         return tuple(outs)
+
+    def _tapped(self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
+        """What the tap keeps; of the cotangent once, where both products take it alike."""
+        facts, rows = self.facts, {}
+        for side, role in ((0, 2), (1, 5)):
+            how = facts.plan.cotangent(side, *facts.given, cotangent)
+            if role not in _roles(facts.plan) or role in facts.plan.recipe.twins:
+                continue
+            operand = found.get(how)
+            if operand is None:
+                operand = rounded(cotangent, residuals.amax, residuals.key, how)
+            rows[role] = _kept_by_tap(facts.plan, role, cotangent, operand, how)
+        forward = residuals.tapped
+        assert forward is not None
+        return forward + _stacked(facts.plan, rows) if rows else forward
 
 
 @dataclasses.dataclass(frozen=True)

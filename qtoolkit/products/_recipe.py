@@ -1,6 +1,7 @@
 """What a quantized product rounds, and how: frozen data."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qtoolkit.casts import Projection
@@ -47,17 +48,37 @@ class Static:
     """One scale that never moves: x ~ q * scale. What does not fit saturates.
 
     Attributes:
-      scale: A positive number, which float32 holds as a normal one.
+      scale: A positive number, which float32 holds as a normal one. None: what calibration found
+        for the product, which the layer keeps; `qtoolkit.nnx.freeze` makes such recipes.
     """
 
-    scale: float
+    scale: float | None = None
 
     def __post_init__(self) -> None:
+        if self.scale is None:
+            return
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         if not is_number or not 2.0**-126 <= self.scale <= 2.0**127:
             raise ValueError(
                 f"Static: scale={self.scale!r}, expected a number of 2**-126 to 2**127"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """A scale that is a parameter of the model and trains with it: LSQ.
+
+    The operand is `qtoolkit.gradients.lsq(x, scale, fmt)`, or `lsq_plus` with an offset; what the
+    derivatives multiply is that, too, and gradients of what saturates are 0, other than with all
+    other scalings. For the operands of forward products.
+
+    Attributes:
+      offset: Whether there is an offset, which is learned as well (LSQ+).
+
+    Source: arXiv:1902.08153; arXiv:2004.09576.
+    """
+
+    offset: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +108,7 @@ class Hadamard:
             raise ValueError(f"Hadamard: seed={self.seed!r}, expected an integer or None")
 
 
-Scaling: TypeAlias = Current | Delayed | Static
+Scaling: TypeAlias = Current | Delayed | Static | Learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +151,7 @@ class Operand:
         object.__setattr__(self, "spec", found)
         for name, kinds in (
             ("projection", (Projection,)),
-            ("scaling", (Current, Delayed, Static)),
+            ("scaling", (Current, Delayed, Static, Learned)),
             ("transform", (Hadamard, type(None))),
         ):
             value = getattr(self, name)
@@ -149,11 +170,23 @@ class Operand:
                 f"Operand: {found.name} has zero points, which products do not take; use a "
                 "symmetric format, or qtoolkit.fake_quantize on the operand"
             )
-        if not isinstance(self.scaling, Current) and not self.has_one_scale:
+        has_calibrated_second = self.scaling == Static() and bool(found.tensor_scale)
+        if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
             raise ValueError(
                 f"Operand: {found.name} has no single scale of float32 for the tensor, which "
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {found.element.name!r}"
             )
+
+        if isinstance(self.scaling, Learned) and (self.transform or self.projection != NEAREST):
+            raise ValueError(
+                "Operand: Learned scaling rounds to nearest and without a transform; leave out "
+                "projection and transform"
+            )
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether its scale is a parameter."""
+        return isinstance(self.scaling, Learned)
 
     @property
     def has_one_scale(self) -> bool:
@@ -258,6 +291,7 @@ class Recipe:
                     f"{transforms[1]}, expected the same for both: the product would be another"
                 )
             object.__setattr__(self, name, pair)
+        self._check_learned(pairs)
         scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
         lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
         if len(lengths) > 1:
@@ -276,15 +310,76 @@ class Recipe:
         object.__setattr__(self, "arithmetic", arithmetic)
         object.__setattr__(self, "axis_names", axis_names)
 
+    @staticmethod
+    def _check_learned(pairs: dict[str, Pair]) -> None:
+        """What is learned belongs to a forward product; its derivatives take the same operand."""
+        lhs, rhs = pairs["forward"]
+        for name, place, forward in (("dgrad", 1, rhs), ("wgrad", 0, lhs)):
+            given = pairs[name][place]
+            is_learned = [o is not None and o.is_learned for o in (forward, given)]
+            if any(is_learned) and forward != given:
+                raise ValueError(
+                    f"Recipe: {name} has {given} for what forward has as {forward}, expected the "
+                    "same where a scale is learned"
+                )
+        cotangents = pairs["dgrad"][0], pairs["wgrad"][1]
+        if any(o is not None and o.is_learned for o in cotangents):
+            raise ValueError(
+                "Recipe: a cotangent has Learned scaling, expected it for lhs or rhs of forward"
+            )
+
     @property
     def operands(self) -> tuple[Operand | None, ...]:
         """All six."""
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     @property
+    def twins(self) -> dict[int, int]:
+        """Places in `operands` of what is rounded just as another one is, and the place of that.
+
+        In dgrad and wgrad the same array is rounded again; where that is the same rounding, it is
+        the same operand.
+        """
+        lhs, rhs = self.forward
+        pairs = (
+            (3, 1, self.dgrad[1], rhs),
+            (4, 0, self.wgrad[0], lhs),
+            (5, 2, self.wgrad[1], self.dgrad[0]),
+        )
+        return {role: twin for role, twin, a, b in pairs if a == b and _is_cut_alike(a)}
+
+    @property
     def is_delayed(self) -> bool:
         """Whether a layer has to keep histories for it."""
         return any(isinstance(o.scaling, Delayed) for o in self.operands if o is not None)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a layer keeps scales for it that calibration found."""
+        return any(o.scaling == Static() for o in self.operands if o is not None)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a layer has something to keep for its products."""
+        is_kept = self.is_delayed or self.is_stochastic or self.is_calibrated
+        return is_kept or any(self.learned)
+
+    @property
+    def learned(self) -> tuple[bool, bool]:
+        """Whether the scales of lhs and rhs are parameters."""
+        lhs, rhs = (o is not None and o.is_learned for o in self.forward)
+        return lhs, rhs
+
+    def without_learned(self) -> "Recipe":
+        """The same for operands to which their learned scales have been applied: these are wide."""
+
+        def pair(given: Pair) -> Pair:
+            first, second = (None if o is not None and o.is_learned else o for o in given)
+            return first, second
+
+        return dataclasses.replace(
+            self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
+        )
 
     @property
     def is_stochastic(self) -> bool:
@@ -339,21 +434,47 @@ class Recipe:
     def without_state(self) -> "Recipe":
         """The same with current scales in place of delayed ones."""
 
-        def current(pair: Pair) -> Pair:
-            first, second = (
-                dataclasses.replace(operand, scaling=Current())
-                if operand is not None and isinstance(operand.scaling, Delayed)
-                else operand
-                for operand in pair
-            )
+        def current(operand: Operand) -> Operand:
+            is_delayed = isinstance(operand.scaling, Delayed)
+            return dataclasses.replace(operand, scaling=Current()) if is_delayed else operand
+
+        return self.mapped(current)
+
+    def frozen(self) -> "Recipe":
+        """The same with a calibrated scale wherever one for a whole tensor of lhs or rhs would
+        follow from the step, or from those before; also for their use in dgrad and wgrad.
+        """
+        calibrated = [o for o in self.forward if o is not None and is_calibratable(o)]
+
+        def static(operand: Operand) -> Operand:
+            is_one = operand in calibrated
+            return dataclasses.replace(operand, scaling=Static()) if is_one else operand
+
+        return self.mapped(static).without_state()
+
+    def mapped(self, function: Callable[[Operand], Operand]) -> "Recipe":
+        """The same with `function` of each operand that is not wide."""
+
+        def pair(given: Pair) -> Pair:
+            first, second = (None if operand is None else function(operand) for operand in given)
             return first, second
 
         return dataclasses.replace(
-            self,
-            forward=current(self.forward),
-            dgrad=current(self.dgrad),
-            wgrad=current(self.wgrad),
+            self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
         )
+
+
+def is_calibratable(operand: Operand) -> bool:
+    """Whether a scale of it sees the whole tensor and is not given."""
+    has_scale = operand.has_one_scale or bool(operand.spec.tensor_scale)
+    return has_scale and isinstance(operand.scaling, Current | Delayed)
+
+
+def _is_cut_alike(operand: Operand | None) -> bool:
+    """Whether an operand is the same in every product, wherever that contracts."""
+    if operand is None:
+        return True
+    return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
 
 
 def is_stochastic(operand: Operand | None) -> bool:

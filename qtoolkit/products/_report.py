@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
-from qtoolkit.products._site import MODEL, Place, place_of
+from qtoolkit.products._site import MODEL, Scope, place_of
 from qtoolkit.scaling import QArray
 
 _LIBRARIES = tuple(
@@ -68,13 +68,13 @@ class Report:
         for path, products in by_path.items():
             cells = (_joined(products, part) for part in _PARTS)
             rows.append((path or "-", *cells, str(sum(p.count for p in products))))
-        lines = _table(rows)
+        lines = text_table(rows)
         if self.left:
             lines.append("")
             heads: list[tuple[str, ...]] = [
                 ("left", "product", "operands", "reason", "where", "products")
             ]
-            lines += _table(
+            lines += text_table(
                 heads
                 + [
                     (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
@@ -95,7 +95,7 @@ def _joined(products: list[Product], part: str) -> str:
     return "; ".join(dict.fromkeys(p.operands for p in products if p.part == part)) or "-"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -157,11 +157,17 @@ def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     return kept
 
 
+def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
+    """The products of a forward pass that are not quantized."""
+    left = collections.Counter(p for p in _products(closed, "forward") if p.reason)
+    return tuple(dataclasses.replace(product, count=count) for product, count in left.items())
+
+
 def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
     yield from _walk(closed.jaxpr, "", part, None)
 
 
-def _walk(jaxpr: Any, stack: str, part: str, marked: Place | None) -> Iterator[Product]:
+def _walk(jaxpr: Any, stack: str, part: str, marked: Scope | None) -> Iterator[Product]:
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = eqn.primitive.name
@@ -177,12 +183,12 @@ def _walk(jaxpr: Any, stack: str, part: str, marked: Place | None) -> Iterator[P
         else:
             inside = marked
             if eqn.params.get("name") == MARKER:
-                inside = Place("", "") if place is None else place
+                inside = Scope("", "") if place is None else place
             for inner in inner_jaxprs(eqn):
                 yield from _walk(inner, here, part, inside)
 
 
-def _derivatives(eqn: Any, place: Place | None) -> Iterator[Product]:
+def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
     """Of the transposed product: its parameter `forward` is our function of the cotangent."""
     function = eqn.params["forward"]
     while hasattr(function, "function"):
@@ -199,7 +205,7 @@ def _derivatives(eqn: Any, place: Place | None) -> Iterator[Product]:
         yield Product("" if place is None else place.path, part, label, reason)
 
 
-def _left(eqn: Any, place: Place | None, part: str) -> Product:
+def _left(eqn: Any, place: Scope | None, part: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     is_integer = not all(_is_float(x.aval) for x in eqn.invars[:2])
     if place is not None and place.is_left:

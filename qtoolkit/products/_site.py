@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,10 +17,13 @@ from qtoolkit.products._functions import conv_function, dot_function, einsum_fun
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
+from qtoolkit.products._taps import Place
 from qtoolkit.scaling import QArray
 
 MODEL = "(model)"  # the path of the model itself
-_enclosing: contextvars.ContextVar["Site | None"] = contextvars.ContextVar("site", default=None)
+_enclosing: contextvars.ContextVar[tuple["Site | None", State | None]] = contextvars.ContextVar(
+    "site", default=(None, None)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +50,43 @@ class Site:
         dtype: DTypeLike | None,
         state: State | None = None,
         extra: tuple[jax.Array, ...] = (),
+        *,
+        name: str = "0",
+        is_swapped: bool = False,
     ) -> jax.Array:
+        """One product; `name` is that of the product in its layer."""
         named = f"{where} of {self.path}" if self.path else where
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
-            named_scope = jax.named_scope(scope(self.path, self.recipe))
+            recipe = self.recipe.swapped() if is_swapped else self.recipe
+            named_scope = jax.named_scope(scope(self.path, recipe))
         with named_scope:
-            return quantized_product(named, function, lhs, rhs, self.recipe, dtype, state, extra)
+            return quantized_product(
+                named,
+                function,
+                lhs,
+                rhs,
+                self.recipe,
+                dtype,
+                state,
+                extra,
+                place=Place(self.path or "", name),
+                is_swapped=is_swapped,
+            )
 
-    def multiply(self, states: Iterable[State | None] = ()) -> Multiply:
+    def multiply(self, states: Iterable[State | None] = (), prefix: str = "") -> Multiply:
         """For `rewritten`: the products of a function in order, each with its state.
 
-        A kernel on either side is rounded as a kernel, and two activations both as activations.
-        Products beyond the states scale by their own magnitudes where the recipe is delayed.
+        They are named by `prefix` and their number. A kernel on either side is rounded as a
+        kernel, and two activations both as activations. Products beyond the states scale by their
+        own magnitudes where the recipe is delayed.
         """
-        remaining = iter(states)
+        remaining, numbers = iter(states), itertools.count()
 
         def multiply(found: Found) -> jax.Array:
             recipe, state = self.recipe, next(remaining, None)
             if found.is_parameter == (False, False):
                 recipe = recipe.of_activations()
-            elif found.is_parameter == (True, False):
-                recipe = recipe.swapped()
-                state = state and state.swapped()
             if state is None:
                 recipe = recipe.without_state()
             site = dataclasses.replace(self, recipe=recipe)
@@ -80,6 +98,8 @@ class Site:
                 found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
                 state,
                 found.extra,
+                name=f"{prefix}{next(numbers)}",
+                is_swapped=found.is_parameter == (True, False),
             )
 
         return multiply
@@ -146,9 +166,9 @@ class Site:
 
 
 @contextmanager
-def enclosing(site: Site | None) -> Iterator[None]:
-    """Within it `dot` computes by `site`."""
-    token = _enclosing.set(site)
+def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
+    """Within it `dot` computes by `site`, with what is kept for all its calls."""
+    token = _enclosing.set((site, state))
     try:
         yield
     finally:
@@ -168,15 +188,15 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
 
     Gradient: as `dot_general`.
     """
-    site = _enclosing.get()
+    site, state = _enclosing.get()
     if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
-    dtype = jnp.result_type(lhs, rhs)
-    return site.dot_general(lhs, rhs, numbers, precision, dtype)
+    function = dot_function(numbers, precision, None)
+    return site.product("dot", function, lhs, rhs, jnp.result_type(lhs, rhs), state, name="dot")
 
 
-class Place(NamedTuple):
+class Scope(NamedTuple):
     """What the name stack of a program says of a product.
 
     Attributes:
@@ -200,7 +220,7 @@ def scope(path: str, recipe: Recipe | None) -> str:
     return f"{SCOPE}{named}|{label}|"
 
 
-def place_of(name_stack: str) -> Place | None:
+def place_of(name_stack: str) -> Scope | None:
     """The place of the innermost scope of a name stack, None where there is none."""
     at = max(name_stack.rfind(SCOPE), name_stack.rfind(LEFT))
     if at < 0:
@@ -208,4 +228,4 @@ def place_of(name_stack: str) -> Place | None:
     is_left = name_stack.startswith(LEFT, at)
     path, label, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "")
     path = MODEL if path == "." else path.replace(".", "/")
-    return Place(path, "" if is_left else label, is_left)
+    return Scope(path, "" if is_left else label, is_left)

@@ -2,8 +2,16 @@
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_after, cache_format, cached
+from qtoolkit.products._calibration import (
+    Summary,
+    calibration_of,
+    check_calibrated,
+    summary_of,
+)
 from qtoolkit.products._inspection import computes_product
 from qtoolkit.products._json import spec_from_json, spec_to_json
+from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
+from qtoolkit.products._numerics import numerics_of
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -17,34 +25,47 @@ from qtoolkit.products._rewrite import (
     is_quantized,
     rewritten,
 )
+from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, scope
+from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
+from qtoolkit.products._taps import Place, instrument
 
 __all__ = [
     "MARKER",
+    "NUMERICS_HEADER",
     "PRODUCTS",
     "Axes",
     "Found",
     "Origin",
+    "Place",
     "Site",
     "Standing",
     "State",
+    "Summary",
     "cache_after",
     "cache_format",
     "cached",
+    "calibration_of",
+    "check_calibrated",
     "check_recipe",
     "check_trainable",
     "computes_product",
     "einsum_axes",
     "enclosing",
+    "first_scales",
     "inner_jaxprs",
+    "instrument",
     "is_quantized",
+    "numerics_of",
     "quantized_product",
     "report_of",
     "rewritten",
     "scope",
+    "sensitivity_of",
     "serving_rules",
     "spec_from_json",
     "spec_to_json",
     "stored_kernel",
+    "summary_of",
 ]

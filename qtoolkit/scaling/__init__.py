@@ -11,6 +11,7 @@ from qtoolkit.scaling._observer import Observer
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._quantize import quantize
 from qtoolkit.scaling._scales import scale_from_amax
+from qtoolkit.scaling._tally import Tally
 
 __all__ = [
     "MSE",
@@ -24,6 +25,7 @@ __all__ = [
     "Observer",
     "Percentile",
     "QArray",
+    "Tally",
     "amax",
     "cross_layer_factors",
     "equalize",

@@ -52,9 +52,8 @@ class AbsMax(Observer):
     def _found(self) -> Array:
         return from_bits(self.magnitude)
 
-    def _after(self, x: Array) -> Self:
-        largest = jnp.maximum(self.magnitude, amax_bits(x, self.spec))
-        return dataclasses.replace(self, magnitude=largest)
+    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+        return dataclasses.replace(self, magnitude=jnp.maximum(self.magnitude, amax))
 
 
 @jax.tree_util.register_dataclass
@@ -102,12 +101,11 @@ class MovingAverage(Observer):
         average = quotient(self.total, jnp.broadcast_to(weight, self.total.shape))
         return jnp.minimum(average, _LARGEST)
 
-    def _after(self, x: Array) -> Self:
+    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
         old, new = (jnp.float32(share) for share in (self.decay, 1 - self.decay))
-        amax = from_bits(amax_bits(x, self.spec))
         return dataclasses.replace(
             self,
-            total=product(self.total, old) + product(amax, new),
+            total=product(self.total, old) + product(from_bits(amax), new),
             weight=product(self.weight, old) + new,
         )
 

@@ -30,7 +30,6 @@ from qtoolkit.scaling._observer import (
     STATIC,
     Observer,
     added,
-    amax_bits,
     from_bits,
     start,
     stored_tensor_scale,
@@ -119,11 +118,15 @@ class Histogram(Observer):
     counts: Array = dataclasses.field(metadata=COUNT)
     magnitude: Array = dataclasses.field(metadata=MAX)
 
-    def _after(self, x: Array) -> Self:
+    def _counted(self, x: Array) -> Array:
+        return _counted(x, self.spec, self.bins)
+
+    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+        assert counts is not None
         return dataclasses.replace(
             self,
-            counts=added(self.counts, _counted(x, self.spec, self.bins)),
-            magnitude=jnp.maximum(self.magnitude, amax_bits(x, self.spec)),
+            counts=added(self.counts, counts),
+            magnitude=jnp.maximum(self.magnitude, amax),
         )
 
     def _range(self) -> Array:

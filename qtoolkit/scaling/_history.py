@@ -17,7 +17,7 @@ from jax import lax
 from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._observer import MAX, STATIC, Observer, amax_bits, from_bits, start
+from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, start
 
 Array = jax.Array
 
@@ -111,10 +111,9 @@ class AmaxHistory(Observer):
         zeros = jnp.zeros((history, *fields["shape"]), jnp.uint32)
         return cls(**fields, margin=margin, history=zeros)
 
-    def _after(self, x: Array) -> Self:
-        newest = amax_bits(x, self.spec)
-        moved = jnp.concatenate([newest[None], self.history[:-1]])
-        kept = jnp.where(newest == 0, self.history, moved)  # zeros say nothing of the next batch
+    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+        moved = jnp.concatenate([amax[None], self.history[:-1]])
+        kept = jnp.where(amax == 0, self.history, moved)  # zeros say nothing of the next batch
         return dataclasses.replace(self, history=kept)
 
     def _found(self) -> Array:

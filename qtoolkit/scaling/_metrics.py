@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 @jax.jit
 def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
-    return _distances(exact_float32(x), exact_float32(y))[0]
+    return moments(exact_float32(x), exact_float32(y)).sqnr_db()
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -164,25 +164,83 @@ def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFor
     scales, nonzero = find_scales(x, spec, given)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
-    u = scaled_values(x, spec, scales)
-    x = exact_float32(x)
-    distance, largest, cosine = _distances(x, y)
-    lowest, highest = kept_range(spec)
-    saturated = (u < np.float32(lowest)) | (u > np.float32(highest)) | jnp.isinf(x)
-    alive = jnp.isfinite(x) & ~is_zero(x)
+    found = moments(exact_float32(x), y)
+    counted = counts(x, y, spec, scales)
     return Metrics(
-        sqnr_db=distance,
-        max_error=largest,
-        cosine=cosine,
-        saturated=_fraction(_count(saturated), np.float32(x.size)),
-        flushed=_fraction(_count(alive & is_zero(y)), _count(alive).astype(jnp.float32)),
-        nonfinite=_count(~jnp.isfinite(x)),
+        sqnr_db=found.sqnr_db(),
+        max_error=found.max_error,
+        cosine=found.cosine(),
+        saturated=_fraction(counted.saturated, np.float32(x.size)),
+        flushed=_fraction(counted.flushed, counted.alive.astype(jnp.float32)),
+        nonfinite=counted.nonfinite,
         histogram=_histogram(codes, spec.element.bits) if spec.element.bits <= 8 else None,
     )
 
 
-def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """SQNR in dB, the largest error and the cosine, of float32 arrays in one shape.
+class Counts(NamedTuple):
+    """Of the elements of an array x that became y, uint32 scalars.
+
+    Attributes:
+      saturated: Clamped: see `Metrics`.
+      alive: Finite and not zero.
+      flushed: Of those, the ones that became zero.
+      nonfinite: NaN or infinite.
+    """
+
+    saturated: jax.Array
+    alive: jax.Array
+    flushed: jax.Array
+    nonfinite: jax.Array
+
+
+def counts(x: jax.Array, y: jax.Array, spec: BlockFormat | None, scales: Scales) -> Counts:
+    """Of `x`, which `spec` with `scales` makes the float32 numbers `y`; None: which stays wide."""
+    wide = exact_float32(x)
+    saturated = jnp.zeros_like(wide, bool)
+    if spec is not None:
+        u = scaled_values(x, spec, scales)
+        lowest, highest = kept_range(spec)
+        saturated = (u < np.float32(lowest)) | (u > np.float32(highest)) | jnp.isinf(wide)
+    alive = jnp.isfinite(wide) & ~is_zero(wide)
+    return Counts(
+        _count(saturated), _count(alive), _count(alive & is_zero(y)), _count(~jnp.isfinite(wide))
+    )
+
+
+class Moments(NamedTuple):
+    """Sums over the elements that are finite in x and y.
+
+    Attributes:
+      sums: float32[4], of x x, (x - y)(x - y), y y and x y, each in units of a power of two, so
+        that none overflows or underflows.
+      exponents: int32[4], of these powers.
+      max_error: float32, the largest |x - y|.
+      compared: uint32, how many elements these are.
+    """
+
+    sums: jax.Array
+    exponents: jax.Array
+    max_error: jax.Array
+    compared: jax.Array
+
+    def sqnr_db(self) -> jax.Array:
+        signal, noise, *_ = self.sums
+        units = (self.exponents[0] - self.exponents[1]).astype(jnp.float32)
+        decibels = (jnp.log(signal) - jnp.log(noise)) * np.float32(_DECIBELS)
+        decibels += units * np.float32(10 * math.log10(2))
+        decibels = jnp.where(signal > 0, decibels, np.float32(-np.inf))
+        exact = jnp.where(self.compared > 0, np.float32(np.inf), np.float32(np.nan))
+        return jnp.where(noise > 0, decibels, exact)
+
+    def cosine(self) -> jax.Array:
+        signal, _, image, overlap = self.sums
+        norms = jnp.sqrt(signal * image)
+        cosine = jnp.clip(overlap / jnp.where(norms > 0, norms, np.float32(1)), -1, 1)
+        return jnp.where((signal == 0) & (image == 0), np.float32(1), cosine)
+
+
+def moments(x: jax.Array, y: jax.Array) -> Moments:
+    """Of float32 arrays in one shape.
 
     Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
     x - y are each divided by the power of two of their largest magnitude.
@@ -196,22 +254,10 @@ def _distances(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     x, y = (lax.cond(is_tiny, times_power_of_two, lambda a, _: a, a, lift) for a in (x, y))
     error = settled(x) - y
     largest = jnp.max(jnp.abs(error))
-    (x, x_unit), (y, _), (noise, noise_unit) = map(_normalized, (x, y, error))
-    signal, noise, image, overlap = _sums(
-        product(x, x), product(noise, noise), product(y, y), product(x, y)
-    )
-    units = (x_unit - noise_unit).astype(jnp.float32) * np.float32(20 * math.log10(2))
-    decibels = (jnp.log(signal) - jnp.log(noise)) * np.float32(_DECIBELS) + units
-    decibels = jnp.where(signal > 0, decibels, np.float32(-np.inf))
-    exact = jnp.where(jnp.any(compared), np.float32(np.inf), np.float32(np.nan))
-    norms = jnp.sqrt(signal * image)
-    cosine = jnp.clip(overlap / jnp.where(norms > 0, norms, np.float32(1)), -1, 1)
-    both_zero = (signal == 0) & (image == 0)
-    return (
-        jnp.where(noise > 0, decibels, exact),
-        times_power_of_two(largest, -lift),
-        jnp.where(both_zero, np.float32(1), cosine),
-    )
+    (x, of_x), (y, of_y), (noise, of_noise) = map(_normalized, (x, y, error))
+    sums = _sums(product(x, x), product(noise, noise), product(y, y), product(x, y))
+    exponents = jnp.stack([2 * of_x, 2 * of_noise, 2 * of_y, of_x + of_y]) - 2 * lift
+    return Moments(jnp.stack(sums), exponents, times_power_of_two(largest, -lift), _count(compared))
 
 
 def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -186,6 +186,14 @@ class Observer:
 
     def _after(self, x: Array) -> Self:
         """The state after a good batch; its counters left as they are."""
+        return self._after_summary(amax_bits(x, self.spec), self._counted(x))
+
+    def _counted(self, x: Array) -> Array | None:
+        """The histogram of a batch, for states that keep one."""
+        return None
+
+    def _after_summary(self, amax: Array, counts: Array | None) -> Self:
+        """`_after`, from the patterns of the amaxes of a batch and its histogram."""
         raise NotImplementedError
 
     def _merged(self, value: Callable[[Merge, str], Array]) -> Self:
@@ -237,8 +245,23 @@ def _on_any_mesh(state: State, x: Array) -> State:
 
 @jax.jit
 def _observed(state: State, x: Array) -> State:
-    is_good = jnp.all(jnp.isfinite(x))
-    after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), state._after(x), state)
+    return _counting(state, state._after(x), jnp.all(jnp.isfinite(x)))
+
+
+@jax.jit
+def observed_summary(state: State, amax: Array, counts: Array | None, is_good: Array) -> State:
+    """`state.observe(x)` for a batch x of which no more is known than this.
+
+    Args:
+      amax: float32 in the shape of the scales.
+      counts: uint32, the histogram of each block, for states that keep one; else None.
+      is_good: Whether all of x is finite.
+    """
+    return _counting(state, state._after_summary(magnitude_ordinal(amax), counts), is_good)
+
+
+def _counting(state: State, after: State, is_good: Array) -> State:
+    after = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, state)
     good = is_good.astype(jnp.uint32)
     return dataclasses.replace(
         after, count=added(state.count, good), bad=added(state.bad, np.uint32(1) - good)

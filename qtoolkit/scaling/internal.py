@@ -12,24 +12,44 @@ from qtoolkit.scaling._engine import (
     unscaled_values,
 )
 from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
+from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import kept_range, scale_from
+from qtoolkit.scaling._scales import kept_range, scale_from, tensor_scale_from
+from qtoolkit.scaling._tally import (
+    LOWEST_EXPONENT,
+    TALLY_SIZE,
+    extreme,
+    marked,
+    marked_size,
+    tally_of,
+    tally_vector,
+)
 
 __all__ = [
     "BUCKETS",
+    "LOWEST_EXPONENT",
+    "TALLY_SIZE",
+    "Observer",
     "Scales",
     "amax_of",
     "block_codes",
     "block_values",
     "check_quantize",
     "element_values",
+    "extreme",
     "find_scales",
     "histogram",
     "kept_range",
+    "marked",
+    "marked_size",
+    "observed_summary",
     "operand_values",
     "rolled",
     "scale_from",
     "scaled_values",
     "single_scale",
+    "tally_of",
+    "tally_vector",
+    "tensor_scale_from",
     "unscaled_values",
 ]

@@ -1,0 +1,76 @@
+"""`numerics` and `sensitivity` of wrapped modules."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from qtoolkit.products import Numerics, Sensitivity
+from qtoolkit.products.internal import numerics_of, sensitivity_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Numerics:
+    """What rounding does to every operand of a wrapped module's products, forward and backward.
+
+        found = qtoolkit.linen.numerics(wrapped, variables, batch, loss_fn)
+        print(found)
+
+    As `qtoolkit.nnx.numerics`. Layers that `nn.scan` stacks have one row for all; layers alike
+    under `nn.jit` may share a trace, and then have one row, too.
+
+    Args:
+      wrapped: A module from `wrap`.
+      variables: What `init` returned, a dictionary of collections.
+      batch: A pytree of arrays.
+      loss_fn: From (variables, batch) to a float scalar, or to (scalar, aux), as for
+        `value_and_grad`; it calls `wrapped.apply`.
+
+    Returns:
+      `Numerics`, a pytree: those of several batches add up.
+
+    Raises:
+      TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; the loss is
+        no float scalar.
+      ValueError: No quantized product ran: the module is not wrapped, or the loss calls another.
+    """
+    check_arguments("numerics", wrapped, variables)
+    return _numerics(loss_fn, variables, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _numerics(loss_fn: Loss, variables: Any, batch: Any) -> Numerics:
+    return numerics_of("numerics", loss_fn, variables, batch)
+
+
+def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
+    """Ranks the layers of a wrapped module by the loss that quantizing each alone adds.
+
+    As `qtoolkit.nnx.sensitivity`; arguments and errors as for `numerics`.
+    """
+    check_arguments("sensitivity", wrapped, variables)
+    return _sensitivity(loss_fn, variables, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sensitivity(loss_fn: Loss, variables: Any, batch: Any) -> Sensitivity:
+    return sensitivity_of("sensitivity", loss_fn, variables, batch)
+
+
+def check_arguments(where: str, module: Any, variables: Any) -> None:
+    """Raises where a module is none of linen, or its variables are none. Whether it has a quantized
+    layer, such as `Fp8Dense`, is known when it runs.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{where}: module has type {type(module).__name__}, expected an instance of "
+            "flax.linen.Module"
+        )
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            f"{where}: variables has type {type(variables).__name__}, expected a dictionary of "
+            'collections with "params", as init returns it'
+        )

@@ -1,0 +1,201 @@
+"""`calibrate` and `freeze`: static scales for wrapped models."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qtoolkit.nnx._numerics import check_wrapped
+from qtoolkit.nnx._products import StatefulProducts
+from qtoolkit.nnx._report import site_of
+from qtoolkit.nnx._state import ProductState
+from qtoolkit.nnx._wrap import attach, found_at
+from qtoolkit.products import Calibration
+from qtoolkit.products.internal import (
+    Summary,
+    calibration_of,
+    check_calibrated,
+    first_scales,
+    summary_of,
+)
+from qtoolkit.scaling import Bins
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def calibrate(
+    wrapped: nnx.Module, batches: Iterable[Any], observer: Any = "absmax", **options: Any
+) -> Calibration:
+    """Finds one scale for each operand of a wrapped model's products, from batches of inputs.
+
+        found = qtoolkit.nnx.calibrate(wrapped, batches, "percentile", fraction=0.999)
+        frozen = qtoolkit.nnx.freeze(wrapped, found)
+
+    Observed are the operands of forward products with one scale for the tensor, while the model
+    computes as its recipe says; of formats with a second scale, as NVFP4 has, the largest magnitude
+    is. All others have scales of their own for each token or block, and need none. Compiled once
+    for a model and a shape. Arrays may be sharded: a scale is that of the whole batch.
+
+    Args:
+      wrapped: A model from `wrap`. Its state stays as it is.
+      batches: Of inputs: the model is called with each, `*batch` where that is a tuple and
+        `**batch` where it is a dictionary.
+      observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
+        such a class of `qtoolkit.scaling`.
+      options: For its `of`, e.g. `fraction` of `Percentile`.
+
+    Returns:
+      `Calibration`, a pytree of observers; those of several devices or runs merge. An operand of a
+      product that runs several times in a batch (a shared layer, layers that `nnx.scan` stacks) has
+      one observer; its amax may be too large, by less than 12.5 %, where runs come that close.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
+      ValueError: The model is not wrapped; no batches; an operand was finite in none of them, and
+        the message counts them; an unknown observer.
+    """
+    check_wrapped("calibrate", wrapped)
+    graph, state = nnx.split(wrapped)
+    return calibration_of(functools.partial(_summary, graph, state), batches, observer, options)
+
+
+def _summary(graph: Any, state: Any, bins: Bins | None, batch: Any) -> Summary:
+    return _summary_jitted(graph, bins, state, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Any) -> Summary:
+    return summary_of(bins, functools.partial(_called, graph), state, batch)
+
+
+def _called(graph: Any, state: Any, batch: Any) -> Any:
+    model: Any = nnx.merge(graph, state)
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
+def freeze(wrapped: Model, calibration: Calibration) -> Model:
+    """A model like `wrapped` whose scales of whole tensors are those of a calibration.
+
+    What it gives for an example does not depend, by a bit, on the others of its batch, nor an
+    earlier token on a later one, where XLA computes the products of both batches alike. The amaxes
+    are `ScalingState` variables beside the products, and are saved with the model; the recipes say
+    `Static()`. Gradients flow, with current scales for cotangents.
+
+    Args:
+      wrapped: A model from `wrap`. It is not changed; parameters are shared.
+      calibration: From `calibrate`, of this model.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
+      ValueError: The model is not wrapped, or some of its layers were not calibrated: the message
+        names them.
+    """
+    check_wrapped("freeze", wrapped)
+    if not isinstance(calibration, Calibration):
+        raise TypeError(
+            f"freeze: calibration has type {type(calibration).__name__}, expected a Calibration; "
+            "write freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches))"
+        )
+    missing = [str(place) for place in calibration.unreached]
+    seen: set[int] = set()
+
+    def frozen(_: Any, node: Any) -> Any:
+        site = None if not isinstance(node, nnx.Module) else site_of(node)
+        if site is None or id(node) in seen or isinstance(node, StatefulProducts):
+            return node
+        seen.add(id(node))
+        recipe = site.recipe.frozen()
+        if not recipe.is_calibrated:
+            return node
+        amaxes = calibration.amaxes(site.path)
+        if not amaxes:
+            missing.append(site.path)
+            return node
+        numbered = [int(name) for name in amaxes if name.isdigit()]
+        attach(node, recipe, found_at(node, site.path), count=max(numbered, default=-1) + 1)
+        _fill(node, amaxes)
+        if "dot" in amaxes:
+            node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
+            node.qtoolkit_dot.amax[...] = amaxes["dot"]
+        return node
+
+    model = nnx.recursive_map(frozen, wrapped, graph=True)
+    check_calibrated("freeze", dict.fromkeys(missing))
+    return model
+
+
+def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
+    """Writes what was found into the states of a layer's products."""
+    for number, kept in enumerate(_product_states(layer)):
+        found = amaxes.get(str(number), jnp.zeros((3,), jnp.float32))
+        kept.amax[...] = jnp.broadcast_to(found, kept.amax.shape)
+
+
+def _product_states(layer: Any) -> list[ProductState]:
+    """What the products of a layer keep, in their order."""
+    states: list[ProductState] = list(getattr(layer, "qtoolkit_products", ()))
+    for value in vars(layer).values():
+        if isinstance(value, StatefulProducts):
+            states += list(value.products)
+    return states
+
+
+def start_scales(wrapped: nnx.Module, batch: Any) -> None:
+    """Sets the learned scales and offsets of a model that have not been started, from one batch.
+
+        wrapped = qtoolkit.nnx.wrap(model, qtoolkit.recipes.int4_lsq)
+        qtoolkit.nnx.start_scales(wrapped, batch)  # before the optimizer is made
+
+    A scale starts at 2 mean(|x|) / sqrt(Qp) of its operand, weights or activations, as LSQ has it;
+    with an offset (LSQ+), scale and offset at the range of the operand and zero. Until then they
+    are NaN, and so is what the model gives. Scales that are numbers stay as they are.
+
+    Args:
+      wrapped: A model from `wrap`, which is changed.
+      batch: What it is called with, as in `calibrate`.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`.
+      ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one.
+
+    Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
+    """
+    check_wrapped("start_scales", wrapped)
+    graph, state = nnx.split(wrapped)
+    found = _first_jitted(graph, state, batch)
+    if not found.keys:
+        raise ValueError(
+            "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
+            "as qtoolkit.recipes.int4_lsq"
+        )
+    values = dict(zip(found.keys, found.values, strict=True))
+    missing: list[str] = []
+    for _, module in nnx.iter_modules(wrapped):
+        site = None if isinstance(module, StatefulProducts) else site_of(module)
+        if site is None:
+            continue
+        for number, kept in enumerate(_product_states(module)):
+            for side in (0, 1):
+                _start(kept, side, values.get((site.path, str(number), side)), site.path, missing)
+    check_calibrated("start_scales", dict.fromkeys(missing))
+
+
+def _start(kept: ProductState, side: int, value: Any, path: str, missing: list[str]) -> None:
+    for place, variables in enumerate((getattr(kept, "scales", ()), getattr(kept, "offsets", ()))):
+        variable = variables[side] if len(variables) else None
+        if variable is None or not jnp.any(jnp.isnan(variable[...])):
+            continue
+        if value is None or jnp.isnan(value[place]):
+            missing.append(path)
+            continue
+        variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first_jitted(graph: Any, state: Any, batch: Any) -> Any:
+    return first_scales(functools.partial(_called, graph), state, batch)

@@ -1,0 +1,97 @@
+"""`numerics` and `sensitivity` of wrapped models."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from qtoolkit.nnx._report import site_of
+from qtoolkit.products import Numerics, Sensitivity
+from qtoolkit.products.internal import numerics_of, sensitivity_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
+    """What rounding does to every operand of a wrapped model's products, forward and backward.
+
+        found = qtoolkit.nnx.numerics(wrapped, batch, loss_fn)
+        print(found)
+        found.plot("numerics.png")
+
+    One step is computed, forward and backward, as the recipe rounds it; its parameters, histories
+    and keys stay as they are. Compiled once for a model, a loss function and shapes.
+
+    Args:
+      wrapped: A model from `wrap`.
+      batch: A pytree of arrays.
+      loss_fn: From (model, batch) to a float scalar, or to (scalar, aux), as for `value_and_grad`.
+
+    Returns:
+      `Numerics`, a pytree: those of several batches add up. Sums leave the program as gradients, so
+      a product that no gradient of the loss reaches (behind `jax.lax.stop_gradient`) has empty rows
+      and is named in `unreached`.
+
+    Raises:
+      TypeError: `wrapped` is no `nnx.Module`; the loss is no float scalar.
+      ValueError: The model is not wrapped, or the loss calls another one.
+    """
+    check_wrapped("numerics", wrapped)
+    graph, state = nnx.split(wrapped)
+    return _numerics(graph, loss_fn, state, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _numerics(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Numerics:
+    def loss(state: Any, batch: Any) -> Any:
+        return loss_fn(nnx.merge(graph, state), batch)
+
+    return numerics_of("numerics", loss, state, batch)
+
+
+def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
+    """Ranks the layers of a wrapped model by the loss that quantizing each alone adds.
+
+        found = qtoolkit.nnx.sensitivity(wrapped, batch, loss_fn)
+        print(found)  # the worst first
+        better = qtoolkit.nnx.wrap(model, found.rules(keep=2))
+
+    The loss is computed once for each layer, with that layer quantized as its recipe says and all
+    others wide, once with none and once with all: forward only, in one program. Choose a batch that
+    is large enough for differences of the loss to mean something.
+
+    Args:
+      wrapped, batch, loss_fn: As for `numerics`.
+
+    Returns:
+      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`, the losses of the model
+      plain and quantized.
+
+    Raises:
+      TypeError, ValueError: As `numerics`.
+    """
+    check_wrapped("sensitivity", wrapped)
+    graph, state = nnx.split(wrapped)
+    return _sensitivity(graph, loss_fn, state, batch)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivity:
+    def loss(state: Any, batch: Any) -> Any:
+        return loss_fn(nnx.merge(graph, state), batch)
+
+    return sensitivity_of("sensitivity", loss, state, batch)
+
+
+def check_wrapped(where: str, model: Any) -> None:
+    """Raises where a model is none of nnx, or has no quantized layer."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module")
+    if all(site_of(module) is None for _, module in nnx.iter_modules(model)):
+        name = type(model).__name__
+        raise ValueError(
+            f"{where}: {name} is not wrapped, expected a model from qtoolkit.nnx.wrap; write "
+            f"{where}(qtoolkit.nnx.wrap(model, recipe), ...)"
+        )

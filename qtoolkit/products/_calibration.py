@@ -1,0 +1,266 @@
+"""Calibration: what the operands of a model's products were like over many batches."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.casts.internal import exact_float32
+from qtoolkit.formats import BlockFormat
+from qtoolkit.products._operand import Cut, Rounded
+from qtoolkit.products._recipe import Operand, Recipe, is_calibratable
+from qtoolkit.products._taps import Place, tapped
+from qtoolkit.scaling import (
+    MSE,
+    AbsMax,
+    AmaxHistory,
+    Bins,
+    Entropy,
+    MinMax,
+    MovingAverage,
+    Observer,
+    Percentile,
+)
+from qtoolkit.scaling.internal import amax_of, extreme, marked, marked_size, observed_summary
+
+OBSERVERS: dict[str, type[Observer]] = {
+    "absmax": AbsMax,
+    "moving_average": MovingAverage,
+    "percentile": Percentile,
+    "mse": MSE,
+    "entropy": Entropy,
+    "amax_history": AmaxHistory,
+}
+_HISTOGRAMS = (Percentile, MSE, Entropy)
+_BITS = 3  # of the fraction, by which amaxes of several runs of a product are told apart
+_MARKED = marked_size(_BITS)
+_STATIC: Any = {"static": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class _SummaryTap:
+    """Uses, bad ones, the amax, and the histogram where there are bins."""
+
+    bins: Bins | None
+    roles: tuple[int, ...] = (0, 1)
+
+    @property
+    def size(self) -> int:
+        return 2 + _MARKED + (0 if self.bins is None else self.bins.count)
+
+    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+        amax, is_bad = amax_of(x)
+        pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
+        pieces.append(marked(amax, _BITS))
+        if self.bins is not None:
+            index = self.bins.index(exact_float32(x)).reshape(-1)
+            counts = jnp.zeros(self.bins.count, jnp.uint32).at[index].add(np.uint32(1))
+            pieces.append(counts.astype(jnp.float32))
+        return jnp.concatenate(pieces)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What one batch held. A pytree.
+
+    Attributes:
+      rows: For each product, float32[roles, size].
+      places: The products.
+      recipes: Theirs.
+    """
+
+    rows: tuple[jax.Array, ...]
+    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
+    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
+
+
+def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
+    """Of a pure function from pytrees to a pytree, whose floats depend on the products."""
+    found, sums, _ = tapped(_SummaryTap(bins), total_of(function), *arguments)
+    rows = tuple(sums[place] for place in found)
+    return Summary(rows, tuple(found), tuple(found.values()))
+
+
+def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """The sum of all floats that `function` gives, so that gradients reach what they depend on."""
+
+    def total(*arguments: Any) -> jax.Array:
+        outs = [x for x in jax.tree.leaves(function(*arguments)) if _is_float(x)]
+        return sum((jnp.sum(x.astype(jnp.float32)) for x in outs), jnp.float32(0))
+
+    return total
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """What the operands of a model's products were like. A pytree of observers.
+
+    Attributes:
+      states: An observer of `qtoolkit.scaling` for each operand.
+      keys: The path of its layer, the name of its product there, and 0 for lhs or 1 for rhs.
+      unreached: Products that ran and need a scale, but of which nothing is known.
+    """
+
+    states: tuple[Observer, ...]
+    keys: tuple[tuple[str, str, int], ...] = dataclasses.field(metadata=_STATIC)
+    unreached: tuple[Place, ...] = dataclasses.field(default=(), metadata=_STATIC)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the layers that were calibrated."""
+        return tuple(dict.fromkeys(path for path, *_ in self.keys))
+
+    def amaxes(self, path: str) -> dict[str, jax.Array]:
+        """For each product of a layer, float32[3]: of lhs, rhs, and 0; 0 where nothing is known."""
+        found: dict[str, list[jax.Array]] = {}
+        for (where, name, side), state in zip(self.keys, self.states, strict=True):
+            if where == path:
+                amaxes = found.setdefault(name, [jnp.zeros((), jnp.float32)] * 3)
+                amaxes[side] = state.amax().reshape(())
+        return {name: jnp.stack(amaxes) for name, amaxes in found.items()}
+
+    def merge(self, other: "Calibration") -> "Calibration":
+        """What both saw.
+
+        Raises:
+          TypeError, ValueError: An operand has observers of other kinds.
+        """
+        states = dict(zip(self.keys, self.states, strict=True))
+        for key, state in zip(other.keys, other.states, strict=True):
+            states[key] = states[key].merge(state) if key in states else state
+        reached = {(path, name) for path, name, _ in states}
+        missing = dict.fromkeys((*self.unreached, *other.unreached))
+        unreached = tuple(place for place in missing if tuple(place) not in reached)
+        return Calibration(tuple(states.values()), tuple(states), unreached)
+
+    def merge_across(self, axis_name: str | tuple[str, ...]) -> "Calibration":
+        """What all devices along axes of `jax.shard_map` saw, the same on each."""
+        states = tuple(state.merge_across(axis_name) for state in self.states)
+        return dataclasses.replace(self, states=states)
+
+    def __str__(self) -> str:
+        lines = []
+        for (path, name, side), state in zip(self.keys, self.states, strict=True):
+            operand = ("lhs", "rhs")[side]
+            amax = float(jnp.max(state.amax()))
+            lines.append(f"{Place(path, name)} {operand}: amax {amax:.4g}, {state!r}")
+        return "\n".join(lines)
+
+
+def calibration_of(
+    summarize: Callable[[Bins | None, Any], Summary],
+    batches: Iterable[Any],
+    observer: Any,
+    options: dict[str, Any],
+) -> Calibration:
+    """From summaries of batches.
+
+    Args:
+      summarize: From bins and a batch to its summary.
+      observer: A name of `OBSERVERS`, or a class of `qtoolkit.scaling`.
+      options: For the observer's `of`.
+    """
+    kind = _observer(observer)
+    if hasattr(batches, "dtype") or isinstance(batches, dict):
+        raise TypeError(
+            f"calibrate: batches has type {type(batches).__name__}, expected an iterable of "
+            "batches; write calibrate(wrapped, [batch])"
+        )
+    bins = (options.get("bins") or Bins()) if issubclass(kind, _HISTOGRAMS) else None
+    states: dict[tuple[str, str, int], Observer] = {}
+    places: dict[Place, None] = {}
+    number = 0
+    for number, batch in enumerate(batches, start=1):  # noqa: B007
+        summary = summarize(bins, batch)
+        if not summary.places:
+            raise ValueError(
+                "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
+            )
+        for place, recipe, rows in zip(*_parts(summary), strict=True):
+            if any(o is not None and is_calibratable(o) for o in recipe.forward):
+                places[place] = None
+            for side, operand in enumerate(recipe.forward):
+                row = rows[side]
+                if operand is None or not is_calibratable(operand) or not float(row[0]):
+                    continue
+                key = (*place, side)
+                state = states.get(key)
+                state = _started(kind, operand, options) if state is None else state
+                states[key] = _after(state, row)
+    if not number:
+        raise ValueError("calibrate: there are no batches, expected one or more")
+    _check_seen(states)
+    seen = {(path, name) for path, name, _ in states}
+    return Calibration(
+        tuple(states.values()),
+        tuple(states),
+        tuple(place for place in places if tuple(place) not in seen),
+    )
+
+
+def _parts(summary: Summary) -> tuple[Any, Any, Any]:
+    return summary.places, summary.recipes, summary.rows
+
+
+def _observer(given: Any) -> type[Observer]:
+    known = ", ".join(OBSERVERS)
+    if given is MinMax or given == "minmax":
+        raise ValueError(
+            "calibrate: MinMax is for zero points, which products do not take; expected one of "
+            f"{known}"
+        )
+    kind = OBSERVERS.get(given) if isinstance(given, str) else given
+    if not (isinstance(kind, type) and issubclass(kind, Observer)):
+        raise ValueError(f"calibrate: observer={given!r}, expected one of {known}")
+    return kind
+
+
+def _started(kind: type[Observer], operand: Operand, options: dict[str, Any]) -> Observer:
+    if operand.spec.tensor_scale:  # its second scale is for the amax of the whole tensor
+        return AbsMax.of(BlockFormat.tensor(operand.spec.element), (1,))
+    made: Any = kind
+    return made.of(operand.spec, (1,), **options)
+
+
+@jax.jit
+def _after(state: Observer, row: jax.Array) -> Observer:
+    amax = extreme(row[2 : 2 + _MARKED], _BITS, lowest=False)
+    counts = None
+    if isinstance(state, _HISTOGRAMS):
+        counts = row[2 + _MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
+    return observed_summary(state, amax.reshape(state.shape), counts, row[1] == 0)
+
+
+def _check_seen(states: dict[tuple[str, str, int], Observer]) -> None:
+    never = [
+        (Place(path, name), ("lhs", "rhs")[side], int(state.bad))
+        for (path, name, side), state in states.items()
+        if not int(state.count)
+    ]
+    if never:
+        place, side, bad = never[0]
+        raise ValueError(
+            f"calibrate: {place}: all {bad} batches of its {side} have a NaN or an infinity, "
+            f"expected a finite one; so for {len(never)} operands in all"
+        )
+
+
+def check_calibrated(where: str, missing: Iterable[str]) -> None:
+    """Raises with the names of layers that nothing is known of."""
+    names = [path or "(model)" for path in missing]
+    if names:
+        some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")
+        raise ValueError(
+            f"{where}: not calibrated: {some}; expected every quantized layer: calibrate with "
+            "batches that reach them, or leave them by a rule"
+        )

@@ -1,0 +1,342 @@
+"""What rounding does to every operand of a model's products, forward and backward."""
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.products._operand import Cut, Rounded
+from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._report import Product, left_of, text_table
+from qtoolkit.products._taps import Place, tapped
+from qtoolkit.scaling import Tally
+from qtoolkit.scaling.internal import LOWEST_EXPONENT, TALLY_SIZE, tally_of, tally_vector
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADER = (
+    *("layer", "product", "operand", "of", "format", "amax", "scale", "SQNR dB", "saturated %"),
+    *("flushed %", "cosine"),
+)
+_VERSION = 1
+# The roles of `_taps.ROLES`: the operand, and the products that have it.
+_OPERANDS = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
+_PARTS = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
+_STATIC: Any = {"static": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class _TallyTap:
+    roles: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    size: int = TALLY_SIZE
+
+    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+        return tally_vector(x, rounded.q, rounded.spec, rounded.scales)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """One operand of one product of a layer.
+
+    Attributes:
+      path: Of the layer, "blocks/0/mlp"; empty for the model itself.
+      product: Its name in the layer.
+      operand: "lhs", "rhs" or "cotangent".
+      parts: The products that round it so: "forward", "forward, wgrad".
+      fmt: What it is rounded to, as text; "wide" where it is not.
+      limits: The least positive and the largest value of the elements; None where it stays wide.
+      tally: What was measured.
+    """
+
+    path: str = dataclasses.field(metadata=_STATIC)
+    product: str = dataclasses.field(metadata=_STATIC)
+    operand: str = dataclasses.field(metadata=_STATIC)
+    parts: str = dataclasses.field(metadata=_STATIC)
+    fmt: str = dataclasses.field(metadata=_STATIC)
+    limits: tuple[float, float] | None = dataclasses.field(metadata=_STATIC)
+    tally: Tally
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.path, self.product, self.operand, self.parts, self.fmt)
+
+    @property
+    def histogram(self) -> dict[int, float]:
+        """How many elements lie in each binade: {-3: n} for 2**-3 <= |x| < 2**-2. Without zeros."""
+        counts = np.asarray(self.tally.exponents)[1:]
+        return {LOWEST_EXPONENT + int(i): float(counts[i]) for i in np.nonzero(counts)[0]}
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, under `HEADER`."""
+        names = (self.path or "(model)", self.product, self.operand, self.parts, self.fmt)
+        tally = self.tally
+        if not float(tally.uses):
+            return (*names, *("-",) * 6)
+        least, largest = float(tally.least_scale), float(tally.largest_scale)
+        scale = "-" if not largest else f"{least:.3g}"
+        if largest > least:
+            scale += f" .. {largest:.3g}"
+        return (
+            *names,
+            f"{float(tally.amax):.4g}",
+            scale,
+            f"{tally.sqnr_db:.2f}",
+            f"{100 * tally.saturated_fraction:.3g}",
+            f"{100 * tally.flushed_fraction:.3g}",
+            f"{tally.cosine:.6f}",
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Numerics:
+    """What rounding did to the operands of a model's products in one or more steps. A pytree.
+
+        print(a + b)  # of two steps, or of two devices' batches
+
+    Every number is that of `qtoolkit.metrics` of the operand with the scales that the step used.
+    A layer that runs several times in a step, in a scan, under vmap or because it is shared, has
+    one row for all: sums and counts add up. Its amax and scales are the extremes; where several
+    runs come within 12.5 % of the largest amax (or 2 times the extreme scale) they are estimated
+    from outside, never too close.
+
+    Attributes:
+      rows: The operands, in the order in which the products run.
+      left: The forward products that are not quantized.
+    """
+
+    rows: tuple[Row, ...]
+    left: tuple[Product, ...] = dataclasses.field(default=(), metadata=_STATIC)
+
+    def __add__(self, other: "Numerics") -> "Numerics":
+        """Of both: rows of one operand add up, all others stay."""
+        rows = {row.key: row for row in self.rows}
+        for row in other.rows:
+            mine = rows.get(row.key)
+            total = row.tally if mine is None else mine.tally + row.tally
+            rows[row.key] = dataclasses.replace(row, tally=total)
+        left = tuple(dict.fromkeys((*self.left, *other.left)))
+        return Numerics(rows=tuple(rows.values()), left=left)
+
+    def merge(self, *others: "Numerics") -> "Numerics":
+        """The sum of all."""
+        return functools.reduce(operator.add, others, self)
+
+    def merge_across(self, axis_name: str | tuple[str, ...]) -> "Numerics":
+        """That of all devices along axes of `jax.shard_map`, the same on each."""
+        rows = (dataclasses.replace(r, tally=r.tally.merge_across(axis_name)) for r in self.rows)
+        return dataclasses.replace(self, rows=tuple(rows))
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Products that ran, but which no gradient of the loss reached: not measured."""
+        names = (Place(r.path, r.product) for r in self.rows if not float(r.tally.uses))
+        return tuple(dict.fromkeys(map(str, names)))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the rows do not say."""
+        notes = []
+        if self.unreached:
+            notes.append(f"no gradient reached, hence not measured: {', '.join(self.unreached)}")
+        if self.left:
+            count = sum(product.count for product in self.left)
+            first = self.left[0]
+            what = f"{first.operands} ({first.reason}{first.where and ', ' + first.where})"
+            notes.append(f"{count} forward products are not quantized, first {what}")
+        return tuple(notes)
+
+    def __str__(self) -> str:
+        return "\n".join([*text_table([HEADER, *(r.cells() for r in self.rows)]), *self.notes])
+
+    def table(self) -> "Table":
+        """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
+
+        Rows under 20 dB, or of which much saturates or vanishes, are yellow; under 10 dB, red.
+        """
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        caption = "\n".join(self.notes) or None
+        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
+        drawn.add_column("operand", min_width=12, overflow="fold")
+        drawn.add_column("format", min_width=8, overflow="fold")
+        for name in ("amax", "scale", "dB", "sat. %", "flush. %", "cosine"):
+            drawn.add_column(name, justify="right", min_width=5, overflow="fold")
+        for row in self.rows:
+            layer, product, operand, parts, fmt, *numbers = row.cells()
+            cells = (f"{layer}:{product} {operand} ({parts})", fmt, *numbers)
+            colour = colour_of(row)
+            # Text, not markup: paths may hold square brackets.
+            drawn.add_row(*map(Text, cells), style=_STYLES.get(colour))
+        return drawn
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes a PNG: SQNR, saturated and flushed elements, layers by operands.
+
+        Raises:
+          ImportError: matplotlib is missing; install qtoolkit[plots].
+        """
+        from qtoolkit.plots import numerics_map
+
+        numerics_map(self, path)
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page that needs nothing else, with the histogram of every operand."""
+        from qtoolkit.products._numerics_page import page
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page(self))
+
+    def to_json(self) -> str:
+        """As text: `Numerics.from_json` gives the same sums."""
+        rows = [
+            {
+                **{name: getattr(row, name) for name in _ROW_FIELDS},
+                "limits": None if row.limits is None else list(row.limits),
+                "tally": {
+                    field.name: _listed(getattr(row.tally, field.name))
+                    for field in dataclasses.fields(Tally)
+                },
+            }
+            for row in self.rows
+        ]
+        left = [dataclasses.asdict(product) for product in self.left]
+        return json.dumps({"type": "Numerics", "version": _VERSION, "rows": rows, "left": left})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Numerics":
+        """What `to_json` wrote.
+
+        Raises:
+          ValueError: The text is something else; the message says what is missing.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"Numerics: invalid JSON ({error}), expected to_json's") from error
+        if not isinstance(data, dict) or data.get("type") != "Numerics":
+            raise ValueError("Numerics: the text is no report of numerics, expected to_json's")
+        if data.get("version") != _VERSION:
+            raise ValueError(
+                f"Numerics: version {data.get('version')!r}, expected {_VERSION}; it is of another "
+                "version of qtoolkit"
+            )
+        try:
+            rows = tuple(map(_row_from, data["rows"]))
+            return cls(rows=rows, left=tuple(Product(**product) for product in data["left"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"Numerics: damaged text: {type(error).__name__}: {error}") from error
+
+
+_STYLES = {"bad": "red", "poor": "yellow"}
+_ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
+
+
+def colour_of(row: Row) -> str:
+    """What somebody should look at first: "bad", "poor", or nothing.
+
+    Bad are operands with less than 10 dB, or of which more than 1 % saturates or 25 % vanishes.
+    """
+    tally = row.tally
+    if not float(tally.uses) or row.limits is None:
+        return ""
+    lost = (tally.sqnr_db, tally.saturated_fraction, tally.flushed_fraction)
+    if lost[0] < 10 or lost[1] > 0.01 or lost[2] > 0.25:
+        return "bad"
+    return "poor" if lost[0] < 20 or lost[1] > 0.001 or lost[2] > 0.05 else ""
+
+
+def numerics_of(where: str, function: Callable[..., Any], *arguments: Any) -> Numerics:
+    """Of a pure function of pytrees that gives the loss, or (loss, aux)."""
+
+    def loss(*arguments: Any) -> Any:
+        return scalar_loss(where, function(*arguments))
+
+    found, sums, closed = tapped(_TallyTap(), loss, *arguments)
+    if not found:
+        raise ValueError(
+            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
+            "the loss call the wrapped one"
+        )
+    rows = tuple(
+        row for place, recipe in found.items() for row in _rows(place, recipe, sums[place])
+    )
+    return Numerics(rows=rows, left=left_of(closed))
+
+
+def scalar_loss(where: str, out: Any) -> Any:
+    """The loss out of what a loss function gave."""
+    value = out[0] if isinstance(out, tuple) else out
+    shape, dtype = jnp.shape(value), jnp.result_type(value)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple with "
+            "one first"
+        )
+    return value
+
+
+def _rows(place: Place, recipe: Recipe, sums: jax.Array) -> list[Row]:
+    operands = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
+    twins = recipe.twins
+    rows = []
+    for role, operand in enumerate(operands):
+        if role in twins:
+            continue
+        alike = [role, *(other for other, twin in twins.items() if twin == role)]
+        rows.append(
+            Row(
+                path=place.path,
+                product=place.name,
+                operand=_OPERANDS[role],
+                parts=", ".join(_PARTS[other] for other in alike),
+                fmt="wide" if operand is None else str(operand),
+                limits=_limits(operand),
+                # Measured once: as wgrad's where the kernel is the product's lhs.
+                tally=tally_of(jnp.sum(sums[jnp.array(alike)], axis=0)),
+            )
+        )
+    return rows
+
+
+def _limits(operand: Operand | None) -> tuple[float, float] | None:
+    if operand is None:
+        return None
+    element = operand.spec.element
+    least = getattr(element, "min_subnormal", None)
+    least = element.min_positive if least is None else least
+    return float(least), float(element.max_finite)
+
+
+def _listed(x: Any) -> Any:
+    array = np.asarray(x)
+    if array.ndim:
+        return array.tolist()
+    return float(array) if math.isfinite(float(array)) else None
+
+
+def _row_from(data: dict[str, Any]) -> Row:
+    tally = data["tally"]
+    arrays: dict[str, Any] = {
+        field.name: np.asarray(
+            np.inf if tally[field.name] is None else tally[field.name], np.float32
+        )
+        for field in dataclasses.fields(Tally)
+    }
+    limits = data["limits"]
+    strings = {name: str(data[name]) for name in _ROW_FIELDS}
+    return Row(
+        **strings, limits=None if limits is None else (limits[0], limits[1]), tally=Tally(**arrays)
+    )

@@ -1,0 +1,138 @@
+"""What quantizing each layer alone costs."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.formats import Rules
+from qtoolkit.products._numerics import scalar_loss
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._report import text_table
+from qtoolkit.products._taps import Place, instrumented
+
+_STATIC: Any = {"static": True}
+_WIDE = Recipe((None, None), None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """What quantizing each layer alone adds to a loss. A pytree.
+
+    Attributes:
+      losses: float32[layers + 2], of each layer alone quantized, then of none, then of all.
+      paths: Of the layers, in the order in which they run.
+      recipes: Theirs.
+    """
+
+    losses: jax.Array
+    paths: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
+    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
+
+    @property
+    def wide(self) -> float:
+        """The loss with no layer quantized."""
+        return float(self.losses[-2])
+
+    @property
+    def quantized(self) -> float:
+        """The loss with all layers quantized."""
+        return float(self.losses[-1])
+
+    @property
+    def ranking(self) -> tuple[tuple[str, float], ...]:
+        """(path, loss that quantizing it alone adds), the worst first; a NaN is the worst."""
+        costs = np.asarray(self.losses[:-2], np.float64) - self.wide
+        order = np.argsort(-np.where(np.isnan(costs), np.inf, costs), kind="stable")
+        return tuple((self.paths[i], float(costs[i])) for i in order)
+
+    def rules(self, keep: int = 1) -> Rules[Recipe]:
+        """The rules that leave the `keep` worst layers wide and quantize all others as before.
+
+        Raises:
+          ValueError: `keep` is no number from 0 to the number of layers.
+        """
+        if not isinstance(keep, int) or isinstance(keep, bool) or not 0 <= keep <= len(self.paths):
+            raise ValueError(
+                f"rules: keep={keep!r}, expected an integer from 0 to {len(self.paths)}, the "
+                "number of layers"
+            )
+        worst = [path for path, _ in self.ranking[:keep]]
+        pairs: list[tuple[str, Recipe | None]] = [(_exactly(path), None) for path in worst]
+        others = {p: r for p, r in zip(self.paths, self.recipes, strict=True) if p not in worst}
+        recipes = list(others.values())
+        default = max(recipes, key=recipes.count) if recipes else None
+        pairs += [(_exactly(path), recipe) for path, recipe in others.items() if recipe != default]
+        return Rules(pairs, default=default)
+
+    def __str__(self) -> str:
+        rows = [("layer", "loss added", "loss")]
+        rows += [
+            (path or "(model)", f"{cost:+.4g}", f"{self.wide + cost:.6g}")
+            for path, cost in self.ranking
+        ]
+        rows += [("(none quantized)", "", f"{self.wide:.6g}")]
+        rows += [("(all quantized)", f"{self.quantized - self.wide:+.4g}", f"{self.quantized:.6g}")]
+        worst = _exactly(self.ranking[0][0])
+        lines = text_table(rows)
+        if len(self.paths) > 1:
+            lines.append(
+                f"to keep the worst wide: qtoolkit.Rules({{{worst!r}: None}}, default=recipe), or "
+                ".rules(keep=1)"
+            )
+        return "\n".join(lines)
+
+
+def _exactly(path: str) -> str:
+    return f"^{re.escape(path)}$"
+
+
+@dataclasses.dataclass
+class _Choosing:
+    """Quantizes the layers that are chosen.
+
+    Attributes:
+      chosen: For each path, a boolean; None: all, to find which there are.
+      found: The paths of layers that ran, and their recipes.
+    """
+
+    chosen: dict[str, jax.Array] | None
+    found: dict[str, Recipe] = dataclasses.field(default_factory=dict)
+
+    def product(self, place: Place, recipe: Recipe, state: Any, compute: Any) -> jax.Array:
+        self.found.setdefault(place.path, recipe)
+        quantized = compute(recipe, state)
+        if self.chosen is None:
+            return quantized
+        return jnp.where(self.chosen[place.path], quantized, compute(_WIDE, None))
+
+
+def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sensitivity:
+    """Of a pure function of pytrees that gives the loss, or (loss, aux)."""
+
+    def loss(*arguments: Any) -> Any:
+        return scalar_loss(where, function(*arguments))
+
+    finding = _Choosing(None)
+    with instrumented(finding):
+        jax.eval_shape(loss, *arguments)
+    paths = tuple(finding.found)
+    if not paths:
+        raise ValueError(
+            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
+            "the loss call the wrapped one"
+        )
+
+    def of(chosen: jax.Array) -> jax.Array:
+        with instrumented(_Choosing(dict(zip(paths, chosen, strict=True)))):
+            return loss(*arguments).astype(jnp.float32)
+
+    count = len(paths)
+    choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
+    losses = jax.lax.map(of, jnp.asarray(choices, bool))
+    return Sensitivity(losses, paths, tuple(finding.found.values()))

@@ -1,0 +1,79 @@
+"""Where learned scales start: from what a first batch holds."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.casts.internal import exact_float32
+from qtoolkit.products._calibration import total_of
+from qtoolkit.products._operand import Cut, Rounded
+from qtoolkit.products._recipe import Learned, Operand
+from qtoolkit.products._taps import tapped
+from qtoolkit.scaling.internal import extreme, marked, marked_size
+
+_BITS = 3
+_MARKED = marked_size(_BITS)
+_LEAST = np.float32(2.0**-126)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StartTap:
+    """Uses, the mean magnitude, and how far the elements reach below and above zero."""
+
+    roles: tuple[int, ...] = (0, 1)
+    size: int = 2 + 2 * _MARKED
+
+    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+        wide = exact_float32(x)
+        finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
+        count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
+        mean = jnp.sum(jnp.abs(finite) / count)
+        ends = (marked(jnp.max(jnp.maximum(part, 0)), _BITS) for part in (-finite, finite))
+        return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FirstScales:
+    """A pytree: for each operand the first scale and offset.
+
+    Attributes:
+      values: float32[2], scale and offset; NaN where no product ran.
+      keys: The path of its layer, the name of its product there, and 0 for lhs or 1 for rhs.
+    """
+
+    values: tuple[jax.Array, ...]
+    keys: tuple[tuple[str, str, int], ...] = dataclasses.field(metadata={"static": True})
+
+
+def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
+    """Of the operands with learned scales, in a pure function from pytrees to a pytree."""
+    found, sums, _ = tapped(_StartTap(), total_of(function), *arguments)
+    values: dict[tuple[str, str, int], jax.Array] = {}
+    for place, recipe in found.items():
+        for side, operand in enumerate(recipe.forward):
+            if operand is not None and operand.is_learned:
+                values[(*place, side)] = _first(sums[place][side], operand)
+    return FirstScales(tuple(values.values()), tuple(values))
+
+
+def _first(row: jax.Array, operand: Operand) -> jax.Array:
+    """LSQ: 2 mean(|x|) / sqrt(Qp). LSQ+: the range of x and zero, over that of the format."""
+    element = operand.spec.element
+    uses = row[0]
+    scale = row[1] / jnp.maximum(uses, 1) * np.float32(2 / math.sqrt(element.max_finite))
+    offset = jnp.zeros_like(scale)
+    if isinstance(operand.scaling, Learned) and operand.scaling.offset:
+        below, above = (
+            extreme(row[start : start + _MARKED], _BITS, lowest=False) for start in (2, 2 + _MARKED)
+        )
+        steps = np.float32(float(element.max_finite - element.lowest))
+        scale = above / steps + below / steps
+        offset = -below - np.float32(float(element.lowest)) * scale
+    scale = jnp.where(scale > 0, jnp.maximum(scale, _LEAST), np.float32(1))
+    return jnp.where(uses > 0, jnp.stack([scale, offset]), np.float32(np.nan))

@@ -1,0 +1,134 @@
+"""Taps: what the products of a program see leaves it as the gradient of zeros.
+
+A tap turns the operands of a product into float32 numbers that add. They are the cotangent of an
+array of zeros, which the product takes beside its operands and which is closed over: so they pass
+`jit`, `scan`, `remat`, `vmap` and `shard_map`, where nothing but cotangents could. What a product
+that runs several times in a step gives is the sum.
+"""
+
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from qtoolkit.products._operand import Cut, Rounded
+from qtoolkit.products._recipe import Recipe
+
+ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
+
+
+class Place(NamedTuple):
+    """Which product: the path of its layer, and its name there."""
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path or '(model)'}:{self.name}"
+
+
+class Tap(Protocol):
+    """What to keep of the operands of a product. Hashable.
+
+    Attributes:
+      roles: Of which operands, as places in `ROLES`.
+      size: How many numbers each operand gives.
+    """
+
+    @property
+    def roles(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+        """float32[size], of an operand as it is rounded: after a Hadamard transform, if any."""
+        ...
+
+
+class Instrument(Protocol):
+    """What stands between a layer and its products, while it is set."""
+
+    def product(
+        self,
+        place: Place,
+        recipe: Recipe,
+        state: Any,
+        compute: Callable[..., jax.Array],
+    ) -> jax.Array:
+        """`compute(recipe, state, tap, zeros)`, or something else in its place."""
+        ...
+
+
+_instrument: contextvars.ContextVar[Instrument | None] = contextvars.ContextVar(
+    "instrument", default=None
+)
+# Part of the key of jax.jit's caches: no trace made without an instrument is used under one.
+_traced_under = jax.make_user_context(None)
+
+
+def instrument() -> Instrument | None:
+    """The one that is set."""
+    return _instrument.get()
+
+
+@contextmanager
+def instrumented(by: Instrument) -> Iterator[None]:
+    token = _instrument.set(by)
+    try:
+        with _traced_under(object()):
+            yield
+    finally:
+        _instrument.reset(token)
+
+
+@dataclasses.dataclass
+class Tapping:
+    """Gives each product its zeros.
+
+    Attributes:
+      tap: What to keep.
+      zeros: For each place; new ones where there are none.
+      found: The products that ran, in order, and their recipes.
+    """
+
+    tap: Tap
+    zeros: Mapping[Place, jax.Array] = dataclasses.field(default_factory=dict)
+    found: dict[Place, Recipe] = dataclasses.field(default_factory=dict)
+
+    def product(self, place: Place, recipe: Recipe, state: Any, compute: Any) -> jax.Array:
+        self.found.setdefault(place, recipe)
+        zeros = self.zeros.get(place)
+        if zeros is None:
+            zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
+        return compute(recipe, state, self.tap, zeros)
+
+
+def tapped(
+    tap: Tap, function: Callable[..., Any], *arguments: Any
+) -> tuple[dict[Place, Recipe], dict[Place, jax.Array], Any]:
+    """What a tap keeps of the products of `function`, which gives a float scalar.
+
+    Returns:
+      The products that ran and their recipes; float32[len(ROLES), size] for each, zeros where no
+      gradient reached it; the jaxpr of `function`.
+    """
+    finding = Tapping(tap)
+    with instrumented(finding):
+        closed = jax.make_jaxpr(function)(*arguments)
+    zeros = {place: jnp.zeros((len(ROLES), tap.size), jnp.float32) for place in finding.found}
+
+    def of(zeros: dict[Place, jax.Array]) -> Any:
+        with instrumented(Tapping(tap, zeros)):
+            return function(*arguments)
+
+    return finding.found, jax.grad(of)(zeros), closed
+
+
+def swapped_rows(rows: jax.Array) -> jax.Array:
+    """Lhs and rhs exchanged, as `State.swapped` does."""
+    return rows[jnp.array([1, 0, 5, 4, 3, 2])]

@@ -1,0 +1,180 @@
+"""Static scales: what calibration finds, and what a frozen model promises.
+
+Oracles: the observers of `qt.scaling` on operands that are captured by hand, and bits of outputs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit import scaling
+
+INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
+BATCHES = [jax.random.normal(jax.random.key(i), (6, 8)) * (1 + i) for i in range(3)]
+
+
+class Own(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        return qt.dot(x, self.kernel[...]) + x @ self.kernel[...]
+
+
+class Net(nnx.Module):
+    """A layer of Flax, one of one's own, and one that may be skipped."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a = nnx.Linear(8, 8, rngs=rngs)
+        self.own = Own(rngs)
+        self.extra = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x, both=False):
+        x = self.own(nnx.relu(self.a(x)))
+        return self.extra(x) if both else x
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    return qt.nnx.wrap(Net(), qt.Rules({"extra": None}, default=INT8))
+
+
+@pytest.fixture(scope="module")
+def found(wrapped):
+    return qt.nnx.calibrate(wrapped, BATCHES)
+
+
+call = nnx.jit(lambda model, x: model(x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("absmax", {}),
+        ("moving_average", {"decay": 0.5}),
+        ("percentile", {"fraction": 0.9}),
+        ("mse", {}),
+        ("entropy", {}),
+        ("amax_history", {"history": 2, "margin": 1}),
+    ],
+)
+def test_each_observer_sees_the_operands(name, options):
+    layer = qt.nnx.wrap(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), INT8)
+    found = qt.nnx.calibrate(layer, BATCHES, name, **options)
+    kinds = {
+        "absmax": scaling.AbsMax,
+        "moving_average": scaling.MovingAverage,
+        "percentile": scaling.Percentile,
+        "mse": scaling.MSE,
+        "entropy": scaling.Entropy,
+        "amax_history": scaling.AmaxHistory,
+    }
+    for side, operands in enumerate((BATCHES, [layer.kernel[...]] * 3)):
+        state = kinds[name].of(qt.BlockFormat.tensor("int8"), operands[0].shape, **options)
+        for x in operands:
+            state = state.observe(x)
+        (amaxes,) = found.amaxes("").values()
+        np.testing.assert_allclose(amaxes[side], state.amax().reshape(()), rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_a_frozen_model_does_not_depend_on_the_batch(wrapped, found):
+    frozen = qt.nnx.freeze(wrapped, found)
+    x = BATCHES[0]
+    others = x.at[1:].multiply(50)
+    np.testing.assert_array_equal(call(frozen, x)[0], call(frozen, others)[0])
+    assert np.any(np.asarray(call(wrapped, x)[0] != call(wrapped, others)[0]))
+    # Saved with the model, not trained; parameters are shared.
+    assert frozen.a.kernel is wrapped.a.kernel
+    graph, params, state = nnx.split(frozen, nnx.Param, ...)
+    assert len(jax.tree.leaves(state)) == 3
+    np.testing.assert_array_equal(call(nnx.merge(graph, params, state), x), call(frozen, x))
+
+
+def test_frozen_scales_are_those_of_the_calibration(wrapped, found):
+    """The same numbers by hand, with static scales from the amaxes."""
+    frozen = qt.nnx.freeze(wrapped, found)
+    x = BATCHES[1]
+
+    def dot(x, kernel, amaxes):
+        x, kernel = (
+            qt.fake_quantize(v, "int8", scale=jnp.full((1, 1), amax / 127))
+            for v, amax in ((x, amaxes[0]), (kernel, amaxes[1]))
+        )
+        return x @ kernel
+
+    of_a, of_own = found.amaxes("a"), found.amaxes("own")
+    hidden = nnx.relu(dot(x, wrapped.a.kernel[...], of_a["0"]) + wrapped.a.bias[...])
+    kernel = wrapped.own.kernel[...]
+    expected = dot(hidden, kernel, of_own["0"]) + dot(hidden, kernel, of_own["dot"])
+    np.testing.assert_allclose(call(frozen, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_calibrations_merge(wrapped, found):
+    parts = [qt.nnx.calibrate(wrapped, [batch]) for batch in BATCHES]
+    merged = functools.reduce(lambda a, b: a.merge(b), parts)
+    for path in found.paths:
+        for name, amaxes in found.amaxes(path).items():
+            np.testing.assert_array_equal(merged.amaxes(path)[name], amaxes)
+
+    def across(i):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves)[i], *parts)
+        return stacked.merge_across("devices").states[0].amax()
+
+    amaxes = jax.vmap(across, axis_name="devices")(jnp.arange(3))
+    np.testing.assert_array_equal(amaxes.reshape(-1), [found.states[0].amax()[0]] * 3)
+
+
+def test_second_scales_are_frozen():
+    """NVFP4's, which would follow from the whole batch."""
+    recipe = qt.Recipe("nvfp4", gradient=None)
+    layer = qt.nnx.wrap(nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0)), recipe)
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [x], "mse"))
+    np.testing.assert_array_equal(call(frozen, x), call(layer, x))
+    others = x.at[1:].multiply(100)
+    np.testing.assert_array_equal(call(frozen, x)[0], call(frozen, others)[0])
+
+
+def test_layers_that_were_not_calibrated_are_named(wrapped, found):
+    every = qt.nnx.wrap(Net(), INT8)
+    found = qt.nnx.calibrate(every, BATCHES)
+    with pytest.raises(ValueError, match="freeze: not calibrated: extra; expected every"):
+        qt.nnx.freeze(every, found)
+    with pytest.raises(TypeError, match="calibration has type dict, expected a Calibration"):
+        qt.nnx.freeze(every, {})
+    static = qt.Recipe(
+        qt.Operand(qt.BlockFormat.tensor("int8"), scaling=qt.products.Static()), gradient=None
+    )
+    with pytest.raises(ValueError, match=r"dot_general: not calibrated, .*freeze\(wrapped"):
+        qt.dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())), recipe=static)
+
+
+def test_the_example_runs(wrapped, run_example):
+    run_example(qt.nnx.calibrate, wrapped=wrapped, batches=BATCHES)
+
+
+def test_bad_batches(wrapped, found):
+    with pytest.raises(ValueError, match="there are no batches, expected one or more"):
+        qt.nnx.calibrate(wrapped, [])
+    bad = BATCHES[0].at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match="a:0: all 2 batches of its lhs have a NaN or an inf"):
+        qt.nnx.calibrate(wrapped, [bad, bad])
+    one_bad = qt.nnx.calibrate(wrapped, [*BATCHES, bad])
+    assert int(one_bad.states[0].bad) == 1
+    np.testing.assert_array_equal(one_bad.amaxes("a")["0"], found.amaxes("a")["0"])
+    with pytest.raises(TypeError, match=r"expected an iterable of batches; .*\[batch\]"):
+        qt.nnx.calibrate(wrapped, BATCHES[0])
+    with pytest.raises(ValueError, match="MinMax is for zero points"):
+        qt.nnx.calibrate(wrapped, BATCHES, "minmax")
+    with pytest.raises(ValueError, match="observer='largest', expected one of absmax"):
+        qt.nnx.calibrate(wrapped, BATCHES, "largest")
+    with pytest.raises(ValueError, match="Net is not wrapped"):
+        qt.nnx.calibrate(Net(), BATCHES)

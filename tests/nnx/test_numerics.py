@@ -1,0 +1,281 @@
+"""Reports of numerics: each number against `qt.metrics` and NumPy of operands captured by hand."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+import qtoolkit as qt
+from qtoolkit.cli._app import app
+from qtoolkit.products import Numerics
+
+BLOCKS = qt.BlockFormat(element=qt.format("int8"), block=(16,))
+INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
+X = jax.random.normal(jax.random.key(0), (8, 32)).at[3, :5].set(0)
+
+
+class Net(nnx.Module):
+    """A frozen trunk, three ways to round, and a head that a rule leaves."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.trunk = nnx.Linear(32, 32, rngs=rngs)
+        self.a = nnx.Linear(32, 64, rngs=rngs)
+        self.b = nnx.Linear(64, 32, rngs=rngs)
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.tail(jax.lax.stop_gradient(self.trunk(x))))
+
+    def tail(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    rules = qt.Rules({"head": None, "^b$": qt.Recipe(BLOCKS)}, default=qt.Recipe())
+    return qt.nnx.wrap(Net(), rules)
+
+
+@pytest.fixture(scope="module")
+def found(wrapped):
+    return qt.nnx.numerics(wrapped, X, loss_fn)
+
+
+def row_of(found, path, operand, part, product="0"):
+    (row,) = (
+        r
+        for r in found.rows
+        if (r.path, r.product, r.operand) == (path, product, operand) and part in r.parts
+    )
+    return row
+
+
+def check(row, x, spec):
+    """Against qt.metrics of the operand, and NumPy's amax and exponents."""
+    expected, x = qt.metrics(x, spec), np.asarray(x)
+    tally = row.tally
+    np.testing.assert_allclose(tally.sqnr_db, expected.sqnr_db, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(tally.cosine, expected.cosine, rtol=0, atol=3e-7)
+    np.testing.assert_allclose(tally.saturated_fraction, expected.saturated, rtol=1e-6)
+    np.testing.assert_allclose(tally.flushed_fraction, expected.flushed, rtol=1e-6)
+    assert float(tally.amax) == np.abs(x).max()
+    scales = np.asarray(qt.quantize(x, spec).scale, np.float32)
+    assert float(tally.least_scale) == scales.min()
+    assert float(tally.largest_scale) == scales.max()
+    exponents, counts = np.unique(np.frexp(np.abs(x[x != 0]))[1] - 1, return_counts=True)
+    assert row.histogram == dict(zip(exponents.tolist(), counts.tolist(), strict=True))
+    assert float(tally.exponents[0]) == np.count_nonzero(x == 0)
+    assert float(tally.uses) == 1
+
+
+@pytest.mark.quick
+def test_each_number_is_that_of_metrics_of_the_captured_operand(wrapped, found):
+    trunk = wrapped.trunk(X)
+    hidden = nnx.relu(wrapped.a(trunk))
+    out, back = jax.vjp(lambda y: jnp.mean(wrapped.head(y) ** 2), wrapped.b(hidden))
+    (of_b,) = back(jnp.ones_like(out))
+    _, back = jax.vjp(lambda y: wrapped.b(nnx.relu(y)), wrapped.a(trunk))
+    (of_a,) = back(of_b)
+    kernel = wrapped.b.kernel[...]
+    check(row_of(found, "a", "lhs", "forward"), trunk, "e4m3fn")
+    check(row_of(found, "a", "rhs", "dgrad"), wrapped.a.kernel[...], "e4m3fn")
+    check(row_of(found, "a", "cotangent", "wgrad"), of_a, "e5m2")
+    # Blocks lie along the axis that each of the three products sums.
+    for operand, part, x, axis in (
+        ("lhs", "forward", hidden, 1),
+        ("rhs", "forward", kernel, 0),
+        ("cotangent", "dgrad", of_b, 1),
+        ("rhs", "dgrad", kernel, 1),
+    ):
+        check(row_of(found, "b", operand, part), x, dataclasses.replace(BLOCKS, axes=(axis,)))
+    whole = dataclasses.replace(BLOCKS, block=(None,), axes=(0,))  # 8 examples are one block
+    check(row_of(found, "b", "lhs", "wgrad"), hidden, whole)
+    check(row_of(found, "b", "cotangent", "wgrad"), of_b, whole)
+
+
+def test_kernels_on_the_left_are_kernels():
+    class Left(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(X[:4, :8])
+
+        def __call__(self, x):
+            return self.kernel[...] @ x.T
+
+    layer, x = qt.nnx.wrap(Left(), qt.Recipe(("int8", "e4m3fn"), "e5m2")), X[:6, :8]
+    found = qt.nnx.numerics(layer, x, loss_fn)
+    cotangent = jax.grad(lambda y: jnp.mean(y**2))(layer(x))
+    check(row_of(found, "", "lhs", "forward"), x.T, "int8")
+    check(row_of(found, "", "rhs", "forward"), layer.kernel[...], "e4m3fn")
+    check(row_of(found, "", "cotangent", "dgrad"), cotangent, "e5m2")
+
+
+def test_what_is_not_measured_is_said(found):
+    assert found.unreached == ("trunk:0",)
+    (left,) = found.left
+    assert (left.path, left.reason) == ("head", "left by a rule")
+    text = str(found)
+    assert "no gradient reached, hence not measured: trunk:0" in text
+    assert "1 forward products are not quantized, first float32[8, 32] x float32[32, 4]" in text
+
+
+def test_reports_add_and_are_saved(found, wrapped):
+    twice = found.merge(found)
+    for row, one in zip(twice.rows, found.rows, strict=True):
+        assert float(row.tally.uses) == 2 * float(one.tally.uses)
+        assert float(row.tally.amax) == float(one.tally.amax)
+        if float(one.tally.uses):
+            np.testing.assert_allclose(row.tally.sqnr_db, one.tally.sqnr_db, rtol=1e-6)
+    again = Numerics.from_json(found.to_json())
+    assert str(again) == str(found)
+    assert str(again + found) == str(twice)
+    assert jax.tree.structure(found + found) == jax.tree.structure(found)
+
+
+def test_a_layer_that_runs_several_times_has_one_row():
+    """In a scan, under remat: the sums over all runs, by NumPy."""
+    layer = qt.nnx.wrap(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), INT8)
+
+    def loss(layer, x):
+        step = jax.checkpoint(lambda carry, scale: (layer(carry) * scale, None))
+        return jnp.sum(jax.lax.scan(step, x, jnp.array([1.0, 0.5, 8.0]))[0] ** 2)
+
+    x = X[:, :8]
+    found = qt.nnx.numerics(layer, x, loss)
+    (row,) = (r for r in found.rows if r.operand == "lhs")
+    seen = [x]
+    for scale in (1.0, 0.5):
+        seen.append(layer(seen[-1]) * scale)
+    wide = np.stack(seen).astype(np.float64)
+    rounded = np.stack([qt.fake_quantize(one, "int8") for one in seen]).astype(np.float64)
+    expected = 10 * np.log10(np.sum(wide**2) / np.sum((wide - rounded) ** 2))
+    np.testing.assert_allclose(row.tally.sqnr_db, expected, atol=1e-4)
+    assert float(row.tally.uses) == 3
+    assert float(row.tally.elements) == wide.size
+    assert np.abs(wide).max() <= float(row.tally.amax) <= 1.125 * np.abs(wide).max()
+    (kernel,) = (r for r in found.rows if r.operand == "rhs")  # three times the same
+    np.testing.assert_allclose(kernel.tally.amax, jnp.abs(layer.kernel[...]).max(), rtol=1e-4)
+
+
+def test_it_is_pure_and_runs_under_jit():
+    layer = qt.nnx.wrap(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), qt.recipes.fp8_lm)
+    x = X[:, :8]
+    before = jax.tree.map(np.asarray, jax.tree.leaves(nnx.state(layer)))
+    found = qt.nnx.numerics(layer, x, loss_fn)
+    inside = nnx.jit(lambda model, x: qt.nnx.numerics(model, x, loss_fn))(layer, x)
+    assert str(inside) == str(found)
+    for a, b in zip(before, jax.tree.leaves(nnx.state(layer)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_example_runs(wrapped, found, run_example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_example(qt.nnx.numerics, wrapped=wrapped, batch=X, loss_fn=loss_fn)
+    assert (tmp_path / "numerics.png").exists()
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_table_picture_page_and_command(found, tmp_path):
+    table = found.table()
+    assert table.row_count == len(found.rows)
+    picture, page, saved = (tmp_path / name for name in ("n.png", "n.html", "n.json"))
+    found.plot(picture)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    found.html(page)
+    text = page.read_text(encoding="utf-8")
+    assert "http" not in text.replace("http-equiv", "")  # nothing is fetched
+    assert text.count("<tr") == len(found.rows) + 1
+    saved.write_text(found.to_json(), encoding="utf-8")
+    pages = ["--html", str(tmp_path / "again.html"), "--plot", str(tmp_path / "again.png")]
+    done = CliRunner().invoke(app, ["report", str(saved), *pages])
+    assert done.exit_code == 0, done.output
+    assert [line.rstrip() for line in str(found).splitlines()][1].split()[0] in done.output
+    assert "not measured: trunk:0" in done.output
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == text
+    for content, message in (("{", "invalid JSON"), ("{}", "no report of numerics")):
+        saved.write_text(content)
+        done = CliRunner().invoke(app, ["report", str(saved)])
+        assert done.exit_code == 1
+        assert message in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(version=2), "version 2, expected 1"),
+        (lambda data: data["rows"][0].pop("limits"), "damaged text: KeyError: 'limits'"),
+        (lambda data: data["rows"][0].update(tally={}), "damaged text: KeyError: 'uses'"),
+    ],
+)
+def test_damaged_reports(found, change, message):
+    data = json.loads(found.to_json())
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        Numerics.from_json(json.dumps(data))
+
+
+def test_bad_input(wrapped):
+    with pytest.raises(ValueError, match=r"Net is not wrapped, expected .*nnx\.wrap; write numer"):
+        qt.nnx.numerics(Net(), X, loss_fn)
+    with pytest.raises(TypeError, match="model has type int, expected an nnx"):
+        qt.nnx.sensitivity(3, X, loss_fn)
+    with pytest.raises(TypeError, match=r"loss_fn gave float32\[8, 4\], expected a float scalar"):
+        qt.nnx.numerics(wrapped, X, lambda model, x: model(x))
+    plain = Net()
+    with pytest.raises(ValueError, match="no quantized product ran"):
+        qt.nnx.numerics(wrapped, X, lambda model, x: loss_fn(plain, x))
+
+
+# Sensitivity.
+
+
+class Planted(nnx.Module):
+    """The input of `bad` has a feature that is 1,000 times as large as the others.
+
+    Its weights are as much smaller: without rounding that changes nothing.
+    """
+
+    def __init__(self):
+        rngs = nnx.Rngs(1)
+        self.good, self.bad, self.fine = (nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
+        self.bad.kernel[...] = self.bad.kernel[...].at[0].divide(1000)
+
+    def __call__(self, x):
+        hidden = nnx.tanh(self.good(x))
+        return self.fine(nnx.tanh(self.bad(hidden.at[:, 0].mul(1000))))
+
+
+@pytest.mark.quick
+def test_a_planted_outlier_ranks_first(run_example):
+    model, x = Planted(), X[:, :16]
+    target = model(x)
+
+    def loss(model, x):
+        return jnp.mean((model(x) - target) ** 2)
+
+    wrapped = qt.nnx.wrap(model, INT8)
+    found = qt.nnx.sensitivity(wrapped, x, loss)
+    (first, cost), *others = found.ranking
+    assert first == "bad"
+    assert cost > 10 * max(cost for _, cost in others) > 0
+    assert found.wide < 1e-10
+    np.testing.assert_allclose(found.quantized, loss(wrapped, x), rtol=1e-5)
+    rules = found.rules(1)
+    assert rules == qt.Rules({"^bad$": None}, default=INT8)
+    assert loss(qt.nnx.wrap(model, rules), x) < 0.2 * found.quantized
+    assert "qtoolkit.Rules({'^bad$': None}, default=recipe)" in str(found)
+    # By hand: that layer alone is wrapped.
+    alone = qt.nnx.wrap(model, qt.Rules({"^fine$": INT8}))
+    np.testing.assert_allclose(dict(found.ranking)["fine"], loss(alone, x), rtol=1e-3)
+    run_example(qt.nnx.sensitivity, model=model, wrapped=wrapped, batch=x, loss_fn=loss)
+    with pytest.raises(ValueError, match="keep=4, expected an integer from 0 to 3"):
+        found.rules(4)
