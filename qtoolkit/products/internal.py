@@ -1,6 +1,6 @@
 """What the packages above need of products and users do not."""
 
-from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -25,6 +25,7 @@ __all__ = [
     "enclosing",
     "inner_jaxprs",
     "is_quantized",
+    "product_attributes",
     "quantized_product",
     "report_of",
     "rewritten",
