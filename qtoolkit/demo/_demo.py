@@ -152,7 +152,6 @@ def _convert(
     results = Results(
         wide=pair.wide.final_loss,
         quantized=pair.quantized.final_loss,
-        naive=None if pair.naive is None else pair.naive.final_loss,
         wide_final=pair.wide.losses[-1],
         converted=float(evaluate(restored, validation_windows(corpus))),
         step_seconds=(pair.wide.step_seconds, pair.quantized.step_seconds),

@@ -8,8 +8,7 @@ class Results:
     """The figures of one demo: losses in bits per byte, sizes in bytes, SQNR in dB.
 
     Attributes:
-      wide, quantized: Means of the last five evaluations of two trained models.
-      naive: The same of a model trained with `astype`; None where the format has no dtype.
+      wide, quantized: Means of the last five evaluations of the two trained models.
       wide_final, converted: Loss of the float32 model's final weights, before and after conversion.
       step_seconds: Median step, of the float32 model and of the quantized one.
       sizes: Of the two checkpoints.
@@ -19,7 +18,6 @@ class Results:
 
     wide: float
     quantized: float
-    naive: float | None
     wide_final: float
     converted: float
     step_seconds: tuple[float, float]
@@ -32,18 +30,12 @@ class Results:
         """What is measured, and the figure, as they are printed."""
         wide_ms, quantized_ms = (1e3 * seconds for seconds in self.step_seconds)
         wide_size, size = self.sizes
-        rows = [
+        return [
             ("float32, last five evaluations", _loss(self.wide)),
             (
                 f"trained in {self.format} / {self.gradient}, last five",
                 f"{_loss(self.quantized)} ({self.quantized / self.wide - 1:+.2%})",
             ),
-        ]
-        if self.naive is not None:
-            figure = f"{_loss(self.naive)} ({self.naive / self.wide - 1:+.2%})"
-            rows.append((f"trained with astype to {self.format}, last five", figure))
-        return [
-            *rows,
             ("float32, final weights", _loss(self.wide_final)),
             (
                 f"the same, converted to {self.format}",

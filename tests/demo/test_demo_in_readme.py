@@ -1,6 +1,5 @@
 """The README's demo table: written by a command, with the rows that the demo prints today."""
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Results(
     wide=2.0,
     quantized=2.01,
-    naive=3.0,
     wide_final=1.5,
     converted=1.53,
     step_seconds=(0.05, 0.06),
@@ -44,19 +42,12 @@ def test_figures_as_they_are_printed():
     assert dict(RESULTS.rows()) == {
         "float32, last five evaluations": "2.0000 bits/byte",
         "trained in e4m3fn / e5m2, last five": "2.0100 bits/byte (+0.50%)",
-        "trained with astype to e4m3fn, last five": "3.0000 bits/byte (+50.00%)",
         "float32, final weights": "1.5000 bits/byte",
         "the same, converted to e4m3fn": "1.5300 bits/byte (+2.00%)",
         "step, float32 and quantized": "50.0 and 60.0 ms (ratio 1.20)",
         "checkpoint, float32 and e4m3fn": "4,000 and 1,200 bytes (ratio 0.30)",
         "mean SQNR of the converted weights": "31.5 dB",
     }
-
-
-def test_a_format_without_a_dtype_has_no_row_of_astype():
-    rows = dict(dataclasses.replace(RESULTS, naive=None).rows())
-    assert len(rows) == len(RESULTS.rows()) - 1
-    assert not any("astype" in name for name in rows)
 
 
 def test_the_command_replaces_the_block_and_nothing_else(tmp_path):
