@@ -135,7 +135,9 @@ class _PlainLines(contextlib.AbstractContextManager[None]):
             _, *figures = _losses(pair)[-1]
             named = zip(_COLUMNS[1:], figures, strict=False)
             line = "  ".join(f"{name} {figure}" for name, figure in named)
-            self.console.print(f"step {step:>5}/{self.steps}  {line}", highlight=False)
+            self.console.print(
+                f"step {step:>5}/{self.steps}  {line}", highlight=False, soft_wrap=True
+            )
 
 
 def _convert(
