@@ -125,6 +125,16 @@ class Recorder:
         print(f"  {name}: {compared:,} compared, {differ:,} differ")
         self.rows.append({"table": title, "row": name, "compared": compared, "differ": differ})
 
+    def memory(self, title: str, peaks: Mapping[str, int], yardstick: str) -> None:
+        """A table of bytes, with the ratio to the yardstick's."""
+        print(f"\n{title}")
+        for name, peak in peaks.items():
+            ratio = round(peak / peaks[yardstick], 3)
+            print(f"  {name}: {peak:,} bytes  ratio {ratio:.2f}")
+            self.rows.append(
+                {"table": title, "row": name, "bytes": peak, "yardstick": yardstick, "ratio": ratio}
+            )
+
 
 def line_of(row: Mapping[str, Any], width: int) -> str:
     low, high = row["quartiles_ms"]

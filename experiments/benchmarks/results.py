@@ -84,8 +84,13 @@ def tables_of(rows: Sequence[Row]) -> str:
             lines = [[r["row"], f"{r['compared']:,}", f"{r['differ']:,}"] for r in inside]
             parts.append(f"### {title}\n\n" + table(("what", "compared", "differ"), lines))
             continue
+        yardstick = f"ratio to {inside[0]['yardstick']}"
+        if "bytes" in inside[0]:
+            lines = [[r["row"], f"{r['bytes']:,}", f"{r['ratio']:.2f}"] for r in inside]
+            parts.append(f"### {title}\n\n" + table(("row", "bytes", yardstick), lines))
+            continue
         heads = ("row", "median, ms", "middle half, ms", "runs")
-        heads += (f"ratio to {inside[0]['yardstick']}", "promise", "")
+        heads += (yardstick, "promise", "")
         parts.append(f"### {title}\n\n" + table(heads, map(timed_line, inside)))
     return "\n".join(parts)
 

@@ -13,6 +13,7 @@ from qtoolkit.demo._language_model import (
     load_corpus,
     train_pair,
     validation_windows,
+    with_astype,
 )
 from qtoolkit.demo._results import Results
 
@@ -32,4 +33,5 @@ __all__ = [
     "run",
     "train_pair",
     "validation_windows",
+    "with_astype",
 ]

@@ -1,5 +1,6 @@
-"""`qtoolkit demo`: FP8-aware training beside float32, then a converted checkpoint, in one table."""
+"""`qtoolkit demo`: FP8-aware training beside float32 and `astype`, then a converted checkpoint."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -36,7 +37,7 @@ def run(*, steps: int, out: str | Path, seed: int, format: str) -> None:
     """Trains, converts, evaluates, and writes the folder `out`; prints what it does and a table.
 
     Args:
-      steps: Optimizer steps of each of the two models.
+      steps: Optimizer steps of each of the three models.
       out: Folder for checkpoints, plots and the table; made if missing, its files overwritten.
       seed: Of the initialisation and of the batches.
       format: What the operands of the forward products, and the converted weights, are rounded to.
@@ -65,48 +66,77 @@ def _host() -> str:
 
 
 def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: int) -> TrainingPair:
-    options = {"steps": steps, "seed": seed}
-    if not console.is_terminal:
-        return train_pair(corpus, recipe, report=_PlainLines(console, steps), **options)
-    progress = Progress(
-        TextColumn("training both models"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    )
-    task = progress.add_task("", total=steps)
-    with Live(console=console, refresh_per_second=4) as live:
-
-        def show(step: int, pair: TrainingPair) -> None:
-            progress.update(task, completed=step)
-            grid = Table.grid()
-            grid.add_row(_side_by_side(pair))
-            grid.add_row(progress)
-            live.update(grid)
-
-        return train_pair(corpus, recipe, report=show, **options)
+    shown = _Screen(console, steps) if console.is_terminal else _PlainLines(console, steps)
+    kernel = recipe.forward[1]
+    assert kernel is not None
+    with shown:
+        return train_pair(
+            *(corpus, recipe),
+            steps=steps,
+            seed=seed,
+            naive=kernel.spec.element.dtype,
+            report=shown,
+        )
 
 
-def _side_by_side(pair: TrainingPair) -> Table:
-    table = Table("step", "float32", "quantized", "gap", title="validation loss, bits per byte")
-    rows = zip(pair.evaluated_at, pair.wide.losses, pair.quantized.losses, strict=True)
-    for step, wide, quantized in rows:
-        table.add_row(str(step), f"{wide:.4f}", f"{quantized:.4f}", f"{quantized / wide - 1:+.2%}")
+class _Screen(Live):
+    """The losses so far, as many as fit above the progress bar."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        super().__init__(console=console, refresh_per_second=4)
+        bar = BarColumn(bar_width=None)
+        columns = TextColumn("{task.description}"), bar, MofNCompleteColumn()
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
+        self.task = self.progress.add_task("compiling", total=steps)
+
+    def __call__(self, step: int, pair: TrainingPair) -> None:
+        if step == 1:  # the first step compiles: what is left is not estimated from it
+            self.progress.reset(self.task, description="training")
+        self.progress.update(self.task, completed=step)
+        # Of the lines, eight belong to the title and frame of the table, the bar, and the prompt.
+        rows = _losses(pair)[-max(1, self.console.height - 8) :]
+        table = Table(*_COLUMNS, title="validation loss, bits per byte")
+        for row in rows:
+            table.add_row(*row)
+        self.update(Group(table, self.progress))
+
+
+_COLUMNS = ("step", "float32", "quantized", "gap", "astype", "gap")
+
+
+def _losses(pair: TrainingPair) -> list[list[str]]:
+    """For each evaluation the step and the loss of every run, with its gap to float32."""
+    table = []
+    for i, step in enumerate(pair.evaluated_at):
+        wide = pair.wide.losses[i]
+        row = [str(step), f"{wide:.4f}"]
+        for run in pair.runs[1:]:
+            row += [f"{run.losses[i]:.4f}", f"{run.losses[i] / wide - 1:+.2%}"]
+        table.append(row)
     return table
 
 
-class _PlainLines:
+class _PlainLines(contextlib.AbstractContextManager[None]):
     """One line for each evaluation, where there is no terminal to draw on."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console, self.steps, self.shown = console, steps, 0
-        console.print("validation loss in bits per byte", highlight=False)
+
+    def __exit__(self, *_: Any) -> None:
+        pass
 
     def __call__(self, step: int, pair: TrainingPair) -> None:
+        if step == 0:
+            self.console.print("compiling", highlight=False)
+        if step == 1:
+            self.console.print("validation loss in bits per byte", highlight=False)
         if len(pair.evaluated_at) > self.shown:
             self.shown = len(pair.evaluated_at)
-            wide, quantized = pair.wide.losses[-1], pair.quantized.losses[-1]
+            _, *figures = _losses(pair)[-1]
+            named = zip(_COLUMNS[1:], figures, strict=False)
+            line = "  ".join(f"{name} {figure}" for name, figure in named)
             self.console.print(
-                f"step {step:>5}/{self.steps}  float32 {wide:.4f}  quantized {quantized:.4f}  "
-                f"gap {quantized / wide - 1:+.2%}",
-                highlight=False,
+                f"step {step:>5}/{self.steps}  {line}", highlight=False, soft_wrap=True
             )
 
 
@@ -162,7 +192,9 @@ def _plot(
         "float32": pair.wide.losses,
         f"{results.format} / {results.gradient}": pair.quantized.losses,
     }
-    loss_curves(folder / "loss.png", pair.evaluated_at, curves)
+    if pair.naive is not None:
+        curves[f"{results.format} by astype"] = pair.naive.losses
+    loss_curves(folder / "loss.png", pair.evaluated_at, curves, gap_to="float32")
     title = f"weights converted to {results.format}, scaling: {report.scaling}"
     errors = {
         tensor.name: tensor.sqnr_db

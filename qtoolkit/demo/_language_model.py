@@ -1,7 +1,8 @@
 """A small byte-level transformer on real English: what the demo and the experiments train.
 
 The text is CPython's own help topics (`pydoc_data.topics`), which every Python brings along.
-Nothing here knows of quantization but `train_pair`, which wraps the model for its second run.
+Nothing here knows of quantization but `train_pair`, which wraps the model for its second run, and
+`with_astype`, which does without the toolkit for its third.
 """
 
 import dataclasses
@@ -10,13 +11,15 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
 
 from qtoolkit.nnx import value_and_grad, wrap
 from qtoolkit.products import Recipe
@@ -152,11 +155,23 @@ class TrainingRun:
 
 
 class TrainingPair(NamedTuple):
-    """Two runs, one initialisation, the same batches; and the steps of their evaluations."""
+    """Runs of one initialisation on the same batches, and the steps of their evaluations.
+
+    Attributes:
+      wide: In float32.
+      quantized: Wrapped by a recipe.
+      evaluated_at: Steps.
+      naive: By `astype` alone, where that was asked for.
+    """
 
     wide: TrainingRun
     quantized: TrainingRun
     evaluated_at: list[int]
+    naive: TrainingRun | None = None
+
+    @property
+    def runs(self) -> list[TrainingRun]:
+        return [self.wide, self.quantized, *([] if self.naive is None else [self.naive])]
 
 
 def train_pair(
@@ -165,6 +180,7 @@ def train_pair(
     *,
     steps: int,
     seed: int,
+    naive: DTypeLike | None = None,
     report: Callable[[int, TrainingPair], None] = lambda step, pair: None,
 ) -> TrainingPair:
     """Trains one model in float32 and a copy of it wrapped by `recipe`, step by step side by side.
@@ -174,33 +190,80 @@ def train_pair(
       recipe: For the copy.
       steps: Optimizer steps of each.
       seed: Of the initialisation and of the batches.
+      naive: A dtype, for a third model `with_astype`.
       report: Called before the first step, after every step, with the number of steps done.
     """
-    pair = _untrained_pair(recipe, steps, seed)
-    wide, quantized = pair.wide, pair.quantized
+    pair = _untrained_pair(recipe, steps, seed, naive)
     batches = np.random.default_rng(seed)
     held_out_windows = validation_windows(corpus)
     evaluate_at = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)} - {0}
     report(0, pair)
     for step in range(1, steps + 1):
         windows = jnp.asarray(_random_windows(corpus.training, BATCH, batches))
-        for run in (wide, quantized):
+        for run in pair.runs:
             run.step(windows)
         if step in evaluate_at:
             pair.evaluated_at.append(step)
-            for run in (wide, quantized):
+            for run in pair.runs:
                 run.losses.append(float(evaluate(run.model, held_out_windows)))
         report(step, pair)
     return pair
 
 
-def _untrained_pair(recipe: Recipe, steps: int, seed: int) -> TrainingPair:
+def _untrained_pair(recipe: Recipe, steps: int, seed: int, naive: DTypeLike | None) -> TrainingPair:
     model = ByteTransformer(rngs=nnx.Rngs(seed))
-    wide, quantized = (
-        TrainingRun(m, nnx.Optimizer(m, _transform(steps), wrt=nnx.Param))
-        for m in (model, wrap(nnx.clone(model), recipe))
+    models = [model, wrap(nnx.clone(model), recipe)]
+    if naive is not None:
+        models.append(with_astype(model, naive))
+    wide, quantized, *rest = (
+        TrainingRun(m, nnx.Optimizer(m, _transform(steps), wrt=nnx.Param)) for m in models
     )
-    return TrainingPair(wide, quantized, [])
+    return TrainingPair(wide, quantized, [], *rest)
+
+
+def with_astype(model: ByteTransformer, dtype: DTypeLike) -> ByteTransformer:
+    """A copy of `model` whose products take their operands through `astype`, and no more.
+
+    There is no scale, and autodiff goes back through the casts: it rounds cotangents to `dtype`,
+    too. This is what the recipes are to be better than.
+    """
+    copy = nnx.clone(model)
+    for _, module in nnx.iter_modules(copy):
+        if isinstance(module, nnx.Linear | nnx.LinearGeneral):
+            module.dot_general = _ByAstype(dtype, lax.dot_general)
+        elif isinstance(module, nnx.Conv):
+            module.conv_general_dilated = _ByAstype(dtype, lax.conv_general_dilated)
+        elif isinstance(module, nnx.MultiHeadAttention):
+            module.attention_fn = _AttentionByAstype(dtype)
+    return copy
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByAstype:
+    """A product of two arrays that were cast to `dtype` and back."""
+
+    dtype: DTypeLike
+    product: Callable[..., jax.Array]
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        return self.product(_cast(lhs, self.dtype), _cast(rhs, self.dtype), *args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AttentionByAstype:
+    dtype: DTypeLike
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array, **_: Any
+    ) -> jax.Array:
+        query, key, value = (_cast(x, self.dtype) for x in (query, key, value))
+        scores = jnp.einsum("...qhd,...khd->...hqk", query, key) / math.sqrt(query.shape[-1])
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e30))
+        return jnp.einsum("...hqk,...khd->...qhd", _cast(weights, self.dtype), value)
+
+
+def _cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return x.astype(dtype).astype(x.dtype)
 
 
 @functools.cache  # a new transform is a new function, for which the training step compiles again

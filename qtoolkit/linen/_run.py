@@ -26,6 +26,7 @@ from qtoolkit.products.internal import (
     State,
     computes_product,
     enclosing,
+    product_attributes,
     scope,
 )
 from qtoolkit.scaling import QArray
@@ -237,7 +238,7 @@ class _Run:
         path = "/".join(module.path[len(self.root) :])
         kind: Any = type(module)
         kinds = self._kinds(path, kind)
-        has_products = _has_products(kind, name, method)
+        has_products = _has_products(kind, name, method, product_attributes(vars(module)))
         visited = _visited.get()
         if visited is not None:
             visited.append((self.rules, path, kinds, has_products))
@@ -333,7 +334,7 @@ _CREATED = "create the layer with another param_dtype"
 
 
 @functools.cache
-def _has_products(kind: Any, name: str, method: Any) -> bool:
+def _has_products(kind: Any, name: str, method: Any, attributes: frozenset[str]) -> bool:
     """Whether a method of a module computes products by itself, as far as its code tells."""
     if any(issubclass(kind, layer) and name == where for layer, where in _LAYERS.items()):
         return True
@@ -342,7 +343,7 @@ def _has_products(kind: Any, name: str, method: Any) -> bool:
     if _is_in(method, _FLAX):
         return False
     method = inspect.unwrap(method)
-    return isinstance(method, types.FunctionType) and computes_product(method, kind)
+    return isinstance(method, types.FunctionType) and computes_product(method, kind, attributes)
 
 
 def _is_in(function: Any, place: str) -> bool:

@@ -10,7 +10,7 @@ from flax import nnx
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import original_class, product_methods
+from qtoolkit.nnx._rewriting import methods_of
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import Found, modules_of, rewired, stacked
 from qtoolkit.products import Recipe
@@ -121,7 +121,7 @@ def _kernel_axes(layer: Any) -> Axes | None:
 
     None where the layer has no hook for its product, or multiplies something else than its kernel.
     """
-    if product_methods(original_class(type(layer))) or getattr(layer, "mask", None) is not None:
+    if methods_of(layer) or getattr(layer, "mask", None) is not None:
         return None
     for kind, axes in _KERNELS:
         if isinstance(layer, kind):

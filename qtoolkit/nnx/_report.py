@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from qtoolkit.formats import Rules
-from qtoolkit.nnx._rewriting import leave, original_class, product_methods
+from qtoolkit.nnx._rewriting import leave, methods_of
 from qtoolkit.products import Recipe, Report
 from qtoolkit.products.internal import report_of
 
@@ -97,4 +97,4 @@ def site_of(module: Any) -> Any:
 
 def _has_products(module: Any) -> bool:
     kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
-    return isinstance(module, kinds) or bool(product_methods(original_class(type(module))))
+    return isinstance(module, kinds) or bool(methods_of(module))

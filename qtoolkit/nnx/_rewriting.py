@@ -16,7 +16,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from qtoolkit.products.internal import Site, computes_product, enclosing, rewritten, scope
+from qtoolkit.products.internal import (
+    Site,
+    computes_product,
+    enclosing,
+    product_attributes,
+    rewritten,
+    scope,
+)
 
 _FRAMEWORK = set(dir(nnx.Module))
 # Their own methods compute by attributes, which wrapping sets.
@@ -24,8 +31,14 @@ HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAtte
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 
 
-def product_methods(kind: type) -> tuple[str, ...]:
-    """The public methods of a class in whose code a product is named."""
+def methods_of(module: Any) -> tuple[str, ...]:
+    """The public methods of a module that compute products by themselves."""
+    known = frozenset() if isinstance(module, HOOKED) else product_attributes(vars(module))
+    return product_methods(original_class(type(module)), known)
+
+
+def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """The public methods of a class in whose code a product, or such an attribute, is named."""
     found = []
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
@@ -33,7 +46,9 @@ def product_methods(kind: type) -> tuple[str, ...]:
         if not is_public or any(vars(layer).get(name) is method for layer in HOOKED):
             continue
         function = inspect.unwrap(method) if callable(method) else None
-        if isinstance(function, types.FunctionType) and computes_product(function, kind):
+        if isinstance(function, types.FunctionType) and computes_product(
+            function, kind, attributes
+        ):
             found.append(name)
     return tuple(found)
 
@@ -48,14 +63,14 @@ def leave(module: Any, path: str) -> None:
     """Marks the products of a layer as left."""
     if "qtoolkit_path" not in vars(module):
         kind: Any = type(module)
-        module.__class__ = _scoped_class(kind)
+        module.__class__ = _scoped_class(kind, ("__call__", *methods_of(module)))
         module.qtoolkit_path = path
 
 
 @functools.cache
-def _scoped_class(kind: type) -> type:
+def _scoped_class(kind: type, methods: tuple[str, ...]) -> type:
     """A subclass whose calls stand in the name stack as those of a layer that is left."""
-    names = {"__call__", *product_methods(kind)} & set(dir(kind))
+    names = set(methods) & set(dir(kind))
     body = {name: _scoped(getattr(kind, name)) for name in names}
     return subclass(kind, body, original_class(kind))
 

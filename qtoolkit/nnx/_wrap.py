@@ -22,7 +22,7 @@ from qtoolkit.nnx._products import (
     keep_kernel_dtype,
 )
 from qtoolkit.nnx._report import check_strict, site_of
-from qtoolkit.nnx._rewriting import leave, original_class, product_methods, rewriting_class
+from qtoolkit.nnx._rewriting import leave, methods_of, original_class, rewriting_class
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Site, cache_format, check_recipe
@@ -196,7 +196,7 @@ def attach(
         layer.promote_dtype = keep_kernel_dtype
     if isinstance(layer, nnx.LinearGeneral):
         _check_attribute(where, found, "dot_general_cls", (None,))
-    methods = product_methods(original_class(type(layer)))
+    methods = methods_of(layer)
     if methods:
         layer.__class__ = rewriting_class(original_class(type(layer)), methods)
         if keeps_cache(layer):
@@ -276,7 +276,7 @@ class Found:
     @property
     def has_products(self) -> bool:
         is_layer = isinstance(self.module, tuple(_HOOKS))
-        return is_layer or bool(product_methods(original_class(type(self.module))))
+        return is_layer or bool(methods_of(self.module))
 
     @property
     def shown(self) -> str:

@@ -10,24 +10,48 @@ _STYLES = (("#1f4e79", "-"), ("#d1495b", "--"), ("#3b7a57", "-."), ("#7a5195", "
 
 
 def loss_curves(
-    path: str | PathLike[str], steps: Sequence[int], curves: Mapping[str, Sequence[float]]
+    path: str | PathLike[str],
+    steps: Sequence[int],
+    curves: Mapping[str, Sequence[float]],
+    gap_to: str | None = None,
 ) -> None:
-    """Writes a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`."""
-    figure, axes = _figure(7.0, 4.2)
-    for (name, losses), (colour, dashes) in zip(curves.items(), _STYLES, strict=False):
+    """Writes a PNG with one curve for each entry of `curves`, in bits per byte, over `steps`.
+
+    Args:
+      path: Of the file.
+      steps: What is on the horizontal axis.
+      curves: Names and losses, as many as there are steps.
+      gap_to: Name of a curve; a panel below shows how far the others are from it, in percent, on an
+        axis that is linear up to 1 % and logarithmic above.
+    """
+    figure, upper = _figure(7.0, 4.2 if gap_to is None else 6.2, 1 if gap_to is None else 2)
+    axes, *below = upper
+    styles = dict(zip(curves, _STYLES, strict=False))
+    for name, (colour, dashes) in styles.items():
+        losses = curves[name]
         axes.plot(
             steps, losses, dashes, color=colour, linewidth=1.8, label=f"{name}: {losses[-1]:.3f}"
         )
-    axes.set_xlabel("step")
     axes.set_ylabel("validation loss, bits per byte")
     axes.legend(frameon=False, title="last evaluation")
+    for panel in below:
+        for name, (colour, dashes) in styles.items():
+            gaps = [
+                100 * (loss / wide - 1)
+                for loss, wide in zip(curves[name], curves[gap_to or name], strict=True)
+            ]
+            panel.plot(steps, gaps, dashes, color=colour, linewidth=1.8)
+        panel.set_yscale("symlog", linthresh=1.0)
+        panel.yaxis.set_major_formatter(lambda gap, _: f"{gap:g} %")
+        panel.set_ylabel(f"gap to {gap_to}")
+    upper[-1].set_xlabel("step")
     _save(figure, path)
 
 
 def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title: str) -> None:
     """Writes a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order."""
     names = list(sqnr_db)
-    figure, axes = _figure(7.0, 1.4 + 0.26 * len(names))
+    figure, (axes,) = _figure(7.0, 1.4 + 0.26 * len(names))
     axes.barh(names, [sqnr_db[name] for name in names], color="#1f4e79", height=0.65)
     for row, name in enumerate(names):
         axes.text(sqnr_db[name], row, f" {sqnr_db[name]:.1f}", va="center", fontsize=8)
@@ -40,14 +64,16 @@ def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title
     _save(figure, path)
 
 
-def _figure(width: float, height: float):  # type: ignore[no-untyped-def]
+def _figure(width: float, height: float, panels: int = 1):  # type: ignore[no-untyped-def]
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # no window system, and pyplot's global state stays as it is
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    return figure, axes
+    ratios = [2, *[1] * (panels - 1)]
+    column = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    for axes in column:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+    return figure, column
 
 
 def _save(figure: Figure, path: str | PathLike[str]) -> None:

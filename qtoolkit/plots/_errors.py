@@ -50,7 +50,7 @@ def error_against_magnitude(
     if not 1 <= octaves <= 100:
         raise ValueError(f"error_against_magnitude: octaves={octaves}, expected 1 to 100")
     if axes is None:
-        _, axes = _figure(8.0, 4.0)
+        _, (axes,) = _figure(8.0, 4.0)
     edges = amax * np.exp2(np.arange(-octaves * _BINS_IN_OCTAVE, 1) / _BINS_IN_OCTAVE)
     for row, spec in enumerate(resolved, start=len(axes.lines)):
         colour = _STYLES[row % len(_STYLES)][0]

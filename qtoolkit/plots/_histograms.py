@@ -45,7 +45,7 @@ def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any
     codes = np.lexsort((~np.signbit(values), values))  # -0 before 0
     codes = codes[np.isfinite(values[codes])]
     if axes is None:
-        _, axes = _figure(8.0, 3.6)
+        _, (axes,) = _figure(8.0, 3.6)
     width = 0.9 if len(codes) <= 64 else 1.0  # gaps of less than a pixel come and go
     axes.bar(range(len(codes)), percent[codes], width=width, color=_FINITE)
     ticks = _ticks(values[codes])

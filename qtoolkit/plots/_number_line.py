@@ -37,7 +37,7 @@ def number_line(
     resolved = [format(f) for f in (fmts if isinstance(fmts, list | tuple) else [fmts])]
     if not resolved:
         raise ValueError("number_line: no formats, expected one or more")
-    figure, axes = _figure(9.0, 1.5 + 0.62 * len(resolved))
+    figure, (axes,) = _figure(9.0, 1.5 + 0.62 * len(resolved))
     drawn = set()
     for row, fmt in enumerate(resolved):
         for kind, values in _values(fmt).items():

@@ -2,8 +2,9 @@
 
 import dis
 import functools
+import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _PRODUCTS = {
@@ -16,15 +17,18 @@ _DEPTH = 4  # of functions that call one another
 
 
 @functools.cache
-def computes_product(function: Any, kind: type, depth: int = _DEPTH) -> bool:
+def computes_product(
+    function: Any, kind: type, attributes: frozenset[str] = frozenset(), depth: int = _DEPTH
+) -> bool:
     """Whether the code of a function names a product, or that of a function it calls.
 
     Args:
       function: A plain function of Python, such as a method of `kind`.
       kind: Where names after `self.` are looked up.
+      attributes: Names after `self.` that are products, too: `product_attributes` of a module.
     """
     codes = list(_codes(function.__code__))
-    if any(map(_names_a_product, codes)):
+    if any(_names_a_product(code, attributes) for code in codes):
         return True
     if not depth:
         return False
@@ -33,9 +37,26 @@ def computes_product(function: Any, kind: type, depth: int = _DEPTH) -> bool:
         isinstance(other, types.FunctionType)
         and not _is_of_library(other.__module__)
         and other is not function
-        and computes_product(other, kind, depth - 1)
+        and computes_product(other, kind, attributes, depth - 1)
         for other in _called(function, kind, names)
     )
+
+
+def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
+    """Of a module's attributes, those that are functions and compute products.
+
+    A module may keep one, `self.attention_fn = nnx.dot_product_attention`, and call it.
+    """
+    return frozenset(name for name, value in values.items() if _is_product(value))
+
+
+def _is_product(value: Any) -> bool:
+    while isinstance(value, functools.partial):
+        value = value.func
+    function = inspect.unwrap(value) if callable(value) else None
+    if not isinstance(function, types.FunctionType):
+        return False
+    return function.__name__ in _PRODUCTS or computes_product(function, object)
 
 
 def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
@@ -54,14 +75,14 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
             yield from (vars(known).get(other) for other in names)
 
 
-def _names_a_product(code: types.CodeType) -> bool:
+def _names_a_product(code: types.CodeType, attributes: frozenset[str]) -> bool:
     """`x @ w`, or a name such as `jnp.dot`; `self.dot` is a layer's own attribute."""
     before: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname == "BINARY_OP" and instruction.argrepr in ("@", "@="):
             return True
         is_name = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
-        if is_name and instruction.argval in _PRODUCTS and before != "self":
+        if is_name and instruction.argval in (attributes if before == "self" else _PRODUCTS):
             return True
         argval = instruction.argval
         before = argval[-1] if isinstance(argval, tuple) and argval else argval

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,8 +15,11 @@ from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
 from qtoolkit.products._site import MODEL, Scope, place_of
 from qtoolkit.scaling import QArray
 
+# Their folders, not their names: a user's model may lie in a folder of the same name.
 _LIBRARIES = tuple(
-    f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "qtoolkit", "jaxlib", "optax")
+    os.path.join(os.path.dirname(spec.origin), "")
+    for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
+    if spec is not None and spec.origin is not None
 )
 
 
@@ -223,6 +227,6 @@ def _line(eqn: Any) -> str:
     traceback = eqn.source_info.traceback
     for frame in getattr(traceback, "frames", None) or ():
         name = frame.file_name
-        if not any(library in name for library in _LIBRARIES) and not name.startswith("<"):
+        if not name.startswith((*_LIBRARIES, "<")):
             return f"{os.path.basename(name)}:{frame.line_num}"
     return ""

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
+import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -210,10 +211,13 @@ class Scope(NamedTuple):
     is_left: bool = False
 
 
+_ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
+
+
 def scope(path: str, recipe: Recipe | None) -> str:
     """The name of a layer's products in a program, None for one that is left."""
-    # A "/" would be a scope of its own.
-    named = path.replace("/", ".") or "."
+    # A "/" would be a scope of its own, "(" the mark of a transformation.
+    named = "".join(_ESCAPES.get(letter, letter) for letter in path) or "."
     if recipe is None:
         return f"{LEFT}{named}|"
     label = " x ".join("wide" if o is None else str(o) for o in recipe.forward)
@@ -227,5 +231,5 @@ def place_of(name_stack: str) -> Scope | None:
         return None
     is_left = name_stack.startswith(LEFT, at)
     path, label, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "")
-    path = MODEL if path == "." else path.replace(".", "/")
+    path = MODEL if path == "." else urllib.parse.unquote(path.replace(".", "/"))
     return Scope(path, "" if is_left else label, is_left)

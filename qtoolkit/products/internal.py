@@ -8,7 +8,7 @@ from qtoolkit.products._calibration import (
     check_calibrated,
     summary_of,
 )
-from qtoolkit.products._inspection import computes_product
+from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import numerics_of
@@ -58,6 +58,7 @@ __all__ = [
     "instrument",
     "is_quantized",
     "numerics_of",
+    "product_attributes",
     "quantized_product",
     "report_of",
     "rewritten",

@@ -5,10 +5,13 @@ import importlib.util
 import io
 import re
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from qtoolkit import checkpoints, demo
 from qtoolkit.demo import _demo
@@ -40,6 +43,8 @@ def test_it_leaves_checkpoints_plots_and_the_table(finished):
     for name in plots:
         assert (folder / name).read_bytes()[:8] == PNG
     assert "step     3/3  float32" in output
+    assert "compiling\nvalidation loss" in output
+    assert re.search(r"step     3/3  float32 .* astype \S+  gap", output)
     assert str(folder) in output.replace("\n", "")
 
 
@@ -93,7 +98,44 @@ def test_parameters_and_restore_are_inverse():
 
 def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    from rich.console import Console
-
     _demo._plot(Console(), tmp_path, None, None, None)
     assert "pip install 'qtoolkit[plots]'" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_on_a_small_terminal_the_bar_and_its_estimate_stay_visible():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80, height=24, color_system=None)
+    run = demo.TrainingRun(None, None, [2.0] * 20)
+    pair = demo.TrainingPair(run, run, list(range(20, 401, 20)), run)
+    screen = _demo._Screen(console, 400)
+    for step, description in ((0, "compiling"), (1, "training"), (400, "training")):
+        screen(step, pair)
+        lines = ["".join(s.text for s in line) for line in console.render_lines(screen.renderable)]
+        assert len(lines) < 24
+        assert lines[-1].startswith(description)
+        assert f"{step}/400" in lines[-1]
+        assert re.search(r"-:--:--|\d:\d\d:\d\d", lines[-1])
+    assert any("400" in line and "+0.00%" in line for line in lines[:-1])  # the newest row
+
+
+def test_with_astype_rounds_every_operand_and_every_cotangent():
+    """Oracle: E4M3 by ml_dtypes, without a scale; beyond 464 it is NaN."""
+    model = demo.ByteTransformer(width=16, layers=1, heads=2, rngs=nnx.Rngs(0))
+    naive = demo.with_astype(model, jnp.float8_e4m3fn)
+    x = np.asarray(jax.random.normal(jax.random.key(0), (4, 16)))
+
+    def cast(a):
+        return np.asarray(a).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+    up, plain = naive.blocks[0].up, model.blocks[0].up
+    expected = cast(x) @ cast(plain.kernel[...])
+    np.testing.assert_allclose(up(x), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(up(x) - plain(x)).max() > 1e-3
+    grads = nnx.grad(lambda layer: jnp.sum(1e-4 * layer(x)))(up)
+    np.testing.assert_array_equal(grads["kernel"][...], 0)  # smaller than the least of E4M3
+    assert np.isnan(up(1e3 * x)).any()
+    tokens = jnp.arange(8)[None]
+    assert np.abs(naive(tokens) - model(tokens)).max() > 1e-3
+    _, state = nnx.split(naive)
+    assert jax.tree.structure(state) == jax.tree.structure(nnx.split(model)[1])

@@ -1,6 +1,7 @@
 """linen.wrap: what is quantized, counted in the program, and that nothing else changes."""
 
 import collections
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,17 @@ def helper(x, w):
     return jnp.einsum("btd,df->btf", x, w)
 
 
+class Keeping(nn.Module):
+    """The function that computes the products is an attribute."""
+
+    attention_fn: Callable[..., jax.Array] = nn.dot_product_attention
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((4, 4))(x)
+        return self.attention_fn(x, x, x)
+
+
 class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -150,6 +162,7 @@ MODELS = {
         X,
         6,
     ),
+    "a function of Flax as attribute": (Keeping(), X, 3),
     "LSTM": (Rnn(nn.LSTMCell), X, 8),
     "OptimizedLSTM": (Rnn(nn.OptimizedLSTMCell), X, 2),
     "GRU": (Rnn(nn.GRUCell), X, 6),

@@ -3,6 +3,8 @@
 Comments say what the code before this one, and qwix 0.1.8, reached of all forward products.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,20 @@ def helper(x, kernel):
     return jnp.einsum("bi,io->bo", x, kernel)
 
 
+class Keeping(nnx.Module):
+    """As in timesfm: the function that computes the products is an attribute."""
+
+    def __init__(self, function, rngs):
+        self.attention_fn = function
+        self.query = nnx.LinearGeneral(16, (4, 4), rngs=rngs)
+
+    def __call__(self, x):
+        return self._attend(self.query(x))
+
+    def _attend(self, x):
+        return self.attention_fn(x, x, x)
+
+
 class Looped(nnx.Module):
     """A product in scan, cond, remat and while."""
 
@@ -147,15 +163,31 @@ MODELS = {
     "GRU": (recurrent(nnx.GRUCell), sequence, 2),
     "LoRA": (lora, x, 3),  # 1 / 3
     "LoRALinear": (lambda rngs: nnx.LoRALinear(16, 8, lora_rank=2, rngs=rngs), x, 3),
-    "ConvTranspose": (lambda r: nnx.ConvTranspose(4, 8, (3, 3), strides=2, rngs=r), image, 1),  # 0
+    "ConvTranspose": (
+        lambda rngs: nnx.ConvTranspose(4, 8, (3, 3), strides=2, rngs=rngs),
+        image,
+        1,
+    ),  # 0
     "convolution": (
-        lambda r: nnx.Conv(4, 8, (3, 3), 2, feature_group_count=2, padding="CIRCULAR", rngs=r),
+        lambda rngs: nnx.Conv(
+            4, 8, (3, 3), 2, feature_group_count=2, padding="CIRCULAR", rngs=rngs
+        ),
         image,
         1,
     ),  # qwix: a TypeError in the backward pass
     "own product": (lambda rngs: Own(16, 8, rngs=rngs), x, 1),  # 0 / 1
     "own products beside a layer": (Mixed, x, 6),  # 1 / 4; qwix 2 / 4
     "own products in control flow": (Looped, x, 4),
+    "a function of Flax as attribute": (
+        functools.partial(Keeping, nnx.dot_product_attention),
+        sequence,
+        3,
+    ),
+    "a function of JAX as attribute": (
+        functools.partial(Keeping, functools.partial(jax.nn.dot_product_attention, scale=0.5)),
+        sequence,
+        3,
+    ),
 }
 
 
@@ -163,7 +195,7 @@ def made(name):
     make = MODELS[name][0]
     if make is nnx.MultiHeadAttention:
         return make(4, 16, decode=False, rngs=nnx.Rngs(0))
-    return make(nnx.Rngs(0))
+    return make(rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -288,13 +320,21 @@ def test_rules_decide_for_each_module():
     assert paths(qt.Rules({nnx.Linear: recipe})) == ({"inner", "own"}, {"(model)"})
 
 
+class Held:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
 class Outside(nnx.Module):
-    """Its product stands where nobody looks: in a function that is an attribute."""
+    """Its product stands where nobody looks: in an object that is called."""
 
     def __init__(self, function):
         self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
         self.kernel = nnx.Param(jnp.eye(16))
-        self.function = function
+        self.function = Held(function)
 
     def __call__(self, x):
         return self.function(self.linear(x), self.kernel[...])
@@ -501,3 +541,44 @@ def test_decorated_methods_are_seen():
             return x @ self.kernel[...]
 
     assert forward_products(qt.nnx.wrap(Jitted()), (x,)) == (1, 0)
+
+
+def test_paths_are_reported_letter_for_letter():
+    """Names may hold what paths and name stacks are written with."""
+
+    class Named(nnx.Module):
+        def __init__(self):
+            for name in ("a.b", "a%2Eb", "c(d)|e"):
+                setattr(self, name, nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+            self.blocks = nnx.Dict({"x.y": nnx.Linear(16, 16, rngs=nnx.Rngs(0))})
+
+        def __call__(self, x):
+            for name in ("a.b", "a%2Eb", "c(d)|e"):
+                x = getattr(self, name)(x)
+            return self.blocks["x.y"](x)
+
+    report = qt.nnx.report(qt.nnx.wrap(Named()), x)
+    paths = {product.path for product in report.quantized}
+    assert paths == {"a.b", "a%2Eb", "c(d)|e", "blocks/x.y"}
+    assert report.unreached == ()
+
+
+def test_a_model_in_a_folder_named_as_a_library_is_the_users():
+    source = "def call(x, kernel):\n    return x @ kernel\n"
+    names = {}
+    exec(compile(source, "/home/somebody/flax/model.py", "exec"), names)
+
+    class Hiding(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return HIDDEN["call"](self.linear(x), jnp.ones((16, 16)))
+
+    HIDDEN.update(names)
+    (forward,) = (p for p in qt.nnx.report(qt.nnx.wrap(Hiding()), x).left if p.part == "forward")
+    assert forward.where == "model.py:2"
+    assert forward.reason == "computed by itself, in no wrapped layer"
+
+
+HIDDEN = {}  # a function that no code of the module names

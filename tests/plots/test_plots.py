@@ -20,6 +20,16 @@ def test_loss_curves(tmp_path):
     assert "matplotlib.pyplot" not in sys.modules
 
 
+def test_gaps_have_a_panel_of_their_own(tmp_path):
+    curves = {"float32": [3.0, 2.0, 1.5], "FP8": [3.1, 2.1, 1.6], "astype": [4.0, np.nan, np.nan]}
+    heights = []
+    for gap_to in (None, "float32"):
+        path = tmp_path / f"{gap_to}.png"
+        loss_curves(path, [1, 2, 3], curves, gap_to=gap_to)
+        heights.append(matplotlib.image.imread(path).shape[0])
+    assert heights[1] > 1.4 * heights[0]
+
+
 def test_weight_errors_grow_with_the_number_of_tensors(tmp_path):
     heights = []
     for count in (2, 20):
