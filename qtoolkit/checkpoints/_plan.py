@@ -6,7 +6,6 @@ float32, such that value = code * scale. It broadcasts: shape [1], or one scale 
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -270,19 +269,6 @@ def _scale_shape(info: TensorInfo, scaling: str) -> tuple[int | None, tuple[int,
         return None, (1,)
     axis = rank - 1 if re.split(r"[./]", info.name)[-1] == "kernel" else 0
     return axis, tuple(info.shape[i] if i == axis else 1 for i in range(rank))
-
-
-def as_matrix(tensor: TensorPlan) -> tuple[int, int, int]:
-    """Rows, columns and the axis with a scale for each index: the tensor as `convert` sees it.
-
-    C order is kept. One scale in all is one scale for the single row.
-    """
-    shape, axis = tensor.source.shape, tensor.channel_axis
-    if axis is None:
-        return 1, tensor.source.size, 0
-    if axis == 0:
-        return shape[0], math.prod(shape[1:]), 0
-    return math.prod(shape[:-1]), shape[-1], 1
 
 
 def safetensors_dtype(fmt: FormatLike) -> str:
