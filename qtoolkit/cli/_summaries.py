@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtoolkit.checkpoints import LAYOUTS, Layout, Plan, Report, TensorPlan
+from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report, TensorPlan
 from qtoolkit.checkpoints.internal import (
     DequantizedSource,
     Source,
@@ -163,8 +163,7 @@ def loading_lines(report: Report) -> list[str]:
 
 def inspect_rows(source: Source) -> list[list[str]]:
     """A row for every tensor, scales in that of their weight."""
-    wide = dequantized(source)
-    stored = wide.stored if isinstance(wide, DequantizedSource) else {}
+    stored = _stored(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
         entry.name for weight in weights.values() for entry in weight.entries
@@ -188,6 +187,15 @@ def inspect_rows(source: Source) -> list[list[str]]:
     return rows
 
 
+def _stored(source: Source) -> dict[str, Stored]:
+    """The quantized weights of a source; none where it is quantized in a way that is not read."""
+    try:
+        wide = dequantized(source)
+    except CheckpointError:
+        return {}
+    return wide.stored if isinstance(wide, DequantizedSource) else {}
+
+
 def _scales(weight: Stored) -> str:
     parts = [
         f"{shown(entry.name.rpartition('.')[2])} {entry.dtype} {dimensions(entry.shape)}"
@@ -200,27 +208,29 @@ def _scales(weight: Stored) -> str:
 def inspect_summary(source: Source) -> list[str]:
     """The lines under the table of `inspect_rows`."""
     tensors = source.tensors.values()
-    wide = dequantized(source)
     lines = [
         f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
         f"{sum(t.nbytes for t in tensors):,} bytes"
     ]
-    if isinstance(wide, DequantizedSource):
-        lines.append(
-            f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
-            "`qtoolkit dequantize` writes what they stand for"
-        )
+    try:
+        wide = dequantized(source)
+    except CheckpointError as error:
+        lines.append(f"not readable as quantized: {error}")
+    else:
+        if isinstance(wide, DequantizedSource):
+            lines.append(
+                f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
+                "`qtoolkit dequantize` writes what they stand for"
+            )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
     return lines
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
     """The same as JSON has it."""
-    wide = dequantized(source)
-    stored = wide.stored if isinstance(wide, DequantizedSource) else {}
+    stored = _stored(source)
     data: dict[str, Any] = {
         "path": str(source.path),
-        "layout": wide.layout if isinstance(wide, DequantizedSource) else "",
         "metadata": source.metadata,
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes}
