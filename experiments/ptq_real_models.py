@@ -25,7 +25,14 @@ import transformers
 # 128, hence no blocks of 128x128 and no groups of 128.
 CONVERSIONS = {
     "FP8 by channel": ["--layout", "compressed-tensors", "--format", "e4m3fn"],
-    "FP8 by tensor": ["--layout", "compressed-tensors", "--format", "e4m3fn", "--scaling", "tensor"],
+    "FP8 by tensor": [
+        "--layout",
+        "compressed-tensors",
+        "--format",
+        "e4m3fn",
+        "--scaling",
+        "tensor",
+    ],
     "INT8 by channel": ["--layout", "compressed-tensors", "--format", "int8"],
     "MXFP8": ["--layout", "compressed-tensors", "--format", "mxfp8_e4m3"],
     "MXFP4": ["--layout", "compressed-tensors", "--format", "mxfp4"],

@@ -161,8 +161,8 @@ def loading_lines(report: Report) -> list[str]:
     ]
 
 
-def inspect_rows(source: Source) -> list[list[str]]:
-    """A row for every tensor, scales in that of their weight."""
+def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
+    """Header, rows and right-aligned columns: a row for every tensor, with the scales of it."""
     stored = _stored(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
@@ -182,9 +182,8 @@ def inspect_rows(source: Source) -> list[list[str]]:
                 "" if weight is None else _scales(weight),
             ]
         )
-    if not stored:
-        return [[*row[:-1], ""] for row in rows]
-    return rows
+    count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
+    return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
 
 
 def _stored(source: Source) -> dict[str, Stored]:
@@ -206,7 +205,7 @@ def _scales(weight: Stored) -> str:
 
 
 def inspect_summary(source: Source) -> list[str]:
-    """The lines under the table of `inspect_rows`."""
+    """The lines under the table of `inspect_table`."""
     tensors = source.tensors.values()
     lines = [
         f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
