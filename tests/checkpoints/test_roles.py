@@ -22,7 +22,8 @@ MODELS = {
         "model.embed_tokens.weight lm_head.weight",
     ),
     "t5": (
-        """encoder.block.0.layer.0.SelfAttention.q.weight decoder.block.0.layer.1.EncDecAttention.o.weight
+        """encoder.block.0.layer.0.SelfAttention.q.weight
+        decoder.block.0.layer.1.EncDecAttention.o.weight
         encoder.block.0.layer.1.DenseReluDense.wi.weight
         encoder.block.0.layer.1.DenseReluDense.wo.weight""",
         """shared.weight encoder.embed_tokens.weight lm_head.weight
@@ -34,7 +35,8 @@ MODELS = {
         "tok_embeddings.weight output.weight",
     ),
     "gpt2": (
-        """h.0.attn.c_attn.weight h.0.attn.c_proj.weight h.0.mlp.c_fc.weight h.0.mlp.c_proj.weight""",
+        """h.0.attn.c_attn.weight h.0.attn.c_proj.weight h.0.mlp.c_fc.weight
+        h.0.mlp.c_proj.weight""",
         "wte.weight wpe.weight lm_head.weight",
     ),
     "mamba": (

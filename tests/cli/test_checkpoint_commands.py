@@ -1,4 +1,4 @@
-"""convert, dequantize, inspect and layouts as a user meets them; what they write is tested below."""
+"""convert, dequantize, inspect and layouts as a user meets them."""
 
 import json
 import os
@@ -125,15 +125,10 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
         for line in lines
     )
     assert not any(line.startswith(f"{WEIGHT}_scale ") for line in lines)
-    assert "layout compressed-tensors: 1 tensor quantized; `qtoolkit dequantize`" in "\n".join(
-        lines
-    )
-    (row,) = (
-        line.split()
-        for line in lines
-        if line.startswith("model.norm.weight ") and "1 " in line[-30:]
-    )
-    assert row[1:] == ["1", "1", "1", "0", "0", "0", "0"]
+    (found,) = (line for line in lines if line.startswith("layout "))
+    assert found.startswith("layout compressed-tensors: 1 tensor quantized; `qtoolkit dequantize`")
+    rows = [line.split() for line in lines if line.startswith("model.norm.weight ")]
+    assert rows[1][1:] == ["1", "1", "1", "0", "0", "0", "0"]
     data = json.loads(run("inspect", tmp_path / "dst", "--json", "--stats").stdout)
     assert data["quantized"][WEIGHT]["shape"] == [128, 128]
     stats = {row["tensor"]: row for row in data["stats"]}
@@ -162,9 +157,8 @@ def test_input_scales_from_a_file(source, tmp_path):
     found = load(tmp_path / "dst" / "model.safetensors")
     assert found[WEIGHT.replace("weight", "input_scale")] == 0.5
     (tmp_path / "scales.json").write_text("[]")
-    assert "a JSON list, expected an object" in fails(
-        *nvfp4, "--input-scales", tmp_path / "scales.json"
-    )
+    message = fails(*nvfp4, "--input-scales", tmp_path / "scales.json")
+    assert "a JSON list, expected an object" in message
 
 
 def test_rules_may_name_block_formats(source, tmp_path):
@@ -186,15 +180,7 @@ def test_names_from_files_never_reach_the_terminal_raw(tmp_path):
             ("convert", tmp_path / "src", tmp_path / "dst", "--dry-run"),
             ("convert", tmp_path / "src", tmp_path / "dst", "-v"),
             ("convert", tmp_path / "src", tmp_path / "dst", "--overwrite", "--report", "md"),
-            (
-                "convert",
-                tmp_path / "src",
-                tmp_path / "x",
-                "--layout",
-                "modelopt",
-                "--format",
-                "nvfp4",
-            ),
+            ("convert", tmp_path / "src", tmp_path / "x", *CT, "--scaling", "block"),
             ("convert", tmp_path / "src", tmp_path / "x", "--skip", "none"),
         )
     ]

@@ -192,8 +192,10 @@ def _blocks_by_shape(
     """The matrices of a weight and the blocks that scales of that shape belong to."""
     size, count = _product(shape), _product(scale)
     last = shape[-1] if shape else 1
+    if not size:
+        return (1, 0, 1), {"other_axes": None}
     if count == 1:
-        return (1, max(size // max(last, 1), 1), last), {"other_axes": None}
+        return (1, size // last, last), {"other_axes": None}
     if scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
         return (1, shape[0], size // shape[0]), {"block": (1,), "axes": (0,), "other_axes": None}
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []

@@ -35,13 +35,12 @@ def store(
 ) -> Stored:
     shape, element = info.shape, scheme.spec.element
     last = shape[-1] if shape else 1
-    rest = math.prod(shape) // last if last else 0
     codes = Entry(info.name, BYTE_DTYPES[element], shape)
     word = scaling_of(scheme.spec)
     spec = scheme.spec
     scale: tuple[int, ...]
     if word == "tensor" or len(shape) < 2:
-        matrices, spec, scale = (1, max(rest, 1), last), by_tensor(element), (1,)
+        matrices, spec, scale = (1, math.prod(shape[:-1]), last), by_tensor(element), (1,)
     elif word == "channel":
         matrices, spec = _channels(shape, axes, scheme)
         scale = tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
