@@ -1,10 +1,9 @@
-"""Safetensors files read, written and quantized as a stream. JAX loads with `convert` only."""
+"""Checkpoints read, written and quantized as a stream. JAX loads with `convert` only."""
 
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
 from qtoolkit.checkpoints._plan import (
-    DEFAULT_SKIP,
     Plan,
     TensorPlan,
     dequantize,
@@ -12,14 +11,19 @@ from qtoolkit.checkpoints._plan import (
     safetensors_dtype,
 )
 from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, load, save, write_safetensors
+from qtoolkit.checkpoints._source import open_source
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
-    from qtoolkit.checkpoints._convert import convert
+    from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
 
 __all__ = [
     "DEFAULT_SKIP",
+    "LAYOUTS",
     "CheckpointError",
+    "Layout",
     "Plan",
     "Report",
     "SafetensorsFile",
@@ -28,9 +32,11 @@ __all__ = [
     "TensorReport",
     "convert",
     "dequantize",
+    "dequantize_checkpoint",
     "layout",
     "load",
     "make_plan",
+    "open_source",
     "safetensors_dtype",
     "save",
     "write_safetensors",
@@ -38,11 +44,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "convert":
-        from qtoolkit.checkpoints._convert import convert
+    if name in ("convert", "dequantize_checkpoint"):
+        from qtoolkit.checkpoints import _convert
 
-        globals()[name] = convert  # found without this function from now on
-        return convert
+        globals()[name] = getattr(_convert, name)  # found without this function from now on
+        return globals()[name]
     raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
 
 

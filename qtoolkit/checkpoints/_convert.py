@@ -1,20 +1,25 @@
-"""`convert`: a plan carried out, tensor by tensor, from a file to a file."""
+"""`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._engine import CHUNK, Sums, quantized
-from qtoolkit.checkpoints._plan import Plan, TensorPlan, make_plan
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
+from qtoolkit.checkpoints._folder import byte_count, check_destination, write_folder
+from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
 from qtoolkit.checkpoints._report import Report, TensorReport
-from qtoolkit.checkpoints._safetensors import (
-    Path,
-    SafetensorsFile,
-    check_target,
-    write_safetensors,
-)
-from qtoolkit.formats import BlockFormat, FormatLike, Rules
+from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._safetensors import Path, write_safetensors
+from qtoolkit.checkpoints._source import Folder, Source, open_source
+from qtoolkit.checkpoints._stored import pack_codes, scale_bytes
+from qtoolkit.formats import FormatLike, Rules, SpecLike
+
+_COPY = 2**22  # bytes copied at a time
+_NAMED = 20  # tensors with NaN or Inf that are named
 
 Progress = Callable[[str, int, int], None]
 
@@ -23,135 +28,252 @@ def convert(
     src: Path,
     dst: Path,
     *,
-    format: FormatLike | Rules[Any] = "e4m3fn",
-    scaling: str = "tensor",
+    format: SpecLike | Rules[Any] = "e4m3fn",
+    scaling: str | None = None,
+    layout: str = "plain",
     skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
+    max_shard_size: int | str = "5GB",
+    allow_nonfinite: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantizes the weights of a safetensors file into another one, streaming.
+    """Quantizes the weights of a checkpoint into another one, streaming.
 
-    Which tensors, by one format or by rules, and the layout, are in `make_plan`. Codes are
-    `encode(x / scale)`, rounded to nearest even, saturating; scale = amax / max_finite in float32,
-    amax over finite elements: the bits of `qtoolkit.quantize`. NaN stays NaN where the format has
-    one; in int8 it makes the scale NaN. The same arguments give the same bytes.
+    A folder becomes a folder, with index, config.json and all other files; a file becomes a
+    safetensors file. Codes and scales are those of `qtoolkit.quantize`, rounded to nearest even,
+    saturating. What is quantized in the source is dequantized first. The same arguments give the
+    same bytes.
 
     Args:
-      src: A safetensors file.
-      dst: The file to write; may be `src` with `overwrite`. It appears when it is whole.
-      format: Any spelling of an 8-bit float that safetensors has, int8, bfloat16 or float16; the
-        last two are rounded to without a scale. Or `Rules` of them over the names of the tensors,
-        None keeping a tensor: they decide alone, nothing is skipped by default.
-      scaling: "tensor" or "channel".
-      skip: Regular expressions; tensors in whose names one is found are kept.
+      src: A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack, GGUF.
+      dst: The folder or file to write; not `src`. It appears when it is whole.
+      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
+      max_shard_size: Bytes of a file of a folder, or such as "5GB".
+      allow_nonfinite: Whether weights with NaN or Inf are written: Inf saturates, NaN stays NaN
+        where the format has one (int8: 0).
       overwrite: Whether `dst` may be replaced.
-      progress: Called with (name, bytes converted, bytes in all) of the source.
+      progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
       What was done, tensor by tensor.
 
     Raises:
-      CheckpointError: `src` is damaged, `dst` exists, or `make_plan` raises it.
+      CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights have NaN
+        or Inf, or `make_plan` raises it. Nothing is written.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`.
+      TypeError, ValueError: As `make_plan`; or `max_shard_size` is no size.
     """
-    check_target(dst, overwrite)
-    with SafetensorsFile(src) as source:
-        plan = make_plan(source, format=format, scaling=scaling, skip=skip)
-        engine = _Conversion(source, plan, progress)
-        write_safetensors(dst, plan.outputs, engine.chunks(), plan.metadata, overwrite=overwrite)
+    limit = byte_count(max_shard_size)
+    check_destination(src, dst, overwrite)
+    with contextlib.closing(open_source(src)) as opened:
+        source = dequantized(opened)
+        plan = make_plan(
+            source,
+            format=format,
+            scaling=scaling,
+            layout=layout,
+            skip=skip,
+            keep_dtype=keep_dtype,
+            channel_axis=channel_axis,
+            input_scales=input_scales,
+        )
+        return _written(dst, opened, source, plan, limit, allow_nonfinite, overwrite, progress)
+
+
+def dequantize_checkpoint(
+    src: Path,
+    dst: Path,
+    *,
+    dtype: FormatLike | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Writes the weights that a quantized checkpoint stands for, streaming.
+
+    Args:
+      src, dst, max_shard_size, overwrite, progress: As in `convert`. GGUF is quantized, too.
+      dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
+        names, else float32.
+
+    Raises:
+      CheckpointError: Nothing in `src` is quantized; or as `convert`.
+      OSError, ValueError, TypeError: As `convert`.
+    """
+    limit = byte_count(max_shard_size)
+    check_destination(src, dst, overwrite)
+    with contextlib.closing(open_source(src)) as opened:
+        source = dequantized(opened)
+        if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
+            raise CheckpointError(
+                f"{src}: nothing in it is quantized in a layout that is read, expected one; "
+                "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
+            )
+        plan = make_plan(source, format=None, keep_dtype=dtype)
+        return _written(dst, opened, source, plan, limit, True, overwrite, progress)
+
+
+def _written(
+    dst: Path,
+    opened: Source,
+    source: Source,
+    plan: Plan,
+    limit: int,
+    allow_nonfinite: bool,
+    overwrite: bool,
+    progress: Progress | None,
+) -> Report:
+    work = _Work(source, plan, allow_nonfinite, progress)
+    if isinstance(opened, Folder):
+        files = write_folder(
+            dst, opened, plan, work.chunks, work.finish, limit=limit, overwrite=overwrite
+        )
+    else:
+        files = ()
+        chunks = work.chunks(plan.tensors, work.finish)
+        write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
     return Report(
-        source=str(src),
+        source=str(opened.path),
         target=str(dst),
-        format=_format_names(plan),
+        layout=plan.layout,
+        format=plan.format_names,
         scaling=plan.scaling,
-        tensors=tuple(engine.reports),
+        dequantized=plan.dequantizes,
+        files=files,
+        quantization_config=plan.quantization_config,
+        tensors=tuple(work.reports),
     )
 
 
-def _format_names(plan: Plan) -> str:
-    if not isinstance(plan.format, Rules):
-        return plan.format.name
-    used = dict.fromkeys(tensor.format.name for tensor in plan.tensors if tensor.format is not None)
-    return ", ".join(used) or "nothing"
+class _Work:
+    """One conversion under way: the open source, the reports so far."""
 
-
-class _Conversion:
-    """One conversion under way: the open source, and the reports so far."""
-
-    def __init__(self, source: SafetensorsFile, plan: Plan, progress: Progress | None) -> None:
-        self.source = source
-        self.plan = plan
+    def __init__(
+        self, source: Source, plan: Plan, allow_nonfinite: bool, progress: Progress | None
+    ) -> None:
         self.reports: list[TensorReport] = []
+        self._source = source
+        self._allow_nonfinite = allow_nonfinite
         self._progress = progress
-        self._sizes = {info.name: info.nbytes for info in plan.outputs}
         self._done = 0
-        self._total = sum(tensor.source.nbytes for tensor in plan.tensors)
+        self._total = sum(tensor.nbytes for tensor in plan.tensors)
+        self._groups: dict[str, list[TensorPlan]] = {}
+        for tensor in plan.tensors:
+            if tensor.group:
+                self._groups.setdefault(tensor.group, []).append(tensor)
+        self._amaxes: dict[str, float] = {}
 
-    def chunks(self) -> Iterator[tuple[str, Any]]:
-        """Everything to be written, a tensor after the other."""
-        for tensor in self.plan.tensors:
-            yield from self._keep(tensor) if tensor.action == "keep" else self._quantize(tensor)
+    def chunks(
+        self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[str, Any]]:
+        """What is written for some tensors, a tensor after the other; then calls `finish`."""
+        for tensor in tensors:
+            for name, data in self._copied(tensor) if tensor.spec is None else self._made(tensor):
+                yield name, data
+                self._done += data.nbytes
+                if self._progress is not None:
+                    self._progress(shown(tensor.name), self._done, self._total)
+        finish()
 
-    def _keep(self, tensor: TensorPlan) -> Iterator[tuple[str, Any]]:
-        size = tensor.source.nbytes
-        buffer = np.empty(min(4 * CHUNK, size), np.uint8)
-        for start in range(0, size, 4 * CHUNK):
-            data = buffer[: min(len(buffer), size - start)]
-            self.source.read_into(tensor.name, start, data.data)
-            yield tensor.name, data
-            self._advance(tensor, len(data))
-        self.reports.append(
-            TensorReport(
-                name=tensor.name,
-                action="keep",
-                reason=tensor.reason,
-                bytes_before=size,
-                bytes_after=size,
-            )
+    def finish(self) -> None:
+        """Raises where weights had NaN or Inf and may not."""
+        bad = [report for report in self.reports if report.nonfinite]
+        if not bad or self._allow_nonfinite:
+            return
+        named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        raise CheckpointError(
+            f"{self._source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers. "
+            "Nothing was written; leave them out with --skip, or pass --allow-nonfinite"
         )
 
-    def _quantize(self, tensor: TensorPlan) -> Iterator[tuple[str, Any]]:
-        assert tensor.format is not None
-        spec, sums = _spec(tensor), Sums()
+    def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
+        size = tensor.source.nbytes
+        buffer = np.empty(min(size, _COPY), np.uint8)
+        for start in range(0, size, _COPY):
+            data = buffer[: min(_COPY, size - start)]
+            self._source.read_into(tensor.name, start, data.data)
+            yield tensor.name, data
+        self._report(tensor)
 
-        def read(start: int, buffer: memoryview) -> None:
-            self.source.read_into(tensor.name, start, buffer)
+    def _made(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
+        """The codes and scales of a tensor, or its elements in another wide dtype."""
+        sums = Sums()
+        yield from self._quantized(tensor, sums) if tensor.stored else self._rounded(tensor, sums)
+        self._report(tensor, sums)
 
-        source = tensor.source
-        scales, pieces = quantized(read, source.shape, source.dtype, spec, sums=sums)
-        if scales.scale is not None:
-            yield tensor.scale_name, scales.scale
+    def _rounded(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
+        assert tensor.spec is not None
+        info = tensor.source
+        _, pieces = quantized(self._reader(tensor), info.shape, info.dtype, tensor.spec, sums=sums)
         for piece in pieces:
             yield tensor.name, piece.codes
-            if piece.scale is not None:
-                yield tensor.scale_name, piece.scale
-            self._advance(tensor, piece.codes.size * source.nbytes // source.size)
-        if not source.size:
-            self._advance(tensor, 0)
+
+    def _quantized(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
+        stored = tensor.stored
+        assert stored is not None
+        for entry, data in stored.constants:
+            yield entry.name, np.frombuffer(data, np.uint8)
+        count, rows, columns = stored.matrices
+        info = tensor.source
+        for matrix in range(count):
+            scales, pieces = quantized(
+                self._reader(tensor, matrix * (info.nbytes // count)),
+                (rows, columns),
+                info.dtype,
+                stored.spec,
+                tensor_amax=self._group_amax(tensor.group),
+                sums=sums,
+            )
+            if stored.second is not None:
+                assert scales.tensor_scale is not None
+                second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
+                with np.errstate(divide="ignore"):
+                    yield stored.second.name, 1 / second if stored.second_divides else second
+            if stored.scale is not None and scales.scale is not None:
+                yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
+            for piece in pieces:
+                yield stored.codes.name, pack_codes(piece.codes, stored)
+                if stored.scale is not None and piece.scale is not None:
+                    yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
+
+    def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
+        def read(start: int, buffer: memoryview) -> None:
+            self._source.read_into(tensor.name, offset + start, buffer)
+
+        return read
+
+    def _group_amax(self, group: str) -> float | None:
+        """The largest magnitude in the weights that share a second scale."""
+        if group and group not in self._amaxes:
+            self._amaxes[group] = max(
+                amax_of(self._reader(tensor), tensor.source.shape, tensor.source.dtype)
+                for tensor in self._groups[group]
+            )
+        return self._amaxes.get(group)
+
+    def _report(self, tensor: TensorPlan, sums: Sums | None = None) -> None:
+        is_quantized = tensor.action == "quantize"
+        weights = getattr(self._source, "stored", {})
+        before = tensor.source.nbytes
+        if tensor.name in weights:
+            before = sum(entry.nbytes for entry in weights[tensor.name].entries)
+        made = sums if is_quantized else None
+        has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
             TensorReport(
                 name=tensor.name,
-                action="quantize",
-                format=tensor.format.name,
-                bytes_before=source.nbytes,
-                bytes_after=sum(self._sizes[name] for name, _, _ in tensor.entries),
-                max_scale=None if tensor.scale_shape is None else sums.max_scale,
-                sqnr_db=sums.sqnr_db,
-                nonfinite=sums.nonfinite,
+                action=tensor.action,
+                reason=tensor.reason,
+                dtype=tensor.dtype,
+                format=tensor.format.name if is_quantized and tensor.format else "",
+                bytes_before=before,
+                bytes_after=tensor.nbytes,
+                max_scale=made.max_scale if made and has_scale else None,
+                sqnr_db=made.sqnr_db if made else None,
+                nonfinite=made.nonfinite if made else 0,
             )
         )
-
-    def _advance(self, tensor: TensorPlan, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(tensor.name, self._done, self._total)
-
-
-def _spec(tensor: TensorPlan) -> BlockFormat:
-    assert tensor.format is not None
-    if tensor.scale_shape is None:
-        return BlockFormat.tensor(tensor.format, scale=None)
-    if tensor.channel_axis is None:
-        return BlockFormat.tensor(tensor.format)
-    return BlockFormat.channel(tensor.format, tensor.channel_axis)
