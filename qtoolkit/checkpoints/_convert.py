@@ -192,9 +192,8 @@ class _Work:
 
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
         size = tensor.source.nbytes
-        buffer = np.empty(min(size, _COPY), np.uint8)
         for start in range(0, size, _COPY):
-            data = buffer[: min(_COPY, size - start)]
+            data = np.empty(min(_COPY, size - start), np.uint8)
             self._source.read_into(tensor.name, start, data.data)
             yield tensor.name, data
         self._report(tensor)
