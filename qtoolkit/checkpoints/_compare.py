@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import decibels
 from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import Source, open_source
@@ -98,7 +98,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
             compared.append(_compared(first, second, name))
             done += first.tensors[name].size
             if progress is not None:
-                progress(name, done, total)
+                progress(shown(name), done, total)
         return Comparison(
             a=str(a),
             b=str(b),
@@ -118,7 +118,7 @@ def _compared(first: Source, second: Source, name: str) -> TensorComparison:
     a, b = first.tensors[name], second.tensors[name]
     if a.shape != b.shape:
         raise CheckpointError(
-            f"{second.path}: tensor {name!a}: shape {list(b.shape)}, and {list(a.shape)} in "
+            f"{second.path}: tensor {shown(name)}: shape {list(b.shape)}, and {list(a.shape)} in "
             f"{first.path}; expected the same"
         )
     if a.dtype not in _FLOATS or b.dtype not in _FLOATS:

@@ -151,8 +151,8 @@ class _Check:
                 at = int(differ[0])
                 self._problem(
                     name,
-                    f"{shown(entry)}: byte {start + at:,} is {got[at]}, expected {wanted[at]}; "
-                    "convert it again",
+                    ("" if entry == name else f"{shown(entry)}: ")
+                    + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again",
                 )
                 return
 
