@@ -1,7 +1,9 @@
-"""Checkpoints read, written and quantized as a stream. JAX loads with `convert` only."""
+"""Checkpoints read, written and quantized as a stream. JAX loads with what computes."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
 from qtoolkit.checkpoints._plan import (
     Plan,
@@ -18,18 +20,23 @@ from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
+    from qtoolkit.checkpoints._verify import Verification, verify
 
 __all__ = [
     "DEFAULT_SKIP",
     "LAYOUTS",
     "CheckpointError",
+    "Comparison",
     "Layout",
     "Plan",
     "Report",
     "SafetensorsFile",
+    "TensorComparison",
     "TensorInfo",
     "TensorPlan",
     "TensorReport",
+    "Verification",
+    "compare",
     "convert",
     "dequantize",
     "dequantize_checkpoint",
@@ -39,15 +46,24 @@ __all__ = [
     "open_source",
     "safetensors_dtype",
     "save",
+    "verify",
     "write_safetensors",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("convert", "dequantize_checkpoint"):
-        from qtoolkit.checkpoints import _convert
+# They load JAX.
+_COMPUTING = {
+    "convert": "_convert",
+    "dequantize_checkpoint": "_convert",
+    "verify": "_verify",
+    "Verification": "_verify",
+}
 
-        globals()[name] = getattr(_convert, name)  # found without this function from now on
+
+def __getattr__(name: str) -> Any:
+    if name in _COMPUTING:
+        module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
+        globals()[name] = getattr(module, name)  # found without this function from now on
         return globals()[name]
     raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
 

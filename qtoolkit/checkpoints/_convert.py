@@ -1,21 +1,24 @@
 """`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
 
 import contextlib
+import functools
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
-from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
+from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._folder import byte_count, check_destination, write_folder
-from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import Path, write_safetensors
+from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import Folder, Source, open_source
-from qtoolkit.checkpoints._stored import pack_codes, scale_bytes
+from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
@@ -38,6 +41,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantizes the weights of a checkpoint into another one, streaming.
@@ -55,6 +59,8 @@ def convert(
       allow_nonfinite: Whether weights with NaN or Inf are written: Inf saturates, NaN stays NaN
         where the format has one (int8: 0).
       overwrite: Whether `dst` may be replaced.
+      workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
+        most 4. The bytes are the same whatever their number.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
@@ -64,9 +70,10 @@ def convert(
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights have NaN
         or Inf, or `make_plan` raises it. Nothing is written.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`; or `max_shard_size` is no size.
+      TypeError, ValueError: As `make_plan`; or `max_shard_size` or `workers` is out of range.
     """
     limit = byte_count(max_shard_size)
+    workers = _workers(workers)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
@@ -80,7 +87,8 @@ def convert(
             channel_axis=channel_axis,
             input_scales=input_scales,
         )
-        return _written(dst, opened, source, plan, limit, allow_nonfinite, overwrite, progress)
+        work = _Work(source, plan, allow_nonfinite, progress, workers)
+        return _written(dst, opened, work, limit, overwrite)
 
 
 def dequantize_checkpoint(
@@ -113,20 +121,20 @@ def dequantize_checkpoint(
                 "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
             )
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        return _written(dst, opened, source, plan, limit, True, overwrite, progress)
+        work = _Work(source, plan, True, progress, _workers(None))
+        return _written(dst, opened, work, limit, overwrite)
 
 
-def _written(
-    dst: Path,
-    opened: Source,
-    source: Source,
-    plan: Plan,
-    limit: int,
-    allow_nonfinite: bool,
-    overwrite: bool,
-    progress: Progress | None,
-) -> Report:
-    work = _Work(source, plan, allow_nonfinite, progress)
+def _workers(count: int | None) -> int:
+    if count is None:
+        return min(os.cpu_count() or 1, 4)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        raise ValueError(f"workers={count!r}, expected 1 to 64")
+    return count
+
+
+def _written(dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bool) -> Report:
+    plan = work.plan
     if isinstance(opened, Folder):
         files = write_folder(
             dst, opened, plan, work.chunks, work.finish, limit=limit, overwrite=overwrite
@@ -148,14 +156,66 @@ def _written(
     )
 
 
+def entries(
+    reader: Callable[[int], Read],
+    info: TensorInfo,
+    stored: Stored,
+    tensor_amax: float | None,
+    sums: Sums,
+    workers: int,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What is written for a quantized weight: (name of an entry, the next bytes of it).
+
+    Args:
+      reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
+      info: The weight in the source.
+      stored: How it is written.
+      tensor_amax, sums, workers: As in `quantized`.
+    """
+    for entry, data in stored.constants:
+        yield entry.name, np.frombuffer(data, np.uint8)
+    count, rows, columns = stored.matrices
+    for matrix in range(count):
+        scales, pieces = quantized(
+            reader(matrix * (info.nbytes // count)),
+            (rows, columns),
+            info.dtype,
+            stored.spec,
+            tensor_amax=tensor_amax,
+            sums=sums,
+            workers=workers,
+        )
+        if stored.second is not None:
+            assert scales.tensor_scale is not None
+            second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
+            with np.errstate(divide="ignore"):
+                yield stored.second.name, 1 / second if stored.second_divides else second
+        if stored.scale is not None and scales.scale is not None:
+            yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
+        for piece in pieces:
+            yield stored.codes.name, pack_codes(piece.codes, stored)
+            if stored.scale is not None and piece.scale is not None:
+                yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
+
+
 class _Work:
     """One conversion under way: the open source, the reports so far."""
 
     def __init__(
-        self, source: Source, plan: Plan, allow_nonfinite: bool, progress: Progress | None
+        self,
+        source: Source,
+        plan: Plan,
+        allow_nonfinite: bool,
+        progress: Progress | None,
+        workers: int,
     ) -> None:
         self.reports: list[TensorReport] = []
+        self.plan = plan
         self._source = source
+        self._workers = workers
+        # Threads may read these at the same time.
+        is_shared = isinstance(source, SafetensorsFile | Folder)
+        self._reading = contextlib.nullcontext() if is_shared else threading.Lock()
         self._allow_nonfinite = allow_nonfinite
         self._progress = progress
         self._done = 0
@@ -192,9 +252,8 @@ class _Work:
 
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
         size = tensor.source.nbytes
-        buffer = np.empty(min(size, _COPY), np.uint8)
         for start in range(0, size, _COPY):
-            data = buffer[: min(_COPY, size - start)]
+            data = np.empty(min(_COPY, size - start), np.uint8)
             self._source.read_into(tensor.name, start, data.data)
             yield tensor.name, data
         self._report(tensor)
@@ -208,41 +267,32 @@ class _Work:
     def _rounded(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
         assert tensor.spec is not None
         info = tensor.source
-        _, pieces = quantized(self._reader(tensor), info.shape, info.dtype, tensor.spec, sums=sums)
+        _, pieces = quantized(
+            self._reader(tensor),
+            info.shape,
+            info.dtype,
+            tensor.spec,
+            sums=sums,
+            workers=self._workers,
+        )
         for piece in pieces:
             yield tensor.name, piece.codes
 
     def _quantized(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
-        stored = tensor.stored
-        assert stored is not None
-        for entry, data in stored.constants:
-            yield entry.name, np.frombuffer(data, np.uint8)
-        count, rows, columns = stored.matrices
-        info = tensor.source
-        for matrix in range(count):
-            scales, pieces = quantized(
-                self._reader(tensor, matrix * (info.nbytes // count)),
-                (rows, columns),
-                info.dtype,
-                stored.spec,
-                tensor_amax=self._group_amax(tensor.group),
-                sums=sums,
-            )
-            if stored.second is not None:
-                assert scales.tensor_scale is not None
-                second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
-                with np.errstate(divide="ignore"):
-                    yield stored.second.name, 1 / second if stored.second_divides else second
-            if stored.scale is not None and scales.scale is not None:
-                yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
-            for piece in pieces:
-                yield stored.codes.name, pack_codes(piece.codes, stored)
-                if stored.scale is not None and piece.scale is not None:
-                    yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
+        assert tensor.stored is not None
+        yield from entries(
+            functools.partial(self._reader, tensor),
+            tensor.source,
+            tensor.stored,
+            self._group_amax(tensor.group),
+            sums,
+            self._workers,
+        )
 
     def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
         def read(start: int, buffer: memoryview) -> None:
-            self._source.read_into(tensor.name, offset + start, buffer)
+            with self._reading:
+                self._source.read_into(tensor.name, offset + start, buffer)
 
         return read
 
@@ -250,7 +300,12 @@ class _Work:
         """The largest magnitude in the weights that share a second scale."""
         if group and group not in self._amaxes:
             self._amaxes[group] = max(
-                amax_of(self._reader(tensor), tensor.source.shape, tensor.source.dtype)
+                amax_of(
+                    self._reader(tensor),
+                    tensor.source.shape,
+                    tensor.source.dtype,
+                    workers=self._workers,
+                )
                 for tensor in self._groups[group]
             )
         return self._amaxes.get(group)

@@ -65,6 +65,10 @@ class DequantizedSource:
         self._current = name
         self._values[name].read_into(start, memoryview(buffer))
 
+    def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of an entry of a stored weight on."""
+        self._source.read_into(name, start, buffer)
+
     def close(self) -> None:
         self._source.close()
 

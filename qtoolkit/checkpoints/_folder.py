@@ -11,6 +11,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._header import layout as placed
+from qtoolkit.checkpoints._partial import check_lock, partial_name
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import Path, check_target, write_safetensors
 from qtoolkit.checkpoints._source import CONFIG, INDEX, Folder
@@ -188,15 +189,11 @@ def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 @contextlib.contextmanager
 def _partial_folder(target: str, path: Path) -> Iterator[str]:
     """A folder beside the target to write to, empty and locked; nothing of it is left."""
-    name = f".{os.path.basename(target)}.qtoolkit-partial"
-    folder = os.path.join(os.path.dirname(target), name)
+    folder = partial_name(target)
     os.makedirs(folder, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        if not _locked(lock):
-            raise CheckpointError(
-                f"{path}: another conversion is writing it; wait for it, or choose another name"
-            )
+        check_lock(lock, path)
         for left in os.listdir(folder):  # by a run that was killed
             os.unlink(os.path.join(folder, left))
         try:
@@ -205,19 +202,6 @@ def _partial_folder(target: str, path: Path) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
-
-
-def _locked(descriptor: int) -> bool:
-    """Locks an open file as long as this process holds it open; False where another one has it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _replace(folder: str, target: str) -> None:

@@ -125,6 +125,16 @@ def scale_bytes(scale: np.ndarray, entry: Entry) -> np.ndarray:
     return scale.astype(wanted)
 
 
+def at_limits(stored: Stored, read_bytes: ReadBytes) -> "Values":
+    """Reads 1 where the code of a weight is the largest or the lowest one, else 0."""
+    values = Values(dataclasses.replace(stored, scale=None, second=None), read_bytes)
+    element = stored.spec.element
+    unit = 2.0**stored.spec.element_exponent
+    limits = [float(element.lowest + stored.spec.narrow_range), float(element.max_finite)]
+    values.table = np.isin(values.table / unit, limits).astype(np.float32)
+    return values
+
+
 class Values:
     """Reads the float32 values of a stored weight, rows at a time.
 
@@ -136,7 +146,7 @@ class Values:
     def __init__(self, stored: Stored, read_bytes: ReadBytes) -> None:
         self.stored = stored
         self._read = read_bytes
-        self._table = _code_values(stored.spec)
+        self.table = _code_values(stored.spec)
         self._scales: np.ndarray | None = None
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -161,7 +171,7 @@ class Values:
         width = stored.codes.nbytes // (stored.matrices[0] * rows)
         packed = np.empty((stop - start, width), np.uint8)
         self._read(stored.codes.name, (matrix * rows + start) * width, packed.reshape(-1).data)
-        values = self._table[unpack_codes(packed, columns, stored)]
+        values = self.table[unpack_codes(packed, columns, stored)]
         if stored.scale is None:
             return values
         lengths = stored.spec.block_lengths((rows, columns))

@@ -101,6 +101,12 @@ _REPORT = typer.Option(
     autocompletion=_complete(("json", "md")),
     help="json or md: print a report of every tensor, in place of the summary.",
 )
+WORKERS = typer.Option(
+    min=1,
+    max=64,
+    show_default="one for each core, at most 4",
+    help="Threads that read and quantize; the bytes are the same whatever their number.",
+)
 _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
 
 
@@ -188,6 +194,7 @@ def convert(
         bool, typer.Option("--allow-nonfinite", help="Write weights with NaN or Inf, too.")
     ] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
+    workers: Annotated[int | None, WORKERS] = None,
     dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -224,6 +231,7 @@ def convert(
                 max_shard_size=max_shard_size,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
+                workers=workers,
                 progress=callback,
                 **options,
             )

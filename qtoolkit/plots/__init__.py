@@ -4,11 +4,13 @@ from qtoolkit.plots._curves import loss_curves, weight_errors
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
+from qtoolkit.plots._sqnr import sqnr_by_tensor
 
 __all__ = [
     "code_histogram",
     "error_against_magnitude",
     "loss_curves",
     "number_line",
+    "sqnr_by_tensor",
     "weight_errors",
 ]
