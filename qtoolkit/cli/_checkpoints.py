@@ -125,14 +125,15 @@ def convert(
         ),
     ] = None,
     layout: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             callback=_one_of("--layout", tuple(LAYOUTS)),
             autocompletion=_complete(tuple(LAYOUTS)),
+            show_default="of a folder with config.json compressed-tensors, else plain",
             help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
         ),
-    ] = "plain",
+    ] = None,
     rules: Annotated[
         Path | None,
         typer.Option(

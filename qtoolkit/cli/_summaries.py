@@ -141,12 +141,15 @@ def report_markdown(report: Report) -> str:
 def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
     target = shown(report.target)
-    if report.layout == "plain":
-        if report.format == "nothing":
-            return []
-        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))'][
-            : not report.files
-        ]
+    if report.loads_nowhere:
+        if report.files:
+            return [
+                "no loader of models reads layout plain: a config.json is now called "
+                "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
+            ]
+        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
+    if not report.quantization_config:
+        return []
     loaders = LAYOUTS[report.layout].loaders
     if report.files:
         if "transformers" not in loaders:

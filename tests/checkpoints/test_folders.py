@@ -399,3 +399,20 @@ def test_reading_any_source_does_not_load_jax(source, tmp_path):
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, source, tmp_path / "npz"], check=True)
+
+
+def test_a_folder_that_no_loader_reads_has_no_config_that_says_otherwise(source, tmp_path):
+    """transformers reads codes as weights, without an error, where config.json is silent."""
+    plain = convert(source, tmp_path / "plain", layout="plain")
+    assert plain.loads_nowhere
+    assert {*plain.files} == {"model.safetensors", "qtoolkit_config.json", "tokenizer.json"}
+    dequantize_checkpoint(tmp_path / "plain", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
+    assert "qtoolkit_config.json" not in os.listdir(tmp_path / "back")
+    # What is only rounded loads.
+    half = convert(source, tmp_path / "half", format="float16", keep_dtype="float16")
+    assert (half.layout, half.loads_nowhere, "config.json" in half.files) == ("plain", False, True)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "float16"
+    # Unless told otherwise, a model becomes one that loads.
+    assert convert(source, tmp_path / "default").layout == "compressed-tensors"
+    assert convert(source, tmp_path / "e5m2", format="e5m2").layout == "plain"
