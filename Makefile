@@ -30,7 +30,7 @@ else
 	$(BIN)/python -m pytest -m exhaustive -s $(ARGS)
 endif
 
-BENCHMARKS := import_time training casts scales operators gpu
+BENCHMARKS := import_time training casts scales operators conversion gpu
 # Quick results are kept apart from those that count.
 RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
 

@@ -4,6 +4,7 @@ Entries and configs follow the package itself: `compressors/*/base.py` and the p
 `quantization/quant_scheme.py`. Scales multiply, but NVFP4's `weight_global_scale` divides.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,14 +156,18 @@ def _read_packed(tensors: Tensors, info: TensorInfo, beside: str, where: str) ->
         )
     scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
     rows, words = info.shape
-    # weight_shape holds numbers, not in the header; its columns follow from words and scales.
+    # The numbers in weight_shape are not in the header; its columns follow from words and scales.
     for bits, group in ((4, 128), (4, 32), (8, 128), (4, 64), (8, 32), (8, 64)):
         columns = words * 32 // bits
         if scale.shape == (rows, columns // group) and columns % group == 0:
             spec = BlockFormat(
                 element=IntFormatOf[bits], block=(group,), scale=scale_format(scale.dtype)
             )
-            return _grouped(name, (rows, columns), spec, codes, scale, where, packing="words")
+            shape = (rows, columns)
+            weight = _grouped(name, shape, spec, codes, scale, where, packing="words")
+            expected = constant(f"{beside}weight_shape", "I64", shape, (2,))
+            has_shape = f"{beside}weight_shape" in tensors
+            return dataclasses.replace(weight, constants=(expected,) if has_shape else ())
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
         "expected 4 or 8 bits in groups of 32, 64 or 128; it cannot be read"
