@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import Folder, Source
@@ -111,7 +113,23 @@ def dequantized(source: Source) -> Source:
             found += [name] if any(weight not in stored for weight in read) else []
             stored = read | stored
         layout = found[0] if found else ""
+    _check_constants(source, stored)
     return DequantizedSource(source, layout, stored) if stored else source
+
+
+def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
+    """Raises where a shape that a file gives in numbers is not the one that its entries have."""
+    for weight in stored.values():
+        for entry, expected in weight.constants:
+            found = bytearray(len(expected))
+            source.read_into(entry.name, 0, found)
+            if found != expected:
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(entry.name)}: it says that the weight is "
+                    f"{np.frombuffer(found, np.int64).tolist()}, and {weight.spec.name} of that "
+                    f"many words is {list(weight.shape)}; give the folder with its config.json, "
+                    "which tells bits and groups"
+                )
 
 
 def _own_layout(source: Source) -> str:

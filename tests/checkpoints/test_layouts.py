@@ -367,3 +367,25 @@ def test_rows_longer_than_a_chunk_and_parts_of_rows_are_read_alike(tmp_path):
         source.read_into(Q, 4 * start, part.view(np.uint8).data)
         np.testing.assert_array_equal(part, whole.reshape(-1)[start : start + size])
     source.close()
+
+
+def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
+    """64 words and 4 scales a row: 4 bits in groups of 128, or 8 bits in groups of 64."""
+    codes = np.arange(2 * 256, dtype=np.uint8).reshape(2, 256)
+    tensors = {
+        "a.weight_packed": codes.view(np.int32),
+        "a.weight_scale": np.ones((2, 4), np.float32),
+        "a.weight_shape": np.array([2, 256]),
+    }
+    save(tmp_path / "file", tensors)
+    with pytest.raises(CheckpointError, match=r"weight is \[2, 256\], and int4_group128 .*config"):
+        dequantize_checkpoint(tmp_path / "file", tmp_path / "out")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "file").rename(folder / "model.safetensors")
+    weights = {"num_bits": 8, "type": "int", "group_size": 64}
+    quantization = {"quant_method": COMPRESSED, "config_groups": {"g": {"weights": weights}}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    dequantize_checkpoint(folder, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")["a.weight"]
+    np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)

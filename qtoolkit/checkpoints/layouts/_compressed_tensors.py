@@ -4,6 +4,7 @@ Entries and configs follow the package itself: `compressors/*/base.py` and the p
 `quantization/quant_scheme.py`. Scales multiply, but NVFP4's `weight_global_scale` divides.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,12 +109,13 @@ def store(
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
     block = _block_structure(config)
+    widths = _widths(config)
     found = {}
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
         beside = f"{module}." if module else ""
         if last == "weight_packed":
-            stored = _read_packed(tensors, info, beside, where)
+            stored = _read_packed(tensors, info, beside, where, widths)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
             stored = _read_bytes(tensors, name, where, block)
         else:
@@ -137,7 +139,9 @@ def _read_bytes(tensors: Tensors, name: str, where: str, block: Sequence[int] | 
     return _grouped(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
-def _read_packed(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> Stored:
+def _read_packed(
+    tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
+) -> Stored:
     name = f"{beside}weight"
     codes = Entry(info.name, info.dtype, info.shape)
     if info.dtype == "U8" and len(info.shape) == 2:
@@ -155,17 +159,22 @@ def _read_packed(tensors: Tensors, info: TensorInfo, beside: str, where: str) ->
         )
     scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
     rows, words = info.shape
-    # weight_shape holds numbers, not in the header; its columns follow from words and scales.
-    for bits, group in ((4, 128), (4, 32), (8, 128), (4, 64), (8, 32), (8, 64)):
+    # The numbers in weight_shape are not in the header; its columns follow from words and scales.
+    for bits, group in widths:
         columns = words * 32 // bits
         if scale.shape == (rows, columns // group) and columns % group == 0:
             spec = BlockFormat(
                 element=IntFormatOf[bits], block=(group,), scale=scale_format(scale.dtype)
             )
-            return _grouped(name, (rows, columns), spec, codes, scale, where, packing="words")
+            shape = (rows, columns)
+            weight = _grouped(name, shape, spec, codes, scale, where, packing="words")
+            expected = constant(f"{beside}weight_shape", "I64", shape, (2,))
+            has_shape = f"{beside}weight_shape" in tensors
+            return dataclasses.replace(weight, constants=(expected,) if has_shape else ())
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
-        "expected 4 or 8 bits in groups of 32, 64 or 128; it cannot be read"
+        f"expected {' or '.join(f'{bits} bits in groups of {group}' for bits, group in widths)}; "
+        "it cannot be read"
     )
 
 
@@ -200,6 +209,24 @@ def _grouped(
         second_divides=True,
         packing=packing,
     )
+
+
+# Bits and group sizes of packed integers that no config tells; `dequantized` checks the shape.
+_WIDTHS = ((4, 128), (4, 32), (8, 128))
+
+
+def _widths(config: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+    """Bits and group size of packed integers, as the groups of the config have them.
+
+    Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
+    """
+    found = []
+    for group in dict(config.get("config_groups") or {}).values():
+        weights = dict(dict(group).get("weights") or {})
+        width = (weights.get("num_bits"), weights.get("group_size"))
+        if weights.get("type") == "int" and width[0] in IntFormatOf and isinstance(width[1], int):
+            found.append(width)
+    return found or _WIDTHS
 
 
 def _block_structure(config: Mapping[str, Any]) -> Sequence[int] | None:
