@@ -220,12 +220,12 @@ def _widths(config: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
 
     Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
     """
-    found = []
+    found: list[tuple[int, int]] = []
     for group in dict(config.get("config_groups") or {}).values():
         weights = dict(dict(group).get("weights") or {})
-        width = (weights.get("num_bits"), weights.get("group_size"))
-        if weights.get("type") == "int" and width[0] in IntFormatOf and isinstance(width[1], int):
-            found.append(width)
+        bits, length = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type") == "int" and bits in (4, 8) and isinstance(length, int):
+            found.append((bits, length))
     return found or _WIDTHS
 
 
