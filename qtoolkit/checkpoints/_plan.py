@@ -247,9 +247,12 @@ class _Planner:
             if tensor.scheme is not None:
                 used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
         if not used and self.layout.linear_only and format is not None:
+            reasons = [tensor.reason for tensor in tensors if tensor.reason]
+            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
             raise CheckpointError(
-                f"{self.source.path}: nothing to quantize for layout {self.layout.name}, expected "
-                "matrices named NAME.weight; `qtoolkit convert --dry-run` shows the reasons"
+                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
+                "and --rules take others"
             )
         if len(used) > 1 and self.layout.name != "compressed-tensors" and self.layout.linear_only:
             raise CheckpointError(

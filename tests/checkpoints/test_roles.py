@@ -108,7 +108,7 @@ def scale_shapes(tmp_path, shapes, config=None, **options):
 
     source = open_source(tmp_path / "src")
     try:
-        plan = make_plan(source, scaling="channel", **options)
+        plan = make_plan(source, scaling="channel", layout="plain", **options)
     finally:
         source.close()
     return {
