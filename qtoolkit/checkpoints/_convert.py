@@ -33,7 +33,7 @@ def convert(
     *,
     format: SpecLike | Rules[Any] = "e4m3fn",
     scaling: str | None = None,
-    layout: str = "plain",
+    layout: str | None = None,
     skip: Sequence[str] = (),
     keep_dtype: FormatLike | None = None,
     channel_axis: AxisChoice = "auto",
@@ -151,6 +151,7 @@ def _written(dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bo
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
         files=files,
+        loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         tensors=tuple(work.reports),
     )

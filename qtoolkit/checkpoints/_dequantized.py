@@ -1,5 +1,6 @@
 """Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,12 +106,21 @@ def dequantized(source: Source) -> Source:
     else:
         stored = {}
         found = []
-        for name, candidate in LAYOUTS.items():
-            read = candidate.read({}, source.tensors, where)
+        for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
+            read = LAYOUTS[name].read({}, source.tensors, where)
             found += [name] if any(weight not in stored for weight in read) else []
             stored = read | stored
         layout = found[0] if found else ""
     return DequantizedSource(source, layout, stored) if stored else source
+
+
+def _own_layout(source: Source) -> str:
+    """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
+    try:
+        about = json.loads(source.metadata.get("qtoolkit", "{}"))
+    except (ValueError, RecursionError):
+        return ""
+    return str(about.get("layout", "")) if isinstance(about, dict) else ""
 
 
 def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, layout: str) -> None:

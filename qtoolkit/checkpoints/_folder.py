@@ -14,7 +14,7 @@ from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._partial import check_lock, partial_name
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import Path, check_target, write_safetensors
-from qtoolkit.checkpoints._source import CONFIG, INDEX, Folder
+from qtoolkit.checkpoints._source import CONFIG, INDEX, PARKED_CONFIG, Folder
 
 Chunks = Callable[[Sequence[TensorPlan]], Iterator[tuple[str, Any]]]
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -161,7 +161,8 @@ def write_folder(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_json(os.path.join(folder, INDEX), index)
         if source.config:
-            _write_json(os.path.join(folder, CONFIG), new_config(source.config, plan))
+            name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
+            _write_json(os.path.join(folder, name), new_config(source.config, plan))
         for name, value in plan.files.items():
             _write_json(os.path.join(folder, name), value)
         written = tuple(sorted(os.listdir(folder)))

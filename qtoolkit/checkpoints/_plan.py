@@ -133,6 +133,11 @@ class Plan:
         return placed(entry for tensor in self.tensors for entry in tensor.entries)
 
     @property
+    def loads_nowhere(self) -> bool:
+        """Whether no loader of models reads the weights: codes that no config speaks of."""
+        return not self.quantization_config and any(t.stored is not None for t in self.tensors)
+
+    @property
     def format_names(self) -> str:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
         used = dict.fromkeys(
@@ -150,7 +155,7 @@ def make_plan(
     *,
     format: SpecLike | Rules[Any] | None = "e4m3fn",
     scaling: str | None = None,
-    layout: str = "plain",
+    layout: str | None = None,
     skip: Sequence[str] = (),
     keep_dtype: FormatLike | None = None,
     channel_axis: AxisChoice = "auto",
@@ -170,7 +175,8 @@ def make_plan(
         quantized.
       scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128; None for
         the layout's own choice.
-      layout: A name in `LAYOUTS`.
+      layout: A name in `LAYOUTS`. None: of a folder with a config.json "compressed-tensors", which
+        loaders open, where that holds the format; else "plain".
       skip: Regular expressions; a tensor is kept where one is found in its name.
       keep_dtype: float32, float16 or bfloat16: what becomes of those that are not quantized.
       channel_axis: Where the outputs of weights are: "first", "last", or "auto": by architecture,
@@ -186,13 +192,14 @@ def make_plan(
     """
     if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    if layout not in LAYOUTS:
+    if layout is not None and layout not in LAYOUTS:
         raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     if channel_axis not in AXIS_CHOICES:
         raise ValueError(
             f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
         )
-    planner = _Planner(source, LAYOUTS[layout], scaling, keep_dtype, channel_axis, input_scales)
+    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
     return planner.plan(format, skip)
 
 
@@ -309,6 +316,8 @@ class _Planner:
             return None, "dequantized"
         if is_plain and self.layout.linear_only and len(info.shape) != 2:
             return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if self.layout.linear_only and 0 in info.shape:
+            return None, "empty"
         if fmt is None:
             return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
         return fmt, ""
@@ -413,6 +422,18 @@ class _Planner:
             metadata.pop(METADATA_KEY, None)
             return metadata
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
+
+
+def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    if format is None or not getattr(source, "config", None):
+        return "plain"
+    loaded = LAYOUTS["compressed-tensors"]
+    for target in _formats(format) if isinstance(format, Rules) else [format]:
+        try:
+            loaded.scheme(resolve_target(target), scaling)
+        except CheckpointError:
+            return "plain"
+    return loaded.name
 
 
 def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:

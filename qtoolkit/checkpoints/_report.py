@@ -47,6 +47,8 @@ class Report:
         them or "nothing"; scaling is "none" where no scale is needed or the format says which.
       dequantized: The layout of a source that was quantized; "" where it was not.
       files: The names of the files of a folder; empty for a file.
+      loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
+        config.json is then called qtoolkit_config.json.
       quantization_config: What loaders find in config.json, or have to, beside a single file.
       tensors: One report for each tensor, in the order of the source's data.
     """
@@ -58,6 +60,7 @@ class Report:
     scaling: str
     dequantized: str = ""
     files: tuple[str, ...] = ()
+    loads_nowhere: bool = False
     quantization_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: tuple[TensorReport, ...]
 

@@ -18,6 +18,9 @@ from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+# What config.json is called beside weights that no loader reads as they are, so that none tries:
+# transformers would take codes for weights without an error.
+PARKED_CONFIG = "qtoolkit_config.json"
 _MAX_JSON = 256 * 2**20
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
 # Weights of other systems and what belongs to the source's own weights: never copied.
@@ -52,7 +55,7 @@ class Folder:
 
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
-      config: What `config.json` holds; empty where there is none.
+      config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
       copied: Names of the files that go with the weights: tokenizer, generation config and so on.
       left: Names of those that do not: weights of other kinds, folders.
 
@@ -65,7 +68,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         names = sorted(os.listdir(path))
-        self.config = read_json(os.path.join(path, CONFIG)) if CONFIG in names else {}
+        config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
+        self.config = {} if config is None else read_json(os.path.join(path, config))
         files, index = _weight_files(path, names)
         self.copied = [
             name
@@ -73,8 +77,9 @@ class Folder:
             if os.path.isfile(os.path.join(path, name))
             and not _WEIGHTS.search(name)
             and not name.startswith(".")
+            and name not in (CONFIG, PARKED_CONFIG)
         ]
-        used = {*self.copied, *files, INDEX, "hf_quant_config.json"}
+        used = {*self.copied, *files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
         self.left = [name for name in names if name not in used]
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, SafetensorsFile] = {}

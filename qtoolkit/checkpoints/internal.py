@@ -5,7 +5,6 @@ from qtoolkit.checkpoints._folder import byte_count, check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._plan import resolve_target, target_names
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Source, read_json
 from qtoolkit.checkpoints._statistics import statistics
 from qtoolkit.checkpoints._stored import Stored
@@ -19,7 +18,6 @@ __all__ = [
     "Stored",
     "byte_count",
     "check_destination",
-    "check_target",
     "dequantized",
     "read_json",
     "resolve_target",

@@ -23,13 +23,12 @@ from qtoolkit.checkpoints.internal import (
 )
 from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._summaries import (
-    INSPECT_HEADER,
     LAYOUTS_HEADER,
     PLAN_HEADER,
     STATS_HEADER,
     inspect_data,
-    inspect_rows,
     inspect_summary,
+    inspect_table,
     layout_page,
     layout_rows,
     loading_lines,
@@ -61,9 +60,9 @@ def _known_target(name: str | None) -> str | None:
     try:
         return None if name is None else resolve_target(name).name
     except ValueError as error:
-        message = str(error).removeprefix("format: ").partition("`qtoolkit formats`")[0]
+        message = str(error).removeprefix("format: ")
         raise failure(
-            f"--format: {message.rstrip('; ')}; expected one of {', '.join(target_names())}", 2
+            f"--format: {message}; convert takes {', '.join(target_names())}", 2
         ) from error
 
 
@@ -126,14 +125,15 @@ def convert(
         ),
     ] = None,
     layout: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             callback=_one_of("--layout", tuple(LAYOUTS)),
             autocompletion=_complete(tuple(LAYOUTS)),
+            show_default="of a folder with config.json compressed-tensors, else plain",
             help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
         ),
-    ] = "plain",
+    ] = None,
     rules: Annotated[
         Path | None,
         typer.Option(
@@ -290,7 +290,7 @@ def inspect(
         if as_json:
             typer.echo(json.dumps(inspect_data(source, stats), indent=2))
             return
-        table(INSPECT_HEADER, inspect_rows(source), right=("bytes",))
+        table(*inspect_table(source))
         for line in inspect_summary(source):
             typer.echo(line)
         if stats:

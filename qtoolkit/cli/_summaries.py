@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qtoolkit.checkpoints import LAYOUTS, Layout, Plan, Report, TensorPlan
+from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report, TensorPlan
 from qtoolkit.checkpoints.internal import (
     DequantizedSource,
     Source,
@@ -141,12 +141,15 @@ def report_markdown(report: Report) -> str:
 def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
     target = shown(report.target)
-    if report.layout == "plain":
-        if report.format == "nothing":
-            return []
-        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))'][
-            : not report.files
-        ]
+    if report.loads_nowhere:
+        if report.files:
+            return [
+                "no loader of models reads layout plain: a config.json is now called "
+                "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
+            ]
+        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
+    if not report.quantization_config:
+        return []
     loaders = LAYOUTS[report.layout].loaders
     if report.files:
         if "transformers" not in loaders:
@@ -161,10 +164,9 @@ def loading_lines(report: Report) -> list[str]:
     ]
 
 
-def inspect_rows(source: Source) -> list[list[str]]:
-    """A row for every tensor, scales in that of their weight."""
-    wide = dequantized(source)
-    stored = wide.stored if isinstance(wide, DequantizedSource) else {}
+def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
+    """Header, rows and right-aligned columns: a row for every tensor, with the scales of it."""
+    stored = _stored(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
         entry.name for weight in weights.values() for entry in weight.entries
@@ -183,9 +185,17 @@ def inspect_rows(source: Source) -> list[list[str]]:
                 "" if weight is None else _scales(weight),
             ]
         )
-    if not stored:
-        return [[*row[:-1], ""] for row in rows]
-    return rows
+    count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
+    return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
+
+
+def _stored(source: Source) -> dict[str, Stored]:
+    """The quantized weights of a source; none where it is quantized in a way that is not read."""
+    try:
+        wide = dequantized(source)
+    except CheckpointError:
+        return {}
+    return wide.stored if isinstance(wide, DequantizedSource) else {}
 
 
 def _scales(weight: Stored) -> str:
@@ -198,29 +208,31 @@ def _scales(weight: Stored) -> str:
 
 
 def inspect_summary(source: Source) -> list[str]:
-    """The lines under the table of `inspect_rows`."""
+    """The lines under the table of `inspect_table`."""
     tensors = source.tensors.values()
-    wide = dequantized(source)
     lines = [
         f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
         f"{sum(t.nbytes for t in tensors):,} bytes"
     ]
-    if isinstance(wide, DequantizedSource):
-        lines.append(
-            f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
-            "`qtoolkit dequantize` writes what they stand for"
-        )
+    try:
+        wide = dequantized(source)
+    except CheckpointError as error:
+        lines.append(f"not readable as quantized: {error}")
+    else:
+        if isinstance(wide, DequantizedSource):
+            lines.append(
+                f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
+                "`qtoolkit dequantize` writes what they stand for"
+            )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
     return lines
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
     """The same as JSON has it."""
-    wide = dequantized(source)
-    stored = wide.stored if isinstance(wide, DequantizedSource) else {}
+    stored = _stored(source)
     data: dict[str, Any] = {
         "path": str(source.path),
-        "layout": wide.layout if isinstance(wide, DequantizedSource) else "",
         "metadata": source.metadata,
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes}

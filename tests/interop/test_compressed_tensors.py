@@ -74,11 +74,6 @@ def test_codes_are_those_of_its_own_compress(tmp_path, fmt, scaling, dtype):
     key = "weight_packed" if "weight_packed" in ours else "weight"
     assert ours[key].dtype == theirs[key].dtype
     got, expected = (t[key].view(torch.uint8).numpy() for t in (ours, theirs))
-    if fmt == "nvfp4":
-        live = np.ones(256, bool)
-        live[3] = False  # it divides 0 by a scale of 0 and stores NaN's code; ours is 0
-        assert not got[3].any()
-        got, expected = got[live], expected[live]
     # -0 and +0 are one number, and torch's cast to FP4 loses the sign of what rounds to 0.
     if key == "weight_packed" and ours[key].dtype == torch.uint8:
         assert np.mean(got != expected) <= 0.2

@@ -55,7 +55,8 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
     for name, info in tensors.items():
         if info.dtype in BYTE_ELEMENTS and name + SUFFIX in tensors:
             found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where, block)
-        elif info.dtype in BYTE_ELEMENTS and name + "_scale" in tensors:  # vLLM's, per tensor
+        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in tensors:
+            # One scale in all, as vLLM writes it.
             found[name] = read_bytes_weight(tensors, name, name + "_scale", where, block)
     return found
 

@@ -1,6 +1,7 @@
 """What a layout is."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,15 +114,19 @@ def spelling(spec: BlockFormat) -> str:
     return spec.element.name + ("" if word == "none" else f" (--scaling {word})")
 
 
+# Cached: checking a format takes longer than quantizing a small tensor by it.
+@functools.cache
 def by_tensor(element: Format) -> BlockFormat:
     return BlockFormat.tensor(element)
 
 
-def by_channel(element: Format) -> BlockFormat:
-    """A scale for each output of [outputs, inputs]."""
-    return BlockFormat.channel(element, 0)
+@functools.cache
+def by_channel(element: Format, axis: int = 0) -> BlockFormat:
+    """A scale for each output of [outputs, inputs], or [inputs, outputs] with axis 1."""
+    return BlockFormat.channel(element, axis)
 
 
+@functools.cache
 def by_block(element: Format) -> BlockFormat:
     return BlockFormat(element=element, block=BLOCK)
 
@@ -192,8 +197,10 @@ def _blocks_by_shape(
     """The matrices of a weight and the blocks that scales of that shape belong to."""
     size, count = _product(shape), _product(scale)
     last = shape[-1] if shape else 1
+    if not size:
+        return (1, 0, 1), {"other_axes": None}
     if count == 1:
-        return (1, max(size // max(last, 1), 1), last), {"other_axes": None}
+        return (1, size // last, last), {"other_axes": None}
     if scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
         return (1, shape[0], size // shape[0]), {"block": (1,), "axes": (0,), "other_axes": None}
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []

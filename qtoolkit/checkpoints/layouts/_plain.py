@@ -35,13 +35,12 @@ def store(
 ) -> Stored:
     shape, element = info.shape, scheme.spec.element
     last = shape[-1] if shape else 1
-    rest = math.prod(shape) // last if last else 0
     codes = Entry(info.name, BYTE_DTYPES[element], shape)
     word = scaling_of(scheme.spec)
     spec = scheme.spec
     scale: tuple[int, ...]
     if word == "tensor" or len(shape) < 2:
-        matrices, spec, scale = (1, max(rest, 1), last), by_tensor(element), (1,)
+        matrices, spec, scale = (1, math.prod(shape[:-1]), last), by_tensor(element), (1,)
     elif word == "channel":
         matrices, spec = _channels(shape, axes, scheme)
         scale = tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
@@ -68,11 +67,11 @@ def _channels(
     element, rank = scheme.spec.element, len(shape)
     if rank == 3 and len(axes) == 2 and axes[0] == 0:
         count, rows, columns = shape
-        return (count, rows, columns), BlockFormat.channel(element, axes[1] - 1)
+        return (count, rows, columns), by_channel(element, axes[1] - 1)
     if axes[0] == 0:
-        return (1, shape[0], math.prod(shape[1:])), BlockFormat.channel(element, 0)
+        return (1, shape[0], math.prod(shape[1:])), by_channel(element, 0)
     columns = math.prod(shape[axis] for axis in axes)
-    return (1, math.prod(shape[: axes[0]]), columns), BlockFormat.channel(element, 1)
+    return (1, math.prod(shape[: axes[0]]), columns), by_channel(element, 1)
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
