@@ -118,11 +118,11 @@ class Writer:
                 future.result()
 
     def write(self, position: int, data: bytes | memoryview) -> None:
+        while self._pending and (len(self._pending) >= _AHEAD or self._pending[0].done()):
+            self._pending.popleft().result()
         if len(data) < _SMALL and not self._pending:
             write_at(self._descriptor, position, data)
             return
-        while len(self._pending) >= _AHEAD or (self._pending and self._pending[0].done()):
-            self._pending.popleft().result()
         self._pending.append(self._pool.submit(self._write, position, data))
 
     def _write(self, position: int, data: bytes | memoryview) -> None:

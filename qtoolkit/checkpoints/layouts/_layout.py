@@ -1,6 +1,7 @@
 """What a layout is."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,15 +114,19 @@ def spelling(spec: BlockFormat) -> str:
     return spec.element.name + ("" if word == "none" else f" (--scaling {word})")
 
 
+# Cached: checking a format takes longer than quantizing a small tensor by it.
+@functools.cache
 def by_tensor(element: Format) -> BlockFormat:
     return BlockFormat.tensor(element)
 
 
-def by_channel(element: Format) -> BlockFormat:
-    """A scale for each output of [outputs, inputs]."""
-    return BlockFormat.channel(element, 0)
+@functools.cache
+def by_channel(element: Format, axis: int = 0) -> BlockFormat:
+    """A scale for each output of [outputs, inputs], or [inputs, outputs] with axis 1."""
+    return BlockFormat.channel(element, axis)
 
 
+@functools.cache
 def by_block(element: Format) -> BlockFormat:
     return BlockFormat(element=element, block=BLOCK)
 

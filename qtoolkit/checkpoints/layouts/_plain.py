@@ -67,11 +67,11 @@ def _channels(
     element, rank = scheme.spec.element, len(shape)
     if rank == 3 and len(axes) == 2 and axes[0] == 0:
         count, rows, columns = shape
-        return (count, rows, columns), BlockFormat.channel(element, axes[1] - 1)
+        return (count, rows, columns), by_channel(element, axes[1] - 1)
     if axes[0] == 0:
-        return (1, shape[0], math.prod(shape[1:])), BlockFormat.channel(element, 0)
+        return (1, shape[0], math.prod(shape[1:])), by_channel(element, 0)
     columns = math.prod(shape[axis] for axis in axes)
-    return (1, math.prod(shape[: axes[0]]), columns), BlockFormat.channel(element, 1)
+    return (1, math.prod(shape[: axes[0]]), columns), by_channel(element, 1)
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
