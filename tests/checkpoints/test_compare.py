@@ -67,6 +67,10 @@ def test_what_was_converted_verifies_and_a_changed_byte_does_not(tmp_path, layou
         damaged = bytearray(whole)
         damaged[places[name]] ^= 1
         file.write_bytes(damaged)
+        if name.endswith("weight_shape"):  # what the codes mean is then unknown
+            with pytest.raises(CheckpointError, match=r"weight_shape: it says that the weight is"):
+                verify(src, dst)
+            continue
         problems = verify(src, dst).problems
         assert len(problems) >= 1
         assert "byte" in problems[0]
