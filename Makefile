@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test quick lint exhaustive bench clean
+.PHONY: run test quick lint exhaustive interop bench clean
 
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
@@ -30,7 +30,13 @@ else
 	$(BIN)/python -m pytest -m exhaustive -s $(ARGS)
 endif
 
-BENCHMARKS := import_time training optim casts scales operators gpu
+# Loaders of converted checkpoints: torch, transformers, compressed-tensors, in an environment of
+# their own, because they are large. A missing package is a failure. Their warnings are not ours.
+interop:  ## what convert writes, loaded by the packages it is written for
+	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
+	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
+
+BENCHMARKS := import_time training optim casts scales operators conversion gpu
 # Quick results are kept apart from those that count.
 RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
 
@@ -46,4 +52,4 @@ $(VENV)/.stamp-%: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-interop build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -6,7 +6,6 @@ rounding of it. Names load on first use, so that `import qtoolkit` costs nothing
 """
 
 import importlib
-from typing import Any
 
 from qtoolkit._version import __version__
 
@@ -40,7 +39,7 @@ _HOME_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for na
 __all__ = ["__version__", *_NAMES_BY_PACKAGE, *_HOME_OF]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:  # `typing` takes longer to load than all of this
     if name in _NAMES_BY_PACKAGE:
         return importlib.import_module(f"qtoolkit.{name}")
     if name in _HOME_OF:

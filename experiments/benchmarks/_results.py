@@ -118,6 +118,18 @@ class Recorder:
             self.rows.append(row)
             print(line_of(row, width))
 
+    def peaks(self, title: str, peaks: Mapping[str, float], most: float) -> None:
+        """Peaks of memory in MiB, each promised to be at most `most`."""
+        print(f"\n{title}")
+        for name, peak in peaks.items():
+            ratio = round(peak / most, 3)
+            of = f"{most:g} MiB"
+            verdict = {"promise": "<= 1", "of": of, "ratio": ratio, "holds": ratio <= 1}
+            print(f"  {name}: {peak:.0f} MiB  {shown(verdict)}")
+            self.rows.append(
+                {"table": title, "row": name, "peak_mib": round(peak), "promises": [verdict]}
+            )
+
     def count(self, title: str, name: str, compared: int, differ: int) -> None:
         """A row of a table that counts codes."""
         if not self.rows or self.rows[-1]["table"] != title:

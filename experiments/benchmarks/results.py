@@ -69,11 +69,14 @@ def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
 
 def timed_line(row: Row) -> list[str]:
     low, high = row["quartiles_ms"]
+    times = [f"{row['median_ms']:g}", f"{low:g} - {high:g}", str(row["runs"])]
+    return [row["row"], *times, f"{row['ratio']:.2f}", *verdict_cells(row)]
+
+
+def verdict_cells(row: Row) -> list[str]:
     promises = row.get("promises", ())
     words = ["holds" if promise["holds"] else "**missed**" for promise in promises]
-    times = [f"{row['median_ms']:g}", f"{low:g} - {high:g}", str(row["runs"])]
-    ratios = [f"{row['ratio']:.2f}", "; ".join(map(judged, promises)), "; ".join(words)]
-    return [row["row"], *times, *ratios]
+    return ["; ".join(map(judged, promises)), "; ".join(words)]
 
 
 def tables_of(rows: Sequence[Row]) -> str:
@@ -83,6 +86,10 @@ def tables_of(rows: Sequence[Row]) -> str:
         if "differ" in inside[0]:
             lines = [[r["row"], f"{r['compared']:,}", f"{r['differ']:,}"] for r in inside]
             parts.append(f"### {title}\n\n" + table(("what", "compared", "differ"), lines))
+            continue
+        if "peak_mib" in inside[0]:
+            lines = [[r["row"], f"{r['peak_mib']:,}", *verdict_cells(r)] for r in inside]
+            parts.append(f"### {title}\n\n" + table(("row", "MiB", "promise", ""), lines))
             continue
         yardstick = f"ratio to {inside[0]['yardstick']}"
         if "bytes" in inside[0]:

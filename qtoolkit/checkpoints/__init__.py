@@ -1,13 +1,11 @@
-"""Safetensors files read, written and quantized as a stream.
+"""Checkpoints read, written and quantized as a stream. JAX loads with what computes."""
 
-JAX loads with `convert` and with quantized arrays only.
-"""
-
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
 from qtoolkit.checkpoints._plan import (
-    DEFAULT_SKIP,
     Plan,
     TensorPlan,
     dequantize,
@@ -16,37 +14,58 @@ from qtoolkit.checkpoints._plan import (
 )
 from qtoolkit.checkpoints._pytrees import load, save
 from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._source import open_source
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
-    from qtoolkit.checkpoints._convert import convert
+    from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
+    from qtoolkit.checkpoints._verify import Verification, verify
 
 __all__ = [
     "DEFAULT_SKIP",
+    "LAYOUTS",
     "CheckpointError",
+    "Comparison",
+    "Layout",
     "Plan",
     "Report",
     "SafetensorsFile",
+    "TensorComparison",
     "TensorInfo",
     "TensorPlan",
     "TensorReport",
+    "Verification",
+    "compare",
     "convert",
     "dequantize",
+    "dequantize_checkpoint",
     "layout",
     "load",
     "make_plan",
+    "open_source",
     "safetensors_dtype",
     "save",
+    "verify",
     "write_safetensors",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "convert":
-        from qtoolkit.checkpoints._convert import convert
+# They load JAX.
+_COMPUTING = {
+    "convert": "_convert",
+    "dequantize_checkpoint": "_convert",
+    "verify": "_verify",
+    "Verification": "_verify",
+}
 
-        globals()[name] = convert  # found without this function from now on
-        return convert
+
+def __getattr__(name: str) -> Any:
+    if name in _COMPUTING:
+        module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
+        globals()[name] = getattr(module, name)  # found without this function from now on
+        return globals()[name]
     raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
 
 

@@ -1,38 +1,28 @@
-"""The engine of `convert`: a stream of chunks through two kernels, whatever the size of the file.
+"""`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
 
-A tensor is seen as a matrix in C order with a scale for each row or each column (one scale in all:
-one row). It is read twice in contiguous blocks of at most `CHUNK` elements, first for the largest
-magnitudes, then to be encoded. Blocks are padded with zeros to few shapes, so that few compile.
-"""
-
-import dataclasses
+import contextlib
 import functools
-import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from qtoolkit.casts import decode
-from qtoolkit.casts.internal import NEAREST, exact_float32, quotient
-from qtoolkit.checkpoints._header import NUMPY_DTYPES
-from qtoolkit.checkpoints._plan import Plan, TensorPlan, as_matrix, make_plan
-from qtoolkit.checkpoints._report import Report, TensorReport, decibels
-from qtoolkit.checkpoints._safetensors import (
-    Path,
-    SafetensorsFile,
-    check_target,
-    write_safetensors,
-)
-from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules
-from qtoolkit.scaling import amax
-from qtoolkit.scaling.internal import Scales, block_codes, scale_from, scaled_values
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
+from qtoolkit.checkpoints._folder import byte_count, check_destination, write_folder
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
+from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._source import Folder, Source, open_source
+from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
+from qtoolkit.formats import FormatLike, Rules, SpecLike
 
-CHUNK = 2**20  # elements in a block: 4 MiB of float32, enough to keep a few cores busy
-_LEAST = 2**10  # the smallest block, and what is summed in float32 before float64 takes over
+_COPY = 2**22  # bytes copied at a time
+_NAMED = 20  # tensors with NaN or Inf that are named
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,248 +31,305 @@ def convert(
     src: Path,
     dst: Path,
     *,
-    format: FormatLike | Rules[Any] = "e4m3fn",
-    scaling: str = "tensor",
+    format: SpecLike | Rules[Any] = "e4m3fn",
+    scaling: str | None = None,
+    layout: str | None = None,
     skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
+    max_shard_size: int | str = "5GB",
+    allow_nonfinite: bool = False,
     overwrite: bool = False,
+    workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantizes the weights of a safetensors file into another one, streaming.
+    """Quantizes the weights of a checkpoint into another one, streaming.
 
-    Which tensors, by one format or by rules, and the layout, are in `make_plan`. Codes are
-    `encode(x / scale)`, rounded to nearest even, saturating; scale = amax / max_finite in float32,
-    amax over finite elements. NaN stays NaN where the format has one (int8: 0). The same arguments
-    give the same bytes.
+    A folder becomes a folder, with index, config.json and all other files; a file becomes a
+    safetensors file. Codes and scales are those of `qtoolkit.quantize`, rounded to nearest even,
+    saturating. What is quantized in the source is dequantized first. The same arguments give the
+    same bytes.
 
     Args:
-      src: A safetensors file.
-      dst: The file to write; may be `src` with `overwrite`. It appears when it is whole.
-      format: Any spelling of an 8-bit float that safetensors has, int8, bfloat16 or float16; the
-        last two are rounded to without a scale. Or `Rules` of them over the names of the tensors,
-        None keeping a tensor: they decide alone, nothing is skipped by default.
-      scaling: "tensor" or "channel".
-      skip: Regular expressions; tensors in whose names one is found are kept.
+      src: A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack, GGUF.
+      dst: The folder or file to write; not `src`. It appears when it is whole.
+      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
+      max_shard_size: Bytes of a file of a folder, or such as "5GB".
+      allow_nonfinite: Whether weights with NaN or Inf are written: Inf saturates, NaN stays NaN
+        where the format has one (int8: 0).
       overwrite: Whether `dst` may be replaced.
-      progress: Called with (name, bytes read, bytes to read in all); scaled tensors are read twice.
+      workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
+        most 4. The bytes are the same whatever their number.
+      progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
       What was done, tensor by tensor.
 
     Raises:
-      CheckpointError: `src` is damaged, `dst` exists, or `make_plan` raises it.
+      CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights have NaN
+        or Inf, or `make_plan` raises it. Nothing is written.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`.
+      TypeError, ValueError: As `make_plan`; or `max_shard_size` or `workers` is out of range.
     """
-    check_target(dst, overwrite)
-    with SafetensorsFile(src) as source:
-        plan = make_plan(source, format=format, scaling=scaling, skip=skip)
-        engine = _Engine(source, plan, progress)
-        write_safetensors(dst, plan.outputs, engine.chunks(), plan.metadata, overwrite=overwrite)
+    limit = byte_count(max_shard_size)
+    workers = _workers(workers)
+    check_destination(src, dst, overwrite)
+    with contextlib.closing(open_source(src)) as opened:
+        source = dequantized(opened)
+        plan = make_plan(
+            source,
+            format=format,
+            scaling=scaling,
+            layout=layout,
+            skip=skip,
+            keep_dtype=keep_dtype,
+            channel_axis=channel_axis,
+            input_scales=input_scales,
+        )
+        work = _Work(source, plan, allow_nonfinite, progress, workers)
+        return _written(dst, opened, work, limit, overwrite)
+
+
+def dequantize_checkpoint(
+    src: Path,
+    dst: Path,
+    *,
+    dtype: FormatLike | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Writes the weights that a quantized checkpoint stands for, streaming.
+
+    Args:
+      src, dst, max_shard_size, overwrite, progress: As in `convert`. GGUF is quantized, too.
+      dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
+        names, else float32.
+
+    Raises:
+      CheckpointError: Nothing in `src` is quantized; or as `convert`.
+      OSError, ValueError, TypeError: As `convert`.
+    """
+    limit = byte_count(max_shard_size)
+    check_destination(src, dst, overwrite)
+    with contextlib.closing(open_source(src)) as opened:
+        source = dequantized(opened)
+        if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
+            raise CheckpointError(
+                f"{src}: nothing in it is quantized in a layout that is read, expected one; "
+                "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
+            )
+        plan = make_plan(source, format=None, keep_dtype=dtype)
+        work = _Work(source, plan, True, progress, _workers(None))
+        return _written(dst, opened, work, limit, overwrite)
+
+
+def _workers(count: int | None) -> int:
+    if count is None:
+        return min(os.cpu_count() or 1, 4)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        raise ValueError(f"workers={count!r}, expected 1 to 64")
+    return count
+
+
+def _written(dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bool) -> Report:
+    plan = work.plan
+    if isinstance(opened, Folder):
+        files = write_folder(
+            dst, opened, plan, work.chunks, work.finish, limit=limit, overwrite=overwrite
+        )
+    else:
+        files = ()
+        chunks = work.chunks(plan.tensors, work.finish)
+        write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
     return Report(
-        source=str(src),
+        source=str(opened.path),
         target=str(dst),
-        format=_format_names(plan),
+        layout=plan.layout,
+        format=plan.format_names,
         scaling=plan.scaling,
-        tensors=tuple(engine.reports),
+        dequantized=plan.dequantizes,
+        files=files,
+        loads_nowhere=plan.loads_nowhere,
+        quantization_config=plan.quantization_config,
+        tensors=tuple(work.reports),
     )
 
 
-def _format_names(plan: Plan) -> str:
-    if not isinstance(plan.format, Rules):
-        return plan.format.name
-    used = dict.fromkeys(tensor.format.name for tensor in plan.tensors if tensor.format is not None)
-    return ", ".join(used) or "nothing"
+def entries(
+    reader: Callable[[int], Read],
+    info: TensorInfo,
+    stored: Stored,
+    tensor_amax: float | None,
+    sums: Sums,
+    workers: int,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What is written for a quantized weight: (name of an entry, the next bytes of it).
+
+    Args:
+      reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
+      info: The weight in the source.
+      stored: How it is written.
+      tensor_amax, sums, workers: As in `quantized`.
+    """
+    for entry, data in stored.constants:
+        yield entry.name, np.frombuffer(data, np.uint8)
+    count, rows, columns = stored.matrices
+    for matrix in range(count):
+        scales, pieces = quantized(
+            reader(matrix * (info.nbytes // count)),
+            (rows, columns),
+            info.dtype,
+            stored.spec,
+            tensor_amax=tensor_amax,
+            sums=sums,
+            workers=workers,
+        )
+        if stored.second is not None:
+            assert scales.tensor_scale is not None
+            second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
+            with np.errstate(divide="ignore"):
+                yield stored.second.name, 1 / second if stored.second_divides else second
+        if stored.scale is not None and scales.scale is not None:
+            yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
+        for piece in pieces:
+            yield stored.codes.name, pack_codes(piece.codes, stored)
+            if stored.scale is not None and piece.scale is not None:
+                yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """A contiguous part of a matrix: full rows, or a piece of one row."""
+class _Work:
+    """One conversion under way: the open source, the reports so far."""
 
-    rows: slice
-    columns: slice
-    start: int  # its first element
-    size: int
-    shape: tuple[int, int]  # of the padded block that the kernels see
-
-
-class _Engine:
-    """One conversion under way: the open source, a reused buffer, the reports so far."""
-
-    def __init__(self, source: SafetensorsFile, plan: Plan, progress: Progress | None) -> None:
-        self.source = source
-        self.plan = plan
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        allow_nonfinite: bool,
+        progress: Progress | None,
+        workers: int,
+    ) -> None:
         self.reports: list[TensorReport] = []
+        self.plan = plan
+        self._source = source
+        self._workers = workers
+        # Threads may read these at the same time.
+        is_shared = isinstance(source, SafetensorsFile | Folder)
+        self._reading = contextlib.nullcontext() if is_shared else threading.Lock()
+        self._allow_nonfinite = allow_nonfinite
         self._progress = progress
         self._done = 0
-        self._total = sum(
-            tensor.source.nbytes * (1 if tensor.scale_shape is None else 2)
-            for tensor in plan.tensors
+        self._total = sum(tensor.nbytes for tensor in plan.tensors)
+        self._groups: dict[str, list[TensorPlan]] = {}
+        for tensor in plan.tensors:
+            if tensor.group:
+                self._groups.setdefault(tensor.group, []).append(tensor)
+        self._amaxes: dict[str, float] = {}
+
+    def chunks(
+        self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[str, Any]]:
+        """What is written for some tensors, a tensor after the other; then calls `finish`."""
+        for tensor in tensors:
+            for name, data in self._copied(tensor) if tensor.spec is None else self._made(tensor):
+                yield name, data
+                self._done += data.nbytes
+                if self._progress is not None:
+                    self._progress(shown(tensor.name), self._done, self._total)
+        finish()
+
+    def finish(self) -> None:
+        """Raises where weights had NaN or Inf and may not."""
+        bad = [report for report in self.reports if report.nonfinite]
+        if not bad or self._allow_nonfinite:
+            return
+        named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        raise CheckpointError(
+            f"{self._source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers. "
+            "Nothing was written; leave them out with --skip, or pass --allow-nonfinite"
         )
-        self._buffer = np.empty(4 * CHUNK, np.uint8)
 
-    def chunks(self) -> Iterator[tuple[str, Any]]:
-        """Everything to be written, a tensor after the other."""
-        for tensor in self.plan.tensors:
-            yield from self._keep(tensor) if tensor.action == "keep" else self._quantize(tensor)
-
-    def _keep(self, tensor: TensorPlan) -> Iterator[tuple[str, Any]]:
+    def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
         size = tensor.source.nbytes
-        for start in range(0, size, len(self._buffer)):
-            data = self._buffer[: min(len(self._buffer), size - start)]
-            self.source.read_into(tensor.name, start, data.data)
+        for start in range(0, size, _COPY):
+            data = np.empty(min(_COPY, size - start), np.uint8)
+            self._source.read_into(tensor.name, start, data.data)
             yield tensor.name, data
-            self._advance(tensor, len(data))
-        self.reports.append(
-            TensorReport(
-                name=tensor.name,
-                action="keep",
-                reason=tensor.reason,
-                bytes_before=size,
-                bytes_after=size,
-            )
+        self._report(tensor)
+
+    def _made(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
+        """The codes and scales of a tensor, or its elements in another wide dtype."""
+        sums = Sums()
+        yield from self._quantized(tensor, sums) if tensor.stored else self._rounded(tensor, sums)
+        self._report(tensor, sums)
+
+    def _rounded(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
+        assert tensor.spec is not None
+        info = tensor.source
+        _, pieces = quantized(
+            self._reader(tensor),
+            info.shape,
+            info.dtype,
+            tensor.spec,
+            sums=sums,
+            workers=self._workers,
+        )
+        for piece in pieces:
+            yield tensor.name, piece.codes
+
+    def _quantized(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
+        assert tensor.stored is not None
+        yield from entries(
+            functools.partial(self._reader, tensor),
+            tensor.source,
+            tensor.stored,
+            self._group_amax(tensor.group),
+            sums,
+            self._workers,
         )
 
-    def _quantize(self, tensor: TensorPlan) -> Iterator[tuple[str, Any]]:
-        fmt, axis = tensor.format, as_matrix(tensor)[2]
-        assert fmt is not None
-        scales = None if tensor.scale_shape is None else self._scales(tensor, fmt, axis)
-        if scales is not None:
-            yield tensor.scale_name, scales
-        signal, noise, nonfinite = 0.0, 0.0, 0
-        for block, x in self._blocks(tensor):
-            scale = None if scales is None else _padded_part(scales, block, axis)
-            codes, squares, errors, unit, count = _encode_block(x, scale, fmt, axis)
-            yield tensor.name, np.asarray(codes).reshape(-1)[: block.size]
-            area = np.asarray(unit, np.float64) ** 2
-            signal += float(np.sum(np.asarray(squares) * area))
-            noise += float(np.sum(np.asarray(errors) * area))
-            nonfinite += int(count)
-        self.reports.append(
-            TensorReport(
-                name=tensor.name,
-                action="quantize",
-                format=fmt.name,
-                bytes_before=tensor.source.nbytes,
-                bytes_after=tensor.source.size * fmt.bits // 8
-                + (0 if scales is None else scales.nbytes),
-                max_scale=None if scales is None else float(scales.max(initial=0)),
-                sqnr_db=decibels(signal, noise),
-                nonfinite=nonfinite,
-            )
-        )
+    def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
+        def read(start: int, buffer: memoryview) -> None:
+            with self._reading:
+                self._source.read_into(tensor.name, offset + start, buffer)
 
-    def _scales(self, tensor: TensorPlan, fmt: Format, axis: int) -> np.ndarray:
-        """First pass: float32 [rows, 1] or [1, columns]."""
-        rows, columns, _ = as_matrix(tensor)
-        largest = np.zeros((rows, 1) if axis == 0 else (1, columns), np.float32)
-        for block, x in self._blocks(tensor):
-            found = np.asarray(_amax_block(x, axis))
-            part = largest[block.rows] if axis == 0 else largest[:, block.columns]
-            np.maximum(part, found[: part.shape[0], : part.shape[1]], out=part)
-        padded = np.zeros(_power_of_two(largest.size), np.float32)
-        padded[: largest.size] = largest.reshape(-1)
-        scales = np.asarray(_scales_from_amax(padded, fmt))
-        return scales[: largest.size].reshape(largest.shape)
+        return read
 
-    def _blocks(self, tensor: TensorPlan) -> Iterator[tuple[_Block, np.ndarray]]:
-        """The blocks of a tensor, each with its padded data, valid until the next is asked for."""
-        dtype = NUMPY_DTYPES[tensor.source.dtype]
-        rows, columns, _ = as_matrix(tensor)
-        for block in _cut(rows, columns):
-            data = self._buffer[: math.prod(block.shape) * dtype.itemsize]
-            used = block.size * dtype.itemsize
-            data[used:] = 0
-            self.source.read_into(tensor.name, block.start * dtype.itemsize, data[:used].data)
-            yield block, data.view(dtype).reshape(block.shape)
-            self._advance(tensor, used)
-
-    def _advance(self, tensor: TensorPlan, count: int) -> None:
-        self._done += count
-        if self._progress is not None:
-            self._progress(tensor.name, self._done, self._total)
-
-
-def _cut(rows: int, columns: int) -> Iterator[_Block]:
-    """Blocks of at most `CHUNK` elements: as many full rows as fit, or pieces of a row."""
-    if rows * columns == 0:
-        return
-    if rows == 1 or columns > CHUNK:
-        for row in range(rows):
-            for column in range(0, columns, CHUNK):
-                width = min(CHUNK, columns - column)
-                padded = min(CHUNK, max(_LEAST, _power_of_two(width)))
-                yield _Block(
-                    rows=slice(row, row + 1),
-                    columns=slice(column, column + width),
-                    start=row * columns + column,
-                    size=width,
-                    shape=(1, padded),
+    def _group_amax(self, group: str) -> float | None:
+        """The largest magnitude in the weights that share a second scale."""
+        if group and group not in self._amaxes:
+            self._amaxes[group] = max(
+                amax_of(
+                    self._reader(tensor),
+                    tensor.source.shape,
+                    tensor.source.dtype,
+                    workers=self._workers,
                 )
-        return
-    most = CHUNK // columns
-    for row in range(0, rows, most):
-        height = min(most, rows - row)
-        yield _Block(
-            rows=slice(row, row + height),
-            columns=slice(0, columns),
-            start=row * columns,
-            size=height * columns,
-            shape=(min(most, _power_of_two(height)), columns),
+                for tensor in self._groups[group]
+            )
+        return self._amaxes.get(group)
+
+    def _report(self, tensor: TensorPlan, sums: Sums | None = None) -> None:
+        is_quantized = tensor.action == "quantize"
+        weights = getattr(self._source, "stored", {})
+        before = tensor.source.nbytes
+        if tensor.name in weights:
+            before = sum(entry.nbytes for entry in weights[tensor.name].entries)
+        made = sums if is_quantized else None
+        has_scale = is_quantized and tensor.stored is not None
+        self.reports.append(
+            TensorReport(
+                name=tensor.name,
+                action=tensor.action,
+                reason=tensor.reason,
+                dtype=tensor.dtype,
+                format=tensor.format.name if is_quantized and tensor.format else "",
+                bytes_before=before,
+                bytes_after=tensor.nbytes,
+                max_scale=made.max_scale if made and has_scale else None,
+                sqnr_db=made.sqnr_db if made else None,
+                nonfinite=made.nonfinite if made else 0,
+            )
         )
-
-
-def _padded_part(scales: np.ndarray, block: _Block, axis: int) -> np.ndarray:
-    """The scales of a block, [rows, 1] or [1, columns], ones where the block is padding."""
-    part = scales[block.rows] if axis == 0 else scales[:, block.columns]
-    padded = np.ones((block.shape[0], 1) if axis == 0 else (1, block.shape[1]), np.float32)
-    padded[: part.shape[0], : part.shape[1]] = part
-    return padded
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`, and at least 1."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _amax_block(x: jax.Array, axis: int) -> jax.Array:
-    return amax(x, axis=1 - axis)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _scales_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
-    return scale_from(amax, BlockFormat.tensor(fmt), None)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _encode_block(
-    x: jax.Array, scale: jax.Array | None, fmt: Format, axis: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Codes of x / scale; partial sums of its squares and squared errors; their unit; non-finites.
-
-    The sums, [rows, n] or [1, columns], are in units of the scale, or of the largest magnitude
-    where there is none: the squares of the elements themselves may leave float32.
-    """
-    spec = BlockFormat.tensor(fmt, scale=None)
-    if scale is not None:
-        spec = BlockFormat.channel(fmt, axis)
-    codes = block_codes(x, spec, NEAREST, Scales(scale))
-    finite = lax.is_finite(exact_float32(x))
-    zero = jnp.zeros(x.shape, jnp.float32)
-    wide = jnp.where(finite, scaled_values(x, spec, Scales(scale)), zero)
-    error = wide - jnp.where(finite, decode(codes, fmt), zero)
-    unit = scale
-    if unit is None:
-        largest = amax(x)
-        unit = jnp.where(largest == 0, jnp.ones_like(largest), largest)
-        wide, error = quotient(wide, unit), quotient(error, unit)
-    count = jnp.sum(~finite, dtype=jnp.int32)
-    return codes, _partial_sums(wide * wide, axis), _partial_sums(error * error, axis), unit, count
-
-
-def _partial_sums(x: jax.Array, axis: int) -> jax.Array:
-    if axis == 1:
-        return jnp.sum(x, axis=0, keepdims=True)
-    if x.shape[1] % _LEAST:
-        return jnp.sum(x, axis=1, keepdims=True)
-    return jnp.sum(x.reshape(x.shape[0], -1, _LEAST), axis=2)

@@ -1,56 +1,60 @@
-"""What a conversion will do with every tensor, decided from the header alone. No JAX here.
-
-Layout of a quantized tensor: its codes under its own name, and next to them `<name>_scale` in
-float32, such that value = code * scale. It broadcasts: shape [1], or one scale per output channel.
-"""
+"""What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, layout, shown
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._dequantized import DequantizedSource
+from qtoolkit.checkpoints._header import (
+    DTYPE_OF,
+    CheckpointError,
+    TensorInfo,
+    shown,
+)
+from qtoolkit.checkpoints._header import (
+    layout as placed,
+)
+from qtoolkit.checkpoints._roles import (
+    AXIS_CHOICES,
+    SKIPPED,
+    AxisChoice,
+    Roles,
+    fused_group,
+    module_of,
+    unused_patterns,
+)
+from qtoolkit.checkpoints._source import Source
+from qtoolkit.checkpoints._stored import Entry, Stored, Values
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme, _plain
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, SCALINGS, spelling
 from qtoolkit.formats import (
     BFLOAT16,
-    E4M3FN,
-    E4M3FNUZ,
-    E5M2,
-    E5M2FNUZ,
+    BLOCK_FORMATS,
     FLOAT16,
+    FLOAT32,
     FORMATS,
-    INT8,
+    BlockFormat,
     Format,
     FormatLike,
     Rules,
+    SpecLike,
 )
 from qtoolkit.formats import format as resolve
 
-SCALINGS = ("tensor", "channel")
-SCALE_SUFFIX = "_scale"
 METADATA_KEY = "qtoolkit"
+InputScales = float | Mapping[str, float]
 
-# What safetensors has a dtype for and weights are stored in.
-TARGETS: tuple[Format, ...] = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, INT8, BFLOAT16, FLOAT16)
-
-# Any component of the name, components being parted by "." or "/". What is small and sensitive:
-# tables of embeddings, the output layer often tied to them, norms, routers (a bare "gate" is one in
-# mixture-of-experts models; "gate_proj" is not), biases (of two dimensions in Flax attention), and
-# the scales of tensors that are quantized already.
-DEFAULT_SKIP = (
-    r"(^|[./])("
-    r"[^./]*embed[^./]*|wte|wpe|lm_head"
-    r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
-    r"|([^./]*_)?router|([^./]*_)?gate"
-    r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
-    r")([./]|$)"
-)
 _SOURCES = ("F32", "F16", "BF16")
+_WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+_PLAIN = LAYOUTS["plain"]
+# What codes of a byte or 16-bit floats are: what the plain layout holds.
+TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,38 +62,45 @@ class TensorPlan:
     """What becomes of one tensor.
 
     Attributes:
-      source: The tensor as the source file has it.
-      action: "quantize", or "keep": copied unchanged.
-      reason: Why it is kept; empty where it is not.
-      dtype: Its dtype in the target, as safetensors spells it.
-      format: What it is quantized to; None where it is kept.
-      channel_axis: The axis with one scale per index; None for one scale in all.
-      scale_shape: Shape of `<name>_scale`; None where none is written.
+      source: The tensor as the source has it; of a quantized source, dequantized.
+      action: "quantize"; "cast", rounded to another wide dtype; or "keep", copied unchanged.
+      reason: Why it is not quantized; empty where it is.
+      dtype: Of its codes, or its own, in the target, as safetensors spells it.
+      spec: What it is quantized or cast to; None where it is kept.
+      stored: How it is stored; None where it is not quantized, or has no scale.
+      scheme: The scheme of the layout; None likewise.
+      group: What tensors of one tensor scale have in common; "" where it has a scale of its own.
     """
 
     source: TensorInfo
-    action: Literal["quantize", "keep"]
+    action: Literal["quantize", "cast", "keep"]
     reason: str
     dtype: str
-    format: Format | None = None
-    channel_axis: int | None = None
-    scale_shape: tuple[int, ...] | None = None
+    spec: BlockFormat | None = None
+    stored: Stored | None = None
+    scheme: Scheme | None = None
+    group: str = ""
 
     @property
     def name(self) -> str:
         return self.source.name
 
     @property
-    def scale_name(self) -> str:
-        return self.name + SCALE_SUFFIX
+    def format(self) -> Format | None:
+        """The element format; None where it is kept."""
+        return None if self.spec is None else self.spec.element
 
     @property
-    def entries(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    def entries(self) -> tuple[Entry, ...]:
         """Name, dtype and shape of what is written for it."""
-        entries = [(self.name, self.dtype, self.source.shape)]
-        if self.scale_shape is not None:
-            entries.append((self.scale_name, "F32", self.scale_shape))
-        return entries
+        if self.stored is not None:
+            return self.stored.entries
+        return (Entry(self.name, self.dtype, self.source.shape),)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is written for it."""
+        return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,26 +108,58 @@ class Plan:
     """What becomes of a checkpoint.
 
     Attributes:
+      layout: Its name.
       format: What tensors are quantized to, or the rules that say so.
-      scaling: "tensor" or "channel"; "none" where no format needs a scale.
+      scaling: "tensor", "channel" or "block"; "none" where no format has a word for its scales.
       tensors: One plan for each tensor of the source, in the order of its data.
-      outputs: Every tensor of the target, placed.
       metadata: Of the target: the source's, and what was done under "qtoolkit".
+      quantization_config: What loaders find in config.json; empty where they find nothing.
+      files: Further JSON files, by name.
+      dequantizes: The layout of a source that is quantized; "" where it is not.
     """
 
-    format: Format | Rules[Format]
+    layout: str
+    format: Format | BlockFormat | Rules[Any] | None
     scaling: str
     tensors: tuple[TensorPlan, ...]
-    outputs: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
+    quantization_config: Mapping[str, Any]
+    files: Mapping[str, Any]
+    dequantizes: str = ""
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """Every tensor of the target, placed in one file."""
+        return placed(entry for tensor in self.tensors for entry in tensor.entries)
+
+    @property
+    def loads_nowhere(self) -> bool:
+        """Whether no loader of models reads the weights: codes that no config speaks of."""
+        return not self.quantization_config and any(t.stored is not None for t in self.tensors)
+
+    @property
+    def format_names(self) -> str:
+        """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
+        used = dict.fromkeys(
+            tensor.spec.name if tensor.scheme and _named(tensor.spec) else tensor.spec.element.name
+            for tensor in self.tensors
+            if tensor.spec is not None and tensor.action == "quantize"
+        )
+        if not used and isinstance(self.format, Format | BlockFormat):
+            return self.format.name
+        return ", ".join(used) or "nothing"
 
 
 def make_plan(
-    source: SafetensorsFile,
+    source: Source,
     *,
-    format: FormatLike | Rules[Any] = "e4m3fn",
-    scaling: str = "tensor",
+    format: SpecLike | Rules[Any] | None = "e4m3fn",
+    scaling: str | None = None,
+    layout: str | None = None,
     skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
@@ -126,48 +169,340 @@ def make_plan(
     matches gets their default where it is float32, float16 or bfloat16.
 
     Args:
-      source: The open checkpoint; only its header is used.
-      format: Any spelling of one of `TARGETS`. Or `Rules` of them, over the names of the tensors;
-        None keeps a tensor.
-      scaling: "tensor", or "channel": a scale per index of the last axis of tensors named "kernel"
-        (Flax: inputs first) and of the first axis of all others (PyTorch: outputs first); vectors
-        and scalars have one scale in all.
+      source: The open checkpoint; only headers are used. What is quantized in it is dequantized.
+      format: An element format or a published block format, in any spelling, that the layout holds.
+        Or `Rules` of them, over the names of the tensors; None keeps a tensor. None: nothing is
+        quantized.
+      scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128; None for
+        the layout's own choice.
+      layout: A name in `LAYOUTS`. None: of a folder with a config.json "compressed-tensors", which
+        loaders open, where that holds the format; else "plain".
       skip: Regular expressions; a tensor is kept where one is found in its name.
+      keep_dtype: float32, float16 or bfloat16: what becomes of those that are not quantized.
+      channel_axis: Where the outputs of weights are: "first", "last", or "auto": by architecture,
+        names and biases.
+      input_scales: Static activation scales by module, or one for all, where a layout asks.
 
     Raises:
-      CheckpointError: A tensor to be quantized is float64 (by a rule: neither float32 nor float16
-        nor bfloat16), a scale's name is taken, a regular expression is invalid, a rule matches
-        nothing, or a format is none of `TARGETS`.
+      CheckpointError: The layout cannot hold the format or one of the tensors; a tensor to be
+        quantized is float64 (by a rule: neither float32 nor float16 nor bfloat16); a name is taken;
+        a regular expression is invalid or, like a rule, matches nothing; outputs are not known.
       TypeError: A rule has a class as its key, or a value that is no format.
-      ValueError: Unknown format or scaling.
+      ValueError: Unknown format, scaling or layout.
     """
-    if scaling not in SCALINGS:
+    if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    given = _checked_rules(source, format) if isinstance(format, Rules) else _target(format)
-    rules: Rules[Format] = given if isinstance(given, Rules) else Rules((), default=given)
-    patterns = [_compiled(pattern) for pattern in (skip if not isinstance(skip, str) else (skip,))]
-    tensors = []
-    for info in source.tensors.values():
-        fmt, reason = _choice(info, rules, rules is not given, patterns)
-        tensors.append(_tensor_plan(source, info, fmt, reason, scaling))
-    values = (rules.default, *(value for _, value in rules.rules))
-    used = scaling if any(fmt is not None and fmt.needs_scale for fmt in values) else "none"
-    about: dict[str, Any] = {"scaling": used, "version": __version__}
-    if isinstance(given, Rules):
-        about["rules"] = json.loads(given.to_json())
-    else:
-        about["format"] = given.name
-    return Plan(
-        format=given,
-        scaling=used,
-        tensors=tuple(tensors),
-        outputs=layout(entry for tensor in tensors for entry in tensor.entries),
-        metadata={**source.metadata, METADATA_KEY: json.dumps(about, sort_keys=True)},
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if channel_axis not in AXIS_CHOICES:
+        raise ValueError(
+            f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
+        )
+    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
+    return planner.plan(format, skip)
+
+
+class _Planner:
+    """The choices of one conversion."""
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        scaling: str | None,
+        keep_dtype: FormatLike | None,
+        channel_axis: AxisChoice,
+        input_scales: InputScales | None,
+    ) -> None:
+        self.source = source
+        self.layout = layout
+        self.scaling = scaling
+        self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
+        if isinstance(source, DequantizedSource):
+            self.config = source.config
+        self.roles = Roles(source.tensors, self.config, channel_axis)
+        self.keep_dtype = None if keep_dtype is None else _wide_dtype(keep_dtype)
+        self.input_scales = input_scales
+
+    def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
+        given, rules = self._rules(format)
+        is_plain = not isinstance(given, Rules)
+        patterns = [_compiled(p) for p in (skip if not isinstance(skip, str) else (skip,))]
+        unused = unused_patterns(patterns, self.source.tensors)
+        if unused:
+            some = ", ".join(map(shown, list(self.source.tensors)[:3])) or "nothing"
+            raise CheckpointError(
+                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
+                f"found in the name of a tensor; there is {some}"
+                + (f" and {len(self.source.tensors) - 3} more" * (len(self.source.tensors) > 3))
+            )
+        tensors = tuple(
+            self._tensor(info, *self._choice(info, rules, is_plain, patterns))
+            for info in self.source.tensors.values()
+        )
+        _check_names(self.source, tensors)
+        used: dict[Scheme, list[str]] = {}
+        for tensor in tensors:
+            if tensor.scheme is not None:
+                used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+        if not used and self.layout.linear_only and format is not None:
+            reasons = [tensor.reason for tensor in tensors if tensor.reason]
+            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
+            raise CheckpointError(
+                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
+                "and --rules take others"
+            )
+        if len(used) > 1 and self.layout.name != "compressed-tensors" and self.layout.linear_only:
+            raise CheckpointError(
+                f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
+                "compressed-tensors holds several"
+            )
+        words = {_word(tensor.scheme) for tensor in tensors if tensor.scheme is not None}
+        scaled = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        word = words.pop() if len(words) == 1 else (self.scaling or "tensor") if scaled else "none"
+        kept = _kept_modules(tensors) if used else []
+        return Plan(
+            layout=self.layout.name,
+            format=given,
+            scaling=word,
+            tensors=tensors,
+            metadata=self._metadata(given, word),
+            quantization_config=self.layout.config(used, kept) if used else {},
+            files=self.layout.files(used, kept) if used else {},
+            dequantizes=getattr(self.source, "layout", ""),
+        )
+
+    def _rules(
+        self, format: SpecLike | Rules[Any] | None
+    ) -> tuple[Format | BlockFormat | Rules[Any] | None, Rules[Any]]:
+        if not isinstance(format, Rules):
+            one = None if format is None else self._target(format)
+            return one, Rules((), default=one)
+        try:
+            rules: Rules[Any] = format.map(self._target)
+            rules.map(lambda fmt: fmt.name)
+            for key, _ in rules.rules:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"Rules: rule {key.__name__} is a class, which JSON cannot hold; expected "
+                        "a regular expression"
+                    )
+            rules.check_used(str(self.source.path), self.source.tensors)
+        except ValueError as error:
+            raise CheckpointError(shown(str(error))) from error
+        return rules, rules
+
+    def _target(self, of: SpecLike) -> Format | BlockFormat:
+        """The format, which the layout can hold."""
+        target = resolve_target(of)
+        scheme_of(self.layout, target, self.scaling)
+        return target
+
+    def _choice(
+        self, info: TensorInfo, rules: Rules[Any], is_plain: bool, skip: list[re.Pattern[str]]
+    ) -> tuple[Format | BlockFormat | None, str]:
+        """The format of a tensor, or None and the reason not to quantize it."""
+        position, fmt = rules.match_index(info.name), rules.lookup(info.name)
+        if position is None and info.dtype not in (*_SOURCES, "F64"):
+            return None, f"dtype {info.dtype}"
+        if fmt is not None and _dtype_of(fmt) == info.dtype:
+            return None, f"{info.dtype} already"
+        if is_plain and len(info.shape) < 2:
+            return None, "fewer than two dimensions"
+        if any(pattern.search(info.name) for pattern in skip):
+            return None, "--skip"
+        if is_plain and SKIPPED.search(info.name):
+            return None, "skipped by default"
+        if is_plain and fmt is None:
+            return None, "dequantized"
+        if is_plain and self.layout.linear_only and len(info.shape) != 2:
+            return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if self.layout.linear_only and 0 in info.shape:
+            return None, "empty"
+        if fmt is None:
+            return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
+        return fmt, ""
+
+    def _tensor(
+        self, info: TensorInfo, fmt: Format | BlockFormat | None, reason: str
+    ) -> TensorPlan:
+        if fmt is None:
+            return self._kept(info, reason)
+        if info.dtype not in _SOURCES:
+            raise self._error(
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
+            )
+        if isinstance(fmt, Format) and not fmt.needs_scale:
+            dtype = safetensors_dtype(fmt)
+            spec = BlockFormat.tensor(fmt, scale=None)
+            return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
+        scheme = scheme_of(self.layout, fmt, self.scaling)
+        stored = self._stored(info, scheme)
+        shares = stored.spec.tensor_scale is not None
+        return TensorPlan(
+            source=info,
+            action="quantize",
+            reason="",
+            dtype=stored.codes.dtype,
+            spec=stored.spec,
+            stored=stored,
+            scheme=scheme,
+            group=fused_group(info.name) if shares else "",
+        )
+
+    def _stored(self, info: TensorInfo, scheme: Scheme) -> Stored:
+        by_channel = _word(scheme) == "channel" and len(info.shape) > 1
+        try:
+            if self.layout.linear_only:
+                self._check_linear(info)
+            axes = self.roles.axes(info) if by_channel else ()
+            scale = self._input_scale(info, scheme)
+            return self.layout.store(info, scheme, axes, scale)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.source.path}: {error}") from error
+
+    def _check_linear(self, info: TensorInfo) -> None:
+        if len(info.shape) != 2 or re.split(r"[./]", info.name)[-1] != "weight":
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
+                f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
+                "or use --layout plain"
+            )
+        if self.roles.outputs_last(info):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
+                f"GPT-2's Conv1D, and layout {self.layout.name} holds [outputs, inputs] only; use "
+                "--layout plain"
+            )
+
+    def _input_scale(self, info: TensorInfo, scheme: Scheme) -> float | None:
+        given = self.input_scales
+        if isinstance(given, Mapping):
+            given = given.get(module_of(info.name), given.get(info.name))
+        if given is None and scheme.needs_input_scale:
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: {scheme.name} in layout {self.layout.name} has static "
+                "activation scales, expected one for "
+                f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
+                "use --scaling channel or --layout compressed-tensors, which need none"
+            )
+        if given is not None and not (
+            isinstance(given, int | float) and 0 < float(given) < float("inf")
+        ):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
+            )
+        return None if given is None else float(given)
+
+    def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
+        wanted = self.keep_dtype if info.dtype in _SOURCES else None
+        stored = getattr(self.source, "stored", {})
+        if wanted is None and info.name in stored:
+            wanted = model_dtype(self.config)
+        if wanted is None or wanted == info.dtype:
+            return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
+        spec = BlockFormat.tensor(_WIDE[wanted], scale=None)
+        return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
+
+    def _error(self, info: TensorInfo, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
+
+    def _metadata(self, given: Any, word: str) -> dict[str, str]:
+        about: dict[str, Any] = {"scaling": word, "version": __version__}
+        if isinstance(given, Rules):
+            named = given.map(lambda fmt: fmt.name)
+            about["rules"] = {"rules": named.rules, "default": named.default}
+        elif given is not None:
+            about["format"] = given.name
+        if self.layout.name != "plain":
+            about["layout"] = self.layout.name
+        metadata = {**self.source.metadata}
+        if self.layout.linear_only:
+            metadata["format"] = "pt"  # transformers asks for it
+        if given is None:
+            metadata.pop(METADATA_KEY, None)
+            return metadata
+        return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
+
+
+def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    if format is None or not getattr(source, "config", None):
+        return "plain"
+    loaded = LAYOUTS["compressed-tensors"]
+    for target in _formats(format) if isinstance(format, Rules) else [format]:
+        try:
+            loaded.scheme(resolve_target(target), scaling)
+        except CheckpointError:
+            return "plain"
+    return loaded.name
+
+
+def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+    """The scheme of a layout for a format and a word for its scales.
+
+    Raises:
+      CheckpointError: It has none; the message names the layouts that have one.
+    """
+    needs = isinstance(of, BlockFormat) or of.needs_scale
+    try:
+        return layout.scheme(of, scaling if needs else None)
+    except CheckpointError as error:
+        if layout is _PLAIN and isinstance(of, Format):
+            safetensors_dtype(of)  # says why
+        others = [
+            other.name
+            for other in LAYOUTS.values()
+            if other is not layout and any(_holds(s.spec, of) for s in other.schemes)
+        ]
+        if not others:
+            raise
+        raise CheckpointError(
+            f"layout {layout.name}: cannot hold {of.name}"
+            + ("" if scaling is None else f" with --scaling {scaling}")
+            + f"; use --layout {' or '.join(others)}, or one of {', '.join(layout.spellings())}"
+        ) from error
+
+
+def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
+    return spec == of if isinstance(of, BlockFormat) else spec.element == of
+
+
+def resolve_target(of: SpecLike) -> Format | BlockFormat:
+    """The format or published block format that `of` spells.
+
+    Raises:
+      ValueError, TypeError: As `qtoolkit.format`.
+    """
+    if isinstance(of, BlockFormat):
+        return of
+    if isinstance(of, str) and of.lower() in _BLOCKS:
+        return _BLOCKS[of.lower()]
+    return resolve(of)
+
+
+def target_names() -> tuple[str, ...]:
+    """Every format that some layout holds, as `--format` takes it."""
+    names = dict.fromkeys(
+        spelling(scheme.spec).split()[0] for layout in LAYOUTS.values() for scheme in layout.schemes
     )
+    return tuple(names)
+
+
+def model_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that config.json names, as safetensors spells it; None where it names none."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = part.get(key)
+            if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):
+                return DTYPE_OF[name]
+    return None
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float32 values of what `convert` has quantized.
+    """The float32 values of what `convert` has quantized in the plain layout.
 
     Args:
       tensors: Arrays by name, as `load` returns them.
@@ -177,119 +512,30 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
       code * scale in float32, and the scale left out.
     """
     arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
-    scales = {
-        name: arrays[name + SCALE_SUFFIX]
+    infos = {
+        name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
         for name, array in arrays.items()
-        if array.dtype in _SCALED_DTYPES
-        and arrays.get(name + SCALE_SUFFIX, array).dtype == np.float32
-    }
-    used = {name + SCALE_SUFFIX for name in scales}
-    return {
-        name: (array.astype(np.float32) * scales[name]).reshape(array.shape)
-        if name in scales
-        else array
-        for name, array in arrays.items()
-        if name not in used
+        if array.dtype.name in DTYPE_OF
     }
 
+    def read(name: str, start: int, buffer: memoryview) -> None:
+        data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        buffer[:] = data[start : start + len(buffer)].data
 
-_SCALED_DTYPES = tuple(fmt.dtype for fmt in TARGETS if fmt.needs_scale)
-
-
-def _target(fmt: FormatLike) -> Format:
-    safetensors_dtype(fmt)
-    return resolve(fmt)
-
-
-def _checked_rules(source: SafetensorsFile, rules: Rules[Any]) -> Rules[Format]:
-    try:
-        formats: Rules[Format] = rules.map(_target)
-        formats.to_json()  # what the metadata will hold
-        formats.check_used(str(source.path), source.tensors)
-    except ValueError as error:
-        raise CheckpointError(shown(str(error))) from error
-    return formats
-
-
-def _choice(
-    info: TensorInfo, rules: Rules[Format], plain: bool, skip: list[re.Pattern[str]]
-) -> tuple[Format | None, str]:
-    """The format of a tensor, or None and the reason to keep it."""
-    position, fmt = rules.match_index(info.name), rules.lookup(info.name)
-    if position is None and info.dtype not in (*_SOURCES, "F64"):
-        return None, f"dtype {info.dtype}"
-    if fmt is not None and info.dtype == safetensors_dtype(fmt):
-        return None, f"{info.dtype} already"
-    if plain and len(info.shape) < 2:
-        return None, "fewer than two dimensions"
-    if any(pattern.search(info.name) for pattern in skip):
-        return None, "--skip"
-    if plain and _DEFAULT_SKIP.search(info.name):
-        return None, "skipped by default"
-    if fmt is None:
-        return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
-    return fmt, ""
-
-
-def _tensor_plan(
-    source: SafetensorsFile, info: TensorInfo, fmt: Format | None, reason: str, scaling: str
-) -> TensorPlan:
-    if fmt is None:
-        return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
-    where = f"{source.path}: tensor {shown(info.name)}"
-    if info.dtype not in _SOURCES:
-        raise CheckpointError(
-            f"{where}: dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
-        )
-    axis, shape = _scale_shape(info, scaling if fmt.needs_scale else "none")
-    if shape is not None and info.name + SCALE_SUFFIX in source.tensors:
-        raise CheckpointError(
-            f"{where}: its scale would be named {shown(info.name + SCALE_SUFFIX)}, which the file "
-            "has already, expected a free name; leave the tensor out with --skip or rename it"
-        )
-    return TensorPlan(
-        source=info,
-        action="quantize",
-        reason="",
-        dtype=safetensors_dtype(fmt),
-        format=fmt,
-        channel_axis=axis,
-        scale_shape=shape,
-    )
-
-
-_DEFAULT_SKIP = re.compile(DEFAULT_SKIP, re.IGNORECASE)
-
-
-def _scale_shape(info: TensorInfo, scaling: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """The channel axis and the shape of the scale, None where there is none."""
-    if scaling == "none":
-        return None, None
-    rank = len(info.shape)
-    if scaling == "tensor" or rank < 2:
-        return None, (1,)
-    axis = rank - 1 if re.split(r"[./]", info.name)[-1] == "kernel" else 0
-    return axis, tuple(info.shape[i] if i == axis else 1 for i in range(rank))
-
-
-def as_matrix(tensor: TensorPlan) -> tuple[int, int, int]:
-    """Rows, columns and the axis with a scale for each index: the tensor as `convert` sees it.
-
-    C order is kept. One scale in all is one scale for the single row.
-    """
-    shape, axis = tensor.source.shape, tensor.channel_axis
-    if axis is None:
-        return 1, tensor.source.size, 0
-    if axis == 0:
-        return shape[0], math.prod(shape[1:]), 0
-    return math.prod(shape[:-1]), shape[-1], 1
+    found = _plain.read({}, infos, "dequantize")
+    gone = {entry.name for stored in found.values() for entry in stored.entries}
+    values = {name: array for name, array in arrays.items() if name not in gone or name in found}
+    for name, stored in found.items():
+        values[name] = np.empty(stored.shape, np.float32)
+        Values(stored, read).read_into(0, values[name].reshape(-1).view(np.uint8).data)
+    return values
 
 
 def safetensors_dtype(fmt: FormatLike) -> str:
-    """The dtype that safetensors stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
+    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
 
     Raises:
-      CheckpointError: `fmt` is none of `TARGETS`.
+      CheckpointError: It does not hold `fmt`.
       ValueError, TypeError: As `qtoolkit.format`.
     """
     resolved = resolve(fmt)
@@ -307,6 +553,66 @@ def safetensors_dtype(fmt: FormatLike) -> str:
         f"convert: format {resolved.name}: {reason}, expected one of "
         f"{', '.join(target.name for target in TARGETS)}"
     )
+
+
+def _wide_dtype(fmt: FormatLike) -> str:
+    resolved = resolve(fmt)
+    for dtype, known in _WIDE.items():
+        if known == resolved:
+            return dtype
+    raise CheckpointError(
+        f"--keep-dtype {resolved.name}: expected float32, bfloat16 or float16, for what is not "
+        "quantized"
+    )
+
+
+def _dtype_of(fmt: Format | BlockFormat) -> str | None:
+    """The dtype of an element format in files, as safetensors spells it; None without one."""
+    dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
+    return None if dtype is None else DTYPE_OF.get(dtype.name)
+
+
+def _named(spec: BlockFormat) -> bool:
+    return spec.name in _BLOCKS
+
+
+def _word(scheme: Scheme) -> str:
+    text = spelling(scheme.spec)
+    return text.partition("--scaling ")[2].removesuffix(")") or "none"
+
+
+def _formats(rules: Rules[Any]) -> list[Any]:
+    values = (rules.default, *(value for _, value in rules.rules))
+    return [value for value in values if value is not None]
+
+
+def _kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+    """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
+    kept = [
+        module_of(tensor.name)
+        for tensor in tensors
+        if tensor.action != "quantize"
+        and len(tensor.source.shape) == 2
+        and tensor.name.endswith(".weight")
+    ]
+    quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
+    if "lm_head" not in quantized and "lm_head" not in kept:
+        kept.append("lm_head")
+    return kept
+
+
+def _check_names(source: Source, tensors: Iterable[TensorPlan]) -> None:
+    """Raises where two entries of the target would have one name."""
+    taken: dict[str, str] = {}
+    for tensor in tensors:
+        for entry in tensor.entries:
+            if entry.name in taken or (entry.name != tensor.name and entry.name in source.tensors):
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(tensor.name)}: its scale would be named "
+                    f"{shown(entry.name)}, which the file has already, expected a free name; leave "
+                    "the tensor out with --skip or rename it"
+                )
+            taken[entry.name] = tensor.name
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -1,8 +1,10 @@
 """What a conversion has done. No JAX here."""
 
 import dataclasses
+import json
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -11,9 +13,10 @@ class TensorReport:
 
     Attributes:
       name: As in the source.
-      action: "quantize" or "keep".
-      reason: Why it was kept; empty where it was not.
-      format: What it was quantized to; empty where it was kept.
+      action: "quantize"; "cast", rounded to another wide dtype; or "keep".
+      reason: Why it was not quantized; empty where it was.
+      dtype: In the target, as safetensors spells it.
+      format: What it was quantized to; empty where it was not.
       bytes_before, bytes_after: Its data; after, with its scales.
       max_scale: The largest of its scales; None where it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
@@ -22,8 +25,9 @@ class TensorReport:
     """
 
     name: str
-    action: Literal["quantize", "keep"]
+    action: Literal["quantize", "cast", "keep"]
     reason: str = ""
+    dtype: str = ""
     format: str = ""
     bytes_before: int
     bytes_after: int
@@ -37,16 +41,27 @@ class Report:
     """What `convert` has done.
 
     Attributes:
-      source, target: The two files.
+      source, target: The two files or folders.
+      layout: How it is stored: a name in `LAYOUTS`.
       format, scaling: What tensors were quantized to, by rules several names with commas between
-        them or "nothing"; scaling is "none" where no scale is needed.
+        them or "nothing"; scaling is "none" where no scale is needed or the format says which.
+      dequantized: The layout of a source that was quantized; "" where it was not.
+      files: The names of the files of a folder; empty for a file.
+      loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
+        config.json is then called qtoolkit_config.json.
+      quantization_config: What loaders find in config.json, or have to, beside a single file.
       tensors: One report for each tensor, in the order of the source's data.
     """
 
     source: str
     target: str
+    layout: str = "plain"
     format: str
     scaling: str
+    dequantized: str = ""
+    files: tuple[str, ...] = ()
+    loads_nowhere: bool = False
+    quantization_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: tuple[TensorReport, ...]
 
     @property
@@ -55,7 +70,16 @@ class Report:
 
     @property
     def kept(self) -> tuple[TensorReport, ...]:
-        return tuple(tensor for tensor in self.tensors if tensor.action == "keep")
+        return tuple(tensor for tensor in self.tensors if tensor.action != "quantize")
+
+    def to_json(self) -> str:
+        """Everything as one JSON object; numbers that JSON has not, such as Infinity, are null."""
+        data = dataclasses.asdict(self) | {
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "mean_sqnr_db": self.mean_sqnr_db,
+        }
+        return json.dumps(_finite(data), indent=2)
 
     @property
     def bytes_before(self) -> int:
@@ -82,3 +106,11 @@ def decibels(signal: float, noise: float) -> float | None:
     if not (signal > 0 and math.isfinite(signal) and math.isfinite(noise)):
         return None
     return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -7,7 +7,6 @@ do not all fit in memory. Nothing here maps files: mapped pages would count as m
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -25,10 +24,9 @@ from qtoolkit.checkpoints._header import (
     parse_header,
     shown,
 )
+from qtoolkit.checkpoints._partial import PARTIAL, Writer, partial_file
 
 Path = str | os.PathLike[str]
-
-_TEMPORARY = ".qtoolkit-"
 
 
 class SafetensorsFile:
@@ -118,15 +116,14 @@ class SafetensorsFile:
             self._fill(self._data + info.start + start, memoryview(buffer), f"tensor {shown(name)}")
 
     def _fill(self, position: int, view: memoryview, what: str) -> None:
-        self._file.seek(position)
-        while view:
-            count = self._file.readinto(view)  # type: ignore[attr-defined]  # FileIO has it
+        while view:  # at a position, not from where the last read ended: threads share the file
+            count = os.preadv(self._file.fileno(), [view], position)
             if not count:
                 raise CheckpointError(
                     f"{self.path}: {what}: the file ended {len(view)} bytes early; "
                     "something shortened it while it was read: try again"
                 )
-            view = view[count:]
+            view, position = view[count:], position + count
 
 
 def write_safetensors(
@@ -140,37 +137,32 @@ def write_safetensors(
     """Writes a safetensors file from chunks as they are produced.
 
     The file appears under its name when it is whole and on the disk; until then its data is in a
-    temporary file in the same folder, which any failure or interrupt removes.
+    partial file in the same folder, which any failure or interrupt removes, and a run after one
+    that was killed. It is locked: of two runs with the same target the second fails at once.
 
     Args:
       path: Where to.
       tensors: What the file will hold, as `layout` places it.
       chunks: (name, bytes or array) pairs: the next bytes of tensor `name`. Tensors may come in any
-        order and interleaved.
+        order and interleaved. They are written while the next ones are made: a buffer that was
+        handed over must not be used again.
       metadata: Strings for `__metadata__`.
       overwrite: Whether a file of that name may be replaced.
 
     Raises:
-      CheckpointError: The target exists, or the chunks are not what `tensors` announces.
+      CheckpointError: The target exists or is being written by another process, or the chunks are
+        not what `tensors` announces.
       OSError: The file cannot be written; it names the file.
     """
     target = check_target(path, overwrite)
     header = header_bytes(tensors, metadata)
-    temporary = os.path.join(os.path.dirname(target), f"{_TEMPORARY}{secrets.token_hex(6)}.tmp")
-    try:
-        with _naming(path):
-            # Not tempfile: its files are private, these get the mode that the umask says.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-            with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
-                _write_all(file, header)
-                _write_chunks(file, path, tensors, len(header), chunks)
-                os.fsync(file.fileno())
-            check_target(path, overwrite)  # somebody else may have written it meanwhile
-            os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with _naming(path), partial_file(target, path) as (file, temporary):
+        with Writer(file) as writer:
+            writer.write(0, header)
+            _write_chunks(writer, path, tensors, len(header), chunks)
+        os.fsync(file)
+        check_target(path, overwrite)  # somebody else may have written it meanwhile
+        os.replace(temporary, target)
     _sync_folder(os.path.dirname(target))
 
 
@@ -231,7 +223,7 @@ def load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _write_chunks(
-    file: BinaryIO,
+    writer: Writer,
     path: Path,
     tensors: Sequence[TensorInfo],
     base: int,
@@ -246,8 +238,7 @@ def _write_chunks(
                 f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
                 f"{left.get(name, 'no such tensor')}; nothing was written"
             )
-        file.seek(stop[name] - left[name])
-        _write_all(file, data)
+        writer.write(stop[name] - left[name], data)
         left[name] -= len(data)
     for name, missing in left.items():
         if missing:
@@ -263,19 +254,13 @@ def _as_bytes(chunk: Any) -> memoryview:
     return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
 
 
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-
-
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Gives every OSError the name that the user knows: not none, nor the temporary file's."""
     try:
         yield
     except OSError as error:
-        ours = error.filename is None or _TEMPORARY in os.path.basename(str(error.filename))
+        ours = error.filename is None or PARTIAL in os.path.basename(str(error.filename))
         if not ours or error.errno is None:  # a source read meanwhile has a name of its own
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,6 +1,27 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._folder import byte_count, check_destination
 from qtoolkit.checkpoints._header import shown
-from qtoolkit.checkpoints._safetensors import check_target
+from qtoolkit.checkpoints._plan import resolve_target, target_names
+from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._source import Source, read_json
+from qtoolkit.checkpoints._statistics import statistics
+from qtoolkit.checkpoints._stored import Stored
+from qtoolkit.checkpoints.layouts import SCALINGS
 
-__all__ = ["check_target", "shown"]
+__all__ = [
+    "SCALINGS",
+    "AxisChoice",
+    "DequantizedSource",
+    "Source",
+    "Stored",
+    "byte_count",
+    "check_destination",
+    "dequantized",
+    "read_json",
+    "resolve_target",
+    "shown",
+    "statistics",
+    "target_names",
+]

@@ -1,45 +1,27 @@
 """The commands: arguments in, one call, a table out."""
 
-import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from qtoolkit import checkpoints
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints import CheckpointError, SafetensorsFile
-from qtoolkit.checkpoints.internal import check_target, shown
+from qtoolkit.cli._checkpoints import convert, dequantize, inspect, layouts
+from qtoolkit.cli._compare import compare, verify
 from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
-from qtoolkit.cli._summaries import (
-    PLAN_HEADER,
-    dimensions,
-    plan_rows,
-    plan_summary,
-    report_summary,
-    tensor_count,
-)
-from qtoolkit.cli._tables import page_width, prints_unicode, progress, table
-from qtoolkit.formats import BLOCK_FORMATS, Format, Rules
+from qtoolkit.cli._tables import page_width, prints_unicode, table
+from qtoolkit.formats import BLOCK_FORMATS
 from qtoolkit.formats import format as resolve
 
 app = typer.Typer(
     name="qtoolkit",
     help="Low-precision numbers for JAX: checkpoint conversion and FP8-aware training.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help: it survives pipes and narrow terminals
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Scaling(enum.StrEnum):
-    """How many scales a quantized tensor has."""
-
-    TENSOR = "tensor"
-    CHANNEL = "channel"
 
 
 def main() -> None:
@@ -86,95 +68,8 @@ def _options(
     pass
 
 
-@app.command()
-def convert(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="The safetensors file to read.")],
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The safetensors file to write.")],
-    format: Annotated[str | None, _FORMAT] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-            "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
-            "is left out by default.",
-        ),
-    ] = None,
-    scaling: Annotated[
-        Scaling,
-        typer.Option(
-            help="One scale per tensor, or one per output channel. bfloat16 and float16 need none "
-            "and ignore this."
-        ),
-    ] = Scaling.TENSOR,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REGEX",
-            help="Leave out tensors in whose names this is found; may be given more than once. "
-            "Embeddings, norms, biases, routers, lm_head, vectors and anything that is not "
-            "float32, float16 or bfloat16 are left out anyway.",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
-    ] = False,
-) -> None:
-    """Quantize the weights of a safetensors file.
-
-    A quantized tensor keeps its name; its scale is written next to it as NAME_scale, so that
-    value = code * scale. All other tensors are copied unchanged.
-    """
-    if format is not None and rules is not None:
-        raise typer.BadParameter("--format and --rules exclude each other; give one of them")
-    with one_line_errors(f"{dst} was not written"):
-        options: dict[str, Any] = {
-            "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
-            "scaling": scaling.value,
-            "skip": skip or (),
-        }
-        if dry_run:
-            check_target(dst, overwrite)
-            _show_plan(src, dst, options)
-            return
-        with progress("converting") as callback:
-            report = checkpoints.convert(
-                src, dst, overwrite=overwrite, progress=callback, **options
-            )
-        for line in report_summary(report):
-            typer.echo(line)
-
-
-def _show_plan(src: Path, dst: Path, options: dict[str, Any]) -> None:
-    with SafetensorsFile(src) as source:
-        plan = checkpoints.make_plan(source, **options)
-    table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
-    for line in plan_summary(plan, dst):
-        typer.echo(line)
-
-
-def _read_rules(file: Path) -> Rules[Format]:
-    try:
-        return Rules.from_json(file.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-
-
-@app.command()
-def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file.")],
-) -> None:
-    """List the tensors of a safetensors file."""
-    with one_line_errors("nothing was changed"), SafetensorsFile(file) as source:
-        tensors = source.tensors.values()
-        rows = [[shown(t.name), t.dtype, dimensions(t.shape), f"{t.nbytes:,}"] for t in tensors]
-        size = sum(t.size for t in tensors)
-        nbytes = sum(t.nbytes for t in tensors)
-        table(("tensor", "dtype", "shape", "bytes"), rows, right=("bytes",))
-        typer.echo(f"{tensor_count(len(rows))}, {size:,} elements, {nbytes:,} bytes")
-        for key, value in source.metadata.items():
-            typer.echo(f"metadata {shown(key)}: {shown(value)}")
+for _command in (convert, dequantize, inspect, layouts, compare, verify):
+    app.command()(_command)
 
 
 @app.command()

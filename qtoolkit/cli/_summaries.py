@@ -1,42 +1,84 @@
 """What `qtoolkit convert` says of a conversion, and of a plan for one. No JAX here."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from qtoolkit.checkpoints import Plan, Report
-from qtoolkit.checkpoints.internal import shown
+from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report, TensorPlan
+from qtoolkit.checkpoints.internal import (
+    DequantizedSource,
+    Source,
+    Stored,
+    dequantized,
+    shown,
+    statistics,
+)
 
 PLAN_HEADER = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
+REPORT_HEADER = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
+INSPECT_HEADER = ("tensor", "dtype", "shape", "bytes", "scales")
+STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
+LAYOUTS_HEADER = ("layout", "formats", "loaded by")
 
 
 def plan_rows(plan: Plan) -> list[list[str]]:
     """A row for every tensor of the source; bytes are those to be written for it."""
-    sizes = {info.name: info.nbytes for info in plan.outputs}
     return [
         [
             shown(tensor.name),
             tensor.source.dtype,
             tensor.dtype,
-            "" if tensor.scale_shape is None else dimensions(tensor.scale_shape),
-            f"{sum(sizes[name] for name, _, _ in tensor.entries):,}",
+            _scale_shape(tensor),
+            f"{tensor.nbytes:,}",
             tensor.reason,
         ]
         for tensor in plan.tensors
     ]
 
 
+def _scale_shape(tensor: TensorPlan) -> str:
+    scale = tensor.stored.scale if tensor.stored is not None else None
+    return "" if scale is None else dimensions(scale.shape)
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON has it."""
+    return {
+        "layout": plan.layout,
+        "format": plan.format_names,
+        "scaling": plan.scaling,
+        "dequantized": plan.dequantizes,
+        "bytes_before": sum(tensor.source.nbytes for tensor in plan.tensors),
+        "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
+        "quantization_config": plan.quantization_config,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "action": tensor.action,
+                "reason": tensor.reason,
+                "dtype": tensor.dtype,
+                "bytes_before": tensor.source.nbytes,
+                "bytes_after": tensor.nbytes,
+                "entries": [entry._asdict() for entry in tensor.entries],
+            }
+            for tensor in plan.tensors
+        ],
+    }
+
+
 def plan_summary(plan: Plan, dst: Path) -> list[str]:
     """The lines under the table of a plan."""
-    formats = [tensor.format.name for tensor in plan.tensors if tensor.format is not None]
-    names = ", ".join(dict.fromkeys(formats)) or "nothing"
     return [
-        f"{dst}: {names}{_scaling(plan.scaling)}; a dry run, nothing was written",
+        f"{dst}: {plan.format_names}{_scaling(plan.scaling)}{_layout(plan.layout)}; a dry run, "
+        "nothing was written",
+        *_dequantized(plan.dequantizes),
         *_counts(
-            [tensor.reason for tensor in plan.tensors if tensor.action == "keep"],
-            len(formats),
+            [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
+            sum(tensor.action == "quantize" for tensor in plan.tensors),
             sum(tensor.source.nbytes for tensor in plan.tensors),
-            sum(info.nbytes for info in plan.outputs),
+            sum(tensor.nbytes for tensor in plan.tensors),
         ),
     ]
 
@@ -44,7 +86,8 @@ def plan_summary(plan: Plan, dst: Path) -> list[str]:
 def report_summary(report: Report) -> list[str]:
     """The lines that end a conversion."""
     lines = [
-        f"{report.target}: {report.format}{_scaling(report.scaling)}",
+        f"{report.target}: {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
+        *_dequantized(report.dequantized),
         *_counts(
             [tensor.reason for tensor in report.kept],
             len(report.quantized),
@@ -62,6 +105,202 @@ def report_summary(report: Report) -> list[str]:
     if report.nonfinite:
         lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
     return lines
+
+
+def report_rows(report: Report) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
+    """Header, rows and right-aligned columns of a table of every tensor."""
+    rows = [
+        [
+            shown(tensor.name),
+            tensor.dtype,
+            f"{tensor.bytes_after:,}",
+            "" if tensor.sqnr_db is None else _decibels(tensor.sqnr_db),
+            "" if tensor.max_scale is None else f"{tensor.max_scale:.3g}",
+            tensor.reason,
+        ]
+        for tensor in report.tensors
+    ]
+    return REPORT_HEADER, rows, ("bytes", "SQNR", "largest scale")
+
+
+def report_markdown(report: Report) -> str:
+    """A table of every tensor, and the summary, in Markdown."""
+    header, rows, right = report_rows(report)
+    lines = [
+        f"# {_escaped(report.target)}",
+        "",
+        *(f"* {_escaped(line.strip())}" for line in report_summary(report)),
+        "",
+        "| " + " | ".join(header) + " |",
+        "| " + " | ".join("---:" if name in right else "---" for name in header) + " |",
+        *("| " + " | ".join(map(_escaped, row)) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def loading_lines(report: Report) -> list[str]:
+    """How to load what was written, and what loaders need beside a single file."""
+    target = shown(report.target)
+    if report.loads_nowhere:
+        if report.files:
+            return [
+                "no loader of models reads layout plain: a config.json is now called "
+                "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
+            ]
+        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
+    if not report.quantization_config:
+        return []
+    loaders = LAYOUTS[report.layout].loaders
+    if report.files:
+        if "transformers" not in loaders:
+            return [f'load it: vllm.LLM("{target}")']
+        return [f'load it: transformers.AutoModelForCausalLM.from_pretrained("{target}")']
+    return [
+        f"loaders ({loaders}) need this in the config.json beside it, or they read codes as "
+        "weights without an error:",
+        json.dumps({"quantization_config": report.quantization_config}, indent=2),
+        "load the folder: transformers.AutoModelForCausalLM.from_pretrained(FOLDER), with the file "
+        "named model.safetensors",
+    ]
+
+
+def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
+    """Header, rows and right-aligned columns: a row for every tensor, with the scales of it."""
+    stored = _stored(source)
+    weights = {weight.codes.name: weight for weight in stored.values()}
+    beside = {
+        entry.name for weight in weights.values() for entry in weight.entries
+    } - weights.keys()
+    rows = []
+    for tensor in source.tensors.values():
+        if tensor.name in beside:
+            continue
+        weight = weights.get(tensor.name)
+        rows.append(
+            [
+                shown(tensor.name),
+                tensor.dtype,
+                dimensions(tensor.shape),
+                f"{tensor.nbytes:,}",
+                "" if weight is None else _scales(weight),
+            ]
+        )
+    count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
+    return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
+
+
+def _stored(source: Source) -> dict[str, Stored]:
+    """The quantized weights of a source; none where it is quantized in a way that is not read."""
+    try:
+        wide = dequantized(source)
+    except CheckpointError:
+        return {}
+    return wide.stored if isinstance(wide, DequantizedSource) else {}
+
+
+def _scales(weight: Stored) -> str:
+    parts = [
+        f"{shown(entry.name.rpartition('.')[2])} {entry.dtype} {dimensions(entry.shape)}"
+        for entry in weight.entries
+        if entry != weight.codes
+    ]
+    return f"{weight.spec.name}: {', '.join(parts)}"
+
+
+def inspect_summary(source: Source) -> list[str]:
+    """The lines under the table of `inspect_table`."""
+    tensors = source.tensors.values()
+    lines = [
+        f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
+        f"{sum(t.nbytes for t in tensors):,} bytes"
+    ]
+    try:
+        wide = dequantized(source)
+    except CheckpointError as error:
+        lines.append(f"not readable as quantized: {error}")
+    else:
+        if isinstance(wide, DequantizedSource):
+            lines.append(
+                f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
+                "`qtoolkit dequantize` writes what they stand for"
+            )
+    lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
+    return lines
+
+
+def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
+    """The same as JSON has it."""
+    stored = _stored(source)
+    data: dict[str, Any] = {
+        "path": str(source.path),
+        "metadata": source.metadata,
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes}
+            for t in source.tensors.values()
+        ],
+        "quantized": {
+            name: {
+                "format": weight.spec.name,
+                "shape": list(weight.shape),
+                "entries": [entry.name for entry in weight.entries],
+            }
+            for name, weight in stored.items()
+        },
+    }
+    if stats:
+        data["stats"] = [dict(zip(STATS_HEADER, row, strict=True)) for row in stats_rows(source)]
+    return data
+
+
+def stats_rows(source: Source) -> Iterator[list[str]]:
+    """Of every tensor of floats its range and what is odd in it; quantized ones dequantized."""
+    wide = dequantized(source)
+    for tensor in wide.tensors.values():
+        if tensor.dtype in ("F32", "F16", "BF16", "F64") and tensor.size:
+            stats = statistics(wide, tensor)
+            numbers = (stats.lowest, stats.largest, stats.mean, stats.deviation)
+            counts = (stats.zeros, stats.nans, stats.infinities)
+            yield [
+                shown(tensor.name),
+                *(f"{number:.4g}" for number in numbers),
+                *(f"{count:,}" for count in counts),
+            ]
+
+
+def layout_rows() -> list[list[str]]:
+    """A row for every layout."""
+    return [
+        [
+            layout.name,
+            ", ".join(dict.fromkeys(text.split()[0] for text in layout.spellings())),
+            layout.loaders,
+        ]
+        for layout in LAYOUTS.values()
+    ]
+
+
+def layout_page(layout: Layout) -> list[str]:
+    """What there is to say of a layout."""
+    texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
+    width = max(map(len, texts))
+    lines = [f"{layout.name}: {layout.title}", f"loaded by {layout.loaders}", ""]
+    for scheme, text in zip(layout.schemes, texts, strict=True):
+        needs = "needs --input-scales" if scheme.needs_input_scale else ""
+        about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
+        lines.append(f"  --format {text:<{width}}  {about}")
+    return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]
+
+
+def _layout(name: str) -> str:
+    return "" if name == "plain" else f", layout {name}"
+
+
+def _dequantized(layout: str) -> list[str]:
+    return [f"  source     quantized (layout {layout}), dequantized first"] if layout else []
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("`", "\\`")
 
 
 def _scaling(scaling: str) -> str:

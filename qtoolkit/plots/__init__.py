@@ -5,6 +5,7 @@ from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram
 from qtoolkit.plots._number_line import number_line
 from qtoolkit.plots._numerics import numerics_map
+from qtoolkit.plots._sqnr import sqnr_by_tensor
 
 __all__ = [
     "code_histogram",
@@ -12,5 +13,6 @@ __all__ = [
     "loss_curves",
     "number_line",
     "numerics_map",
+    "sqnr_by_tensor",
     "weight_errors",
 ]

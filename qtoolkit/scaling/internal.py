@@ -1,5 +1,6 @@
 """What the packages above need of scaling and users do not: the engine that quantizes."""
 
+from qtoolkit.scaling._blocks import magnitude_max
 from qtoolkit.scaling._engine import (
     Scales,
     block_codes,
@@ -14,7 +15,7 @@ from qtoolkit.scaling._engine import (
 from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import kept_range, scale_from, tensor_scale_from
+from qtoolkit.scaling._scales import effective, kept_range, scale_from, tensor_scale_from
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
     TALLY_SIZE,
@@ -35,11 +36,13 @@ __all__ = [
     "block_codes",
     "block_values",
     "check_quantize",
+    "effective",
     "element_values",
     "extreme",
     "find_scales",
     "histogram",
     "kept_range",
+    "magnitude_max",
     "marked",
     "marked_size",
     "observed_summary",

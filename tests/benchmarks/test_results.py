@@ -35,19 +35,21 @@ def record(folder) -> None:
         recorder.table("a table", seconds, "C", {"ours": [at_most(1.25, "C"), at_most(2, "C")]})
         recorder.count("a count", "float16 to e5m2", 65536, 3)
         recorder.memory("bytes", {"plain": 1000, "ours": 1500}, "plain")
+        recorder.peaks("a peak", {"ours": 500.0}, 400)
 
 
 def test_the_recorder_stores_medians_ratios_and_verdicts(tmp_path, capsys):
     record(tmp_path)
-    origin, yardstick, ours, count, *peaks = load(tmp_path / "casts.jsonl")
+    origin, yardstick, ours, count, *bytes_of, peak = load(tmp_path / "casts.jsonl")
     assert origin["quick"] is True
     assert {"command", "date", "commit", "host", "versions"} <= set(origin)
     assert (yardstick["median_ms"], yardstick["ratio"]) == (2.0, 1.0)
     assert (ours["median_ms"], ours["ratio"], ours["quartiles_ms"]) == (3.0, 1.5, [2.5, 5.0])
     assert [verdict["holds"] for verdict in ours["promises"]] == [False, True]
     assert (count["compared"], count["differ"]) == (65536, 3)
-    assert [(peak["bytes"], peak["ratio"]) for peak in peaks] == [(1000, 1.0), (1500, 1.5)]
-    assert "2 promises, 1 that fall short" in capsys.readouterr().out
+    assert [(row["bytes"], row["ratio"]) for row in bytes_of] == [(1000, 1.0), (1500, 1.5)]
+    assert (peak["peak_mib"], peak["promises"][0]["ratio"]) == (500, 1.25)
+    assert "3 promises, 2 that fall short" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_keeps_what_was_stored_before(tmp_path):

@@ -123,7 +123,8 @@ def test_scales_broadcast_along_the_outputs(tmp_path, scaling, name, shape, expe
 
 
 def test_metadata_is_kept_and_says_what_was_done(tmp_path):
-    plan = plan_of(tmp_path, {"w": MATRIX}, {"format": "pt"}, format="F8_E5M2", scaling="channel")
+    tensors = {"w.weight": MATRIX}
+    plan = plan_of(tmp_path, tensors, {"format": "pt"}, format="F8_E5M2", scaling="channel")
     assert plan.metadata["format"] == "pt"
     about = json.loads(plan.metadata["qtoolkit"])
     assert (about["format"], about["scaling"], list(about)) == (
@@ -152,7 +153,7 @@ def test_errors_say_where_what_and_what_to_do(tmp_path):
         plan_of(tmp_path, {"w": MATRIX, "w_scale": np.zeros(1, np.float32)})
     with pytest.raises(CheckpointError, match=r"--skip \(: invalid regular expression"):
         plan_of(tmp_path, {}, skip=["("])
-    with pytest.raises(ValueError, match="scaling='row', expected one of tensor, channel"):
+    with pytest.raises(ValueError, match="scaling='row', expected one of tensor, channel, block"):
         plan_of(tmp_path, {}, scaling="row")
     with pytest.raises(ValueError, match="unknown format 'e4m4'"):
         plan_of(tmp_path, {}, format="e4m4")

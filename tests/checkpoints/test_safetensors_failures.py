@@ -1,7 +1,6 @@
 """Writing that fails: the folder stays as it was, whatever the cause."""
 
 import errno
-import io
 import os
 import stat
 
@@ -11,7 +10,6 @@ import pytest
 
 from qtoolkit.checkpoints import CheckpointError, layout, load, save, write_safetensors
 from qtoolkit.checkpoints import _header as header_module
-from qtoolkit.checkpoints import _safetensors as safetensors_module
 
 TARGET = "model.safetensors"
 
@@ -78,27 +76,20 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, code):
     assert os.listdir(tmp_path) == []
 
 
-class FullDisk(io.FileIO):
-    """A file on a disk that has room for 100 more bytes."""
-
-    room = 100
-
-    def write(self, data):
-        written = super().write(memoryview(data)[: self.room])
-        self.room -= written
-        if len(data) and not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return written
-
-
-def test_a_full_disk_leaves_nothing_and_names_the_target(tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", [1000, 10**6])  # written at once, and by the thread
+def test_a_full_disk_leaves_nothing_and_names_the_target(tmp_path, monkeypatch, size):
     save(tmp_path / TARGET, {"old": np.ones(1, np.int8)})
     before = (tmp_path / TARGET).read_bytes()
-    monkeypatch.setattr(
-        safetensors_module, "open", lambda file, mode, **_: FullDisk(file, mode), raising=False
-    )
+    pwrite, room = os.pwrite, 100
+
+    def full(descriptor, data, position):
+        if position >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data[: room - position], position)
+
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        save(tmp_path / TARGET, {"x": np.ones(1000, np.float32)}, overwrite=True)
+        save(tmp_path / TARGET, {"x": np.ones(size, np.float32)}, overwrite=True)
     assert caught.value.filename == str(tmp_path / TARGET)
     assert os.listdir(tmp_path) == [TARGET]
     assert (tmp_path / TARGET).read_bytes() == before

@@ -1,0 +1,143 @@
+"""Checkpoint conversion against copying the file: time and peak memory.
+
+Command: python experiments/benchmarks/conversion.py   (nothing else should run on the machine)
+Claims: converting 1 GiB of bfloat16 by channel takes no longer than `dd conv=fsync` of the source;
+memory peaks at no more than 400 MiB, whatever the size and the number of shapes; 400 shapes by
+channel take at most 1.5 times as long as by tensor; 20,000 small tensors at most 3 times as long as
+copying them with the same program.
+
+Each run is a new process, imports and compilation included, as a user starts it. The turns
+alternate; one before them fills the system's file cache. Where torch and safetensors are installed,
+a program that does the same with them is timed beside. A source is a folder's only file: it is made
+anew, from a fixed seed, in a temporary folder on the disk of the system's, see TMPDIR.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import typer
+from _results import ROOT, Folder, Quick, Recorder, at_most
+
+from qtoolkit.checkpoints import layout, write_safetensors
+
+DD = "dd conv=fsync"
+MOST_MIB = 400
+CONVERT = [sys.executable, "-m", "qtoolkit", "convert", "-q", "--overwrite"]
+# The same codes and scales, by torch: a whole tensor at a time, all results kept until the end.
+TORCH = """
+import sys, torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+done = {}
+with safe_open(sys.argv[1], "pt") as file:
+    for name in file.keys():
+        x = file.get_tensor(name).float()
+        scale = x.abs().amax(1, keepdim=True) / 448
+        done[name] = (x / scale).to(torch.float8_e4m3fn)
+        done[name + "_scale"] = scale
+save_file(done, sys.argv[2])
+"""
+
+
+def make(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of normal bfloat16 weights."""
+    normal = np.random.default_rng(0).normal(size=2**22).astype(ml_dtypes.bfloat16)
+    tensors = layout((name, "BF16", shape) for name, shape in shapes.items())
+
+    def chunks():  # type: ignore[no-untyped-def]
+        for tensor in tensors:
+            for start in range(0, tensor.size, len(normal)):
+                yield tensor.name, normal[: min(len(normal), tensor.size - start)]
+
+    write_safetensors(path, tensors, chunks())
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds, and the peak of memory in MiB, of a process that must succeed."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"{command}: status {status}")
+    return seconds, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def interleaved(
+    commands: Mapping[str, list[str]], runs: int
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Seconds of each run of each command, and the peak of each in MiB."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    peaks = dict.fromkeys(commands, 0.0)
+    order = np.random.default_rng(0)
+    for turn in range(1 + runs):
+        for name in order.permutation(list(commands)):
+            taken, peak = run(commands[name])
+            peaks[name] = max(peaks[name], peak)
+            if turn:
+                seconds[name].append(taken)
+    return {name: np.asarray(values) for name, values in seconds.items()}, peaks
+
+
+def main(quick: Quick = False, results: Folder = None) -> None:
+    scale, runs = (16, 1) if quick else (1, 5)
+    rng = np.random.default_rng(1)
+    sources = {
+        "large": {f"{i}.weight": (2**23 // scale // 1024, 4096) for i in range(16)},
+        "shapes": {
+            f"{i}.weight": (int(rows), int(columns))
+            for i, (rows, columns) in enumerate(rng.integers(100, 1200, (400 // scale, 2)))
+        },
+        "small": {f"{i}.weight": (16, 16) for i in range(20_000 // scale)},
+    }
+    with Recorder("conversion", results, quick) as recorder, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for source, shapes in sources.items():
+            make(folder / source, shapes)
+        src, dst = str(folder / "large"), str(folder / "out")
+        commands = {
+            DD: ["dd", f"if={src}", f"of={folder / 'copy'}", "bs=4M", "conv=fsync"],
+            "by channel": [*CONVERT, src, dst, "--scaling", "channel"],
+            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
+        }
+        if all(map(importlib.util.find_spec, ("torch", "safetensors"))):
+            commands["torch, by channel"] = [sys.executable, "-c", TORCH, src, dst]
+        seconds, peaks = interleaved(commands, runs)
+        mib = sum(2 * rows * columns for rows, columns in sources["large"].values()) // 2**20
+        title = f"{mib} MiB of bfloat16"
+        recorder.table(title, seconds, DD, {"by channel": [at_most(1.0, DD)]})
+        ours = {name: peak for name, peak in peaks.items() if name.startswith("by ")}
+        recorder.peaks(f"{title}: peak of memory", ours, MOST_MIB)
+
+        src = str(folder / "shapes")
+        commands = {
+            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
+            "by channel": [*CONVERT, src, dst, "--scaling", "channel"],
+        }
+        seconds, peaks = interleaved(commands, runs)
+        title = f"{len(sources['shapes'])} tensors, each of another shape"
+        promises = {"by channel": [at_most(1.5, "by tensor")]}
+        recorder.table(title, seconds, "by tensor", promises)
+        recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
+
+        src = str(folder / "small")
+        commands = {
+            "copied": [*CONVERT, src, dst, "--format", "bfloat16"],
+            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
+        }
+        seconds, peaks = interleaved(commands, runs)
+        title = f"{len(sources['small']):,} tensors of 16x16"
+        recorder.table(title, seconds, "copied", {"by tensor": [at_most(3, "copied")]})
+        recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,163 @@
+"""How a tensor is cut: into chunks that fit in memory, and these into units with one scale each.
+
+A tensor and its blocks are first brought to as few axes as possible, in C order: neighbouring axes
+become one where no block is torn. An axis is (n, b): n elements in blocks of b. The weight
+[4096, 1024] in blocks of 32 along its last axis is [(131072, 1), (32, 32)], with one scale per
+channel [(4096, 1), (1024, 1024)], with one scale in all [(4194304, 4194304)]. The axes before the
+last one are called lead; an index into them in C order is a row. No JAX here.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+Axis = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of a tensor: full rows of its axes, or a piece of one of them.
+
+    Attributes:
+      start, stop: The elements, in C order.
+      row: The first row of the axes that it lies in.
+      column: Where in that row it starts.
+      rows, columns: Its shape.
+    """
+
+    start: int
+    stop: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A tensor and the blocks that share a scale.
+
+    Attributes:
+      shape: Of the tensor.
+      lengths: Length of a block along each axis.
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @functools.cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        axes: list[Axis] = []
+        for axis in zip(self.shape, self.lengths, strict=True):
+            if axis[0] == 1:
+                continue
+            axes.append(axis)
+            if len(axes) > 1 and (merged := _merged(*axes[-2:])) is not None:
+                axes[-2:] = [merged]
+        return tuple(axes) or ((1, 1),)
+
+    @property
+    def lead(self) -> tuple[Axis, ...]:
+        return self.axes[:-1]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of blocks along each axis of the tensor."""
+        return tuple(-(-n // b) for n, b in zip(self.shape, self.lengths, strict=True))
+
+    @property
+    def is_by_column(self) -> bool:
+        """Whether neighbours have different scales: one for each index of the last axis."""
+        n, b = self.axes[-1]
+        return b == 1 < n
+
+    @functools.cached_property
+    def _slab(self) -> tuple[int, int]:
+        """Elements of the least contiguous part that no block leaves, and of the period of parts.
+
+        The last part of a period may be shorter.
+        """
+        for i, (n, b) in enumerate(self.axes):
+            if b > 1:
+                inner = math.prod(n for n, _ in self.axes[i + 1 :])
+                return b * inner, n * inner
+        return 1, self.axes[-1][0]
+
+    def is_local(self, limit: int) -> bool:
+        """Whether chunks of `limit` elements hold whole blocks."""
+        return self._slab[0] <= limit
+
+    def chunks(self, limit: int) -> Iterator[Chunk]:
+        """Chunks of at most `limit` elements, of whole blocks where that is possible.
+
+        Each is some full rows of the tensor seen as [prod(shape[:-1]), shape[-1]], or, where such a
+        row has more elements than `limit`, a piece of one.
+        """
+        width, row = self.axes[-1][0], self.shape[-1] if self.shape else 1
+        if self.is_local(limit):
+            part, period = self._slab
+            if part < row:
+                period = row
+        elif width <= limit:
+            part, period = width, max(width, row)
+        else:
+            part, period = (row, width) if row <= limit else (1, row)
+        for start, stop in _spans(self.size, part, period, limit):
+            full = start % width == 0 and (stop - start) % width == 0
+            yield Chunk(
+                start=start,
+                stop=stop,
+                row=start // width,
+                column=start % width,
+                rows=(stop - start) // width if full else 1,
+                columns=width if full else stop - start,
+            )
+
+    def block_rows(self, chunk: Chunk) -> np.ndarray:
+        """For each row of a chunk the index of the blocks that it lies in, among those of lead."""
+        rows = np.arange(chunk.row, chunk.row + chunk.rows)
+        if all(b == 1 for _, b in self.lead):
+            return rows
+        index = np.zeros_like(rows)
+        inner = math.prod(n for n, _ in self.lead)
+        for n, b in self.lead:
+            inner //= n
+            index = index * -(-n // b) + rows // inner % n // b
+        return index
+
+    @property
+    def blocks_in_row(self) -> int:
+        n, b = self.axes[-1]
+        return -(-n // b)
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.counts)
+
+
+def _merged(first: Axis, second: Axis) -> Axis | None:
+    (n, b), (m, c) = first, second
+    if c == m:
+        return n * m, b * m
+    if b == 1 and m % c == 0:
+        return n * m, c
+    return None
+
+
+def _spans(size: int, part: int, period: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Spans of at most `limit` elements, of whole parts, from whole periods where they fit."""
+    if period <= limit:
+        step = limit // period * period
+        yield from ((start, min(start + step, size)) for start in range(0, size, step))
+        return
+    step = max(limit // part, 1) * part
+    for first in range(0, size, period):
+        for start in range(first, first + period, step):
+            yield start, min(start + step, first + period)

@@ -1,0 +1,224 @@
+"""Two checkpoints compared by the numbers that they stand for, tensor by tensor. No JAX here."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._report import decibels
+from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._source import Source, open_source
+from qtoolkit.checkpoints._stored import Stored, Values, at_limits
+from qtoolkit.formats import FloatFormat, IntFormat
+
+_CHUNK = 2**20  # elements
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """How a tensor b differs from a.
+
+    Attributes:
+      name: Of both.
+      format: What b is quantized to, else its dtype.
+      size: Its elements.
+      equal: Whether all values are the same; of tensors that are no floats, all bytes.
+      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over elements finite in both; infinite where they
+        are equal, None where a is zero there, or no floats are compared.
+      max_error: The largest |a - b| of the same elements; None where no floats are compared.
+      saturated: The share of elements that were clamped: the code in b is the largest or lowest,
+        and |a| exceeds |b| by more than half of the last step. None where b is not quantized.
+      flushed: The share of the elements of a other than zero that are zero in b; None likewise.
+      nonfinite: How many elements are NaN or infinite in a or b.
+    """
+
+    name: str
+    format: str
+    size: int
+    equal: bool
+    sqnr_db: float | None = None
+    max_error: float | None = None
+    saturated: float | None = None
+    flushed: float | None = None
+    nonfinite: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How a checkpoint b differs from a.
+
+    Attributes:
+      a, b: Their paths.
+      tensors: What both have, in the order of a.
+      only_a, only_b: Names that the other one has not.
+    """
+
+    a: str
+    b: str
+    tensors: tuple[TensorComparison, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors with the same values."""
+        same = all(tensor.equal for tensor in self.tensors)
+        return same and not self.only_a and not self.only_b
+
+
+def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison:
+    """Compares the numbers of two checkpoints, quantized weights with their scales.
+
+    Args:
+      a, b: Folders or files of any kind that `convert` reads.
+      progress: Called with (name, elements compared, elements in all).
+
+    Raises:
+      CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
+        tensor in common.
+      OSError: A file cannot be read; it names the file.
+    """
+    with _opened(a) as first, _opened(b) as second:
+        names = [name for name in first.tensors if name in second.tensors]
+        if not names:
+            raise CheckpointError(
+                f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
+                "`qtoolkit inspect` lists the names"
+            )
+        total = sum(first.tensors[name].size for name in names)
+        done, compared = 0, []
+        for name in names:
+            compared.append(_compared(first, second, name))
+            done += first.tensors[name].size
+            if progress is not None:
+                progress(shown(name), done, total)
+        return Comparison(
+            a=str(a),
+            b=str(b),
+            tensors=tuple(compared),
+            only_a=tuple(name for name in first.tensors if name not in second.tensors),
+            only_b=tuple(name for name in second.tensors if name not in first.tensors),
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Source]:
+    with contextlib.closing(open_source(path)) as opened:
+        yield dequantized(opened)
+
+
+def _compared(first: Source, second: Source, name: str) -> TensorComparison:
+    a, b = first.tensors[name], second.tensors[name]
+    if a.shape != b.shape:
+        raise CheckpointError(
+            f"{second.path}: tensor {shown(name)}: shape {list(b.shape)}, and {list(a.shape)} in "
+            f"{first.path}; expected the same"
+        )
+    if a.dtype not in _FLOATS or b.dtype not in _FLOATS:
+        equal = a.dtype == b.dtype and _same_bytes(first, second, a)
+        return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
+    stored = second.stored.get(name) if isinstance(second, DequantizedSource) else None
+    limits = None
+    if stored is not None:
+        assert isinstance(second, DequantizedSource)
+        limits = at_limits(stored, second.read_stored)
+    errors = _Errors(None if stored is None else _excess(stored))
+    for start in range(0, a.size, _CHUNK):
+        stop = min(start + _CHUNK, a.size)
+        errors.add(
+            _floats(first, a, start, stop),
+            _floats(second, b, start, stop),
+            None if limits is None else _limits(limits, start, stop),
+        )
+    return TensorComparison(
+        name=name,
+        format=b.dtype if stored is None else stored.spec.name,
+        size=b.size,
+        **errors.result(),
+    )
+
+
+class _Errors:
+    """Sums over the elements of a tensor.
+
+    Args:
+      excess: How many times a number at the limit of its format another one must be to count as
+        clamped; None where nothing is clamped.
+    """
+
+    def __init__(self, excess: float | None) -> None:
+        self._excess = excess
+        self._signal = self._noise = self._largest = 0.0
+        self._clamped = self._size = self._alive = self._flushed = self._nonfinite = 0
+        self._equal = True
+
+    def add(self, a: np.ndarray, b: np.ndarray, limits: np.ndarray | None) -> None:
+        """Adds float64 elements and, where they are quantized, whether codes are at a limit."""
+        known = np.isfinite(a) & np.isfinite(b)
+        self._equal &= np.array_equal(a, b, equal_nan=True)
+        self._nonfinite += a.size - int(np.count_nonzero(known))
+        self._size += a.size
+        if limits is not None and self._excess is not None:
+            clamped = limits & (np.abs(a) > np.abs(b) * self._excess)
+            self._clamped += int(np.count_nonzero(clamped))
+        a, b = a[known], b[known]
+        alive = a != 0
+        self._alive += int(np.count_nonzero(alive))
+        self._flushed += int(np.count_nonzero(alive & (b == 0)))
+        error = a - b
+        self._signal += float(a @ a)
+        self._noise += float(error @ error)
+        self._largest = max(self._largest, float(np.max(np.abs(error), initial=0)))
+
+    def result(self) -> dict[str, Any]:
+        scaled = self._excess is not None
+        return {
+            "equal": self._equal,
+            "sqnr_db": decibels(self._signal, self._noise),
+            "max_error": self._largest,
+            "saturated": self._clamped / max(self._size, 1) if scaled else None,
+            "flushed": self._flushed / max(self._alive, 1) if scaled else None,
+            "nonfinite": self._nonfinite,
+        }
+
+
+def _excess(stored: Stored) -> float:
+    """The largest number of the element format plus half its last step, over that number."""
+    element = stored.spec.element
+    largest = float(element.max_finite)
+    if isinstance(element, FloatFormat):
+        step = largest - float(element.magnitude(element.max_code - 1))
+    else:
+        assert isinstance(element, IntFormat), element.name
+        step = 1.0
+    return 1 + step / 2 / largest
+
+
+def _floats(source: Source, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+    dtype = NUMPY_DTYPES[info.dtype]
+    data = np.empty(stop - start, dtype)
+    source.read_into(info.name, start * dtype.itemsize, data.view(np.uint8).data)
+    return data.astype(np.float64)
+
+
+def _limits(limits: Values, start: int, stop: int) -> np.ndarray:
+    data = np.empty(stop - start, np.float32)
+    limits.read_into(4 * start, data.view(np.uint8).data)
+    return data != 0
+
+
+def _same_bytes(first: Source, second: Source, info: TensorInfo) -> bool:
+    for start in range(0, info.nbytes, _CHUNK):
+        a, b = (bytearray(min(_CHUNK, info.nbytes - start)) for _ in range(2))
+        first.read_into(info.name, start, a)
+        second.read_into(info.name, start, b)
+        if a != b:
+            return False
+    return True

@@ -1,0 +1,152 @@
+"""Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._source import Folder, Source
+from qtoolkit.checkpoints._stored import Stored, Values
+from qtoolkit.checkpoints.layouts import LAYOUTS
+from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
+
+_BY_METHOD = {
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "finegrained-fp8",
+    "modelopt": "modelopt",
+}
+# What loaders of quantized weights keep beside them, of no use without.
+_BESIDE = (
+    *("input_scale", "input_global_scale", "activation_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale", "weight_shape"),
+)
+
+
+class DequantizedSource:
+    """A source in which every quantized weight is float32, under its own name.
+
+    Attributes:
+      path, tensors, metadata: As `Source` says.
+      layout: The layout of the quantized weights, for a message.
+      stored: How they lie in the source, by name.
+    """
+
+    def __init__(self, source: Source, layout: str, stored: Mapping[str, Stored]) -> None:
+        self.path: Path = source.path
+        self.metadata = source.metadata
+        self.config = getattr(source, "config", {})
+        self.layout = layout
+        self.stored = dict(stored)
+        self._source = source
+        self._values = {
+            name: Values(weight, source.read_into) for name, weight in self.stored.items()
+        }
+        self._current = ""
+        gone = {entry.name for weight in stored.values() for entry in weight.entries}
+        by_codes = {weight.codes.name: weight for weight in stored.values()}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, info in source.tensors.items():
+            if name in by_codes:
+                weight = by_codes[name]
+                size = 4
+                for length in weight.shape:
+                    size *= length
+                self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, size)
+            elif name not in gone and name.rpartition(".")[2] not in _BESIDE:
+                self.tensors[name] = info
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        if name not in self._values:
+            self._source.read_into(name, start, buffer)
+            return
+        if name != self._current and self._current:  # let the scales of the last one go
+            self._values[self._current] = Values(self.stored[self._current], self._source.read_into)
+        self._current = name
+        self._values[name].read_into(start, memoryview(buffer))
+
+    def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of an entry of a stored weight on."""
+        self._source.read_into(name, start, buffer)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def quantization_config(source: Source) -> dict[str, Any]:
+    """What a folder's config.json says of its quantization; empty where it says nothing."""
+    config = source.config if isinstance(source, Folder) else {}
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(part.get(key), dict):
+                return part[key]
+    return {}
+
+
+def dequantized(source: Source) -> Source:
+    """`source` itself where nothing in it is quantized, else a `DequantizedSource` of it.
+
+    Raises:
+      CheckpointError: It is quantized in a way that is not read, or not as its config says.
+    """
+    config = quantization_config(source)
+    where = str(source.path)
+    if config:
+        method = str(config.get("quant_method", "compressed-tensors"))
+        if method not in _BY_METHOD:
+            raise CheckpointError(
+                f"{where}: quantized by {shown(method)}, expected "
+                f"{', '.join(_BY_METHOD)} or a checkpoint that is not quantized; dequantize it "
+                "with the program that made it"
+            )
+        layout = _BY_METHOD[method]
+        stored = LAYOUTS[layout].read(config, source.tensors, where)
+        _check_all_read(source, stored, where, layout)
+    else:
+        stored = {}
+        found = []
+        for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
+            read = LAYOUTS[name].read({}, source.tensors, where)
+            found += [name] if any(weight not in stored for weight in read) else []
+            stored = read | stored
+        layout = found[0] if found else ""
+    _check_constants(source, stored)
+    return DequantizedSource(source, layout, stored) if stored else source
+
+
+def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
+    """Raises where a shape that a file gives in numbers is not the one that its entries have."""
+    for weight in stored.values():
+        for entry, expected in weight.constants:
+            found = bytearray(len(expected))
+            source.read_into(entry.name, 0, found)
+            if found != expected:
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(entry.name)}: it says that the weight is "
+                    f"{np.frombuffer(found, np.int64).tolist()}, and {weight.spec.name} of that "
+                    f"many words is {list(weight.shape)}; give the folder with its config.json, "
+                    "which tells bits and groups"
+                )
+
+
+def _own_layout(source: Source) -> str:
+    """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
+    try:
+        about = json.loads(source.metadata.get("qtoolkit", "{}"))
+    except (ValueError, RecursionError):
+        return ""
+    return str(about.get("layout", "")) if isinstance(about, dict) else ""
+
+
+def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, layout: str) -> None:
+    read = {weight.codes.name for weight in stored.values()}
+    for name, info in source.tensors.items():
+        is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
+        if info.dtype in BYTE_ELEMENTS and name not in read and not is_scale:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
+                f"{layout} has, as config.json says; fetch the checkpoint again"
+            )

@@ -1,0 +1,517 @@
+"""Tensors of any size quantized as a stream of chunks: `quantize`'s bits in little memory.
+
+A chunk is laid out as a tile: units of at most `WIDTH` neighbours that share a scale, padded with
+zeros to few shapes, so that few programs compile whatever the shapes of the tensors. One program
+finds the largest magnitude of each unit; here these become those of blocks; another one makes
+scales of them and the codes.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero
+from qtoolkit.checkpoints._chunks import Chunk, Cut
+from qtoolkit.checkpoints._header import NUMPY_DTYPES
+from qtoolkit.checkpoints._report import decibels
+from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling.internal import (
+    Scales,
+    block_codes,
+    effective,
+    element_values,
+    magnitude_max,
+    scale_from,
+    scaled_values,
+    tensor_scale_from,
+)
+
+CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
+WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
+_COLUMNS = (128, 1024)  # of a tile with a scale for each column
+_UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
+
+Read = Callable[[int, memoryview], object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Piece(NamedTuple):
+    """Codes of a part of a tensor seen as a matrix [prod(shape[:-1]), shape[-1]].
+
+    Attributes:
+      rows, columns: Which part: full rows; or a piece of one row, where a row has more elements
+        than a chunk.
+      codes: Unsigned, as `encode` writes them, one to a cell, not packed: [rows, columns].
+      scale: Of the blocks of these rows and columns, a matrix of rows of the scales of the tensor,
+        [prod(counts[:-1]), counts[-1]], in the dtype that `QArray.scale` has. None where
+        `TensorScales` has them, or there are none.
+    """
+
+    rows: slice
+    columns: slice
+    codes: np.ndarray
+    scale: np.ndarray | None
+
+
+class TensorScales(NamedTuple):
+    """What is known of a tensor's scales before its first piece.
+
+    Attributes:
+      scale: All of them, as `QArray.scale` has them; None where they come with the pieces, or there
+        are none.
+      tensor_scale: The second scale, float32, a scalar; None where the format has none.
+    """
+
+    scale: np.ndarray | None
+    tensor_scale: np.ndarray | None
+
+
+@dataclasses.dataclass
+class Sums:
+    """What quantizing has done, summed over pieces.
+
+    Attributes:
+      signal, noise: Sums of x^2 and (x - y)^2 over elements with finite x and scale.
+      nonfinite: How many elements are NaN or infinite.
+      max_scale: The largest number that a code was multiplied with; 0 where there is no scale.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    nonfinite: int = 0
+    max_scale: float = 0.0
+
+    def add(self, other: "Sums") -> None:
+        self.signal += other.signal
+        self.noise += other.noise
+        self.nonfinite += other.nonfinite
+        self.max_scale = max(self.max_scale, other.max_scale)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """10 log10(signal / noise); infinite where exact, None where there is no signal."""
+        return decibels(self.signal, self.noise)
+
+
+def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1) -> float:
+    """The largest finite |x| of a tensor, 0 where there is none.
+
+    Args:
+      read, shape, dtype, workers: As in `quantized`.
+    """
+    cut = Cut(shape, shape)
+    found = _amaxes(cut, read, NUMPY_DTYPES[dtype], False, workers) if cut.size else np.zeros(1)
+    return float(found[0])
+
+
+def quantized(
+    read: Read,
+    shape: tuple[int, ...],
+    dtype: str,
+    spec: BlockFormat,
+    *,
+    tensor_amax: float | None = None,
+    sums: Sums,
+    workers: int = 1,
+) -> tuple[TensorScales, Iterator[Piece]]:
+    """Quantizes a tensor piece by piece: codes and scales of `qtoolkit.quantize`, bit for bit.
+
+    A tensor whose blocks fit in chunks is read once; others twice: whole tensors and columns with
+    one scale, and formats with a tensor scale unless `tensor_amax` is given.
+
+    Args:
+      read: `read(start, buffer)` fills a buffer with the tensor's bytes from `start` on.
+      shape: Of the tensor; may be empty, unlike in `quantize`: its scales are 1.
+      dtype: F32, F16 or BF16.
+      spec: Any without zero points.
+      tensor_amax: The amax that the tensor scale is for, where tensors share one: the largest of
+        theirs, see `amax_of`.
+      sums: What the pieces add to.
+      workers: Threads; `read` is called by several at a time. The results are the same.
+
+    Raises:
+      ValueError: `spec` has zero points, or does not fit the shape.
+    """
+    if spec.zero_point:
+        raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
+    if 0 in shape:
+        return _scales_of_nothing(shape, spec), iter(())
+    source = NUMPY_DTYPES[dtype]
+    cut = Cut(shape, shape if spec.scale is None else spec.block_lengths(shape))
+    tensor_scale = None
+    if spec.tensor_scale is not None:
+        found = amax_of(read, shape, dtype, workers=workers) if tensor_amax is None else tensor_amax
+        tensor_scale = np.asarray(_tensor_scale(np.float32(found), spec))
+    amaxes = scale = None
+    if spec.scale is not None and not cut.is_local(CHUNK):
+        amaxes = _amaxes(cut, read, source, not spec.element.has_nan, workers)
+        scale = _scales(amaxes, spec, tensor_scale).reshape(cut.counts)
+    encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
+    return TensorScales(scale, tensor_scale), _pieces(encoder, workers, sums)
+
+
+class _Tile(NamedTuple):
+    """A part of a chunk, padded with zeros: a unit to a row, or, by columns, to a column.
+
+    Attributes:
+      x: Its elements.
+      blocks: For each unit but padding, the block that it lies in.
+      place: Where it lies: rows of `_Layout.units`; or rows and columns of the chunk.
+    """
+
+    x: np.ndarray
+    blocks: np.ndarray
+    place: tuple[slice, ...]
+
+
+class _Rows:
+    """A chunk laid out in units that are pieces of its rows."""
+
+    axis = 1  # of a tile, along which elements share a scale
+
+    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
+        self._chunk = chunk
+        length = min(cut.axes[-1][1], chunk.columns)
+        self._length = length
+        self._width = next((width for width in WIDTHS if width >= length), WIDTHS[-1])
+        count = -(-chunk.columns // length)
+        each = -(-length // self._width)  # units of a block in a row
+        self._padded = (chunk.rows, count, each * self._width)
+        units = chunk.rows * count * each
+        self._heights = _heights(units, self._width)
+        self._units = np.empty((sum(self._heights), self._width), dtype)
+        column = chunk.column // cut.axes[-1][1]
+        blocks = cut.block_rows(chunk)[:, None] * cut.blocks_in_row + column + np.arange(count)
+        self._blocks = np.repeat(blocks.reshape(-1), each)
+
+    def fill(self, read: Read) -> None:
+        start, size = self._chunk.start, self._chunk.stop - self._chunk.start
+        item = self._units.itemsize
+        flat = self._units.reshape(-1)
+        if size == math.prod(self._padded):
+            flat[size:] = 0
+            read(start * item, flat[:size].view(np.uint8).data)
+            return
+        flat[:] = 0
+        data = np.empty(size, self._units.dtype)
+        read(start * item, data.view(np.uint8).data)
+        for padded, plain in self._parts(flat[: math.prod(self._padded)], data):
+            padded[...] = plain
+
+    def tiles(self) -> Iterator[_Tile]:
+        start = 0
+        for height in self._heights:
+            place = slice(start, start + height)
+            yield _Tile(self._units[place], self._blocks[place], (place,))
+            start += height
+
+    def joined(self, tiles: list[_Tile], parts: list[np.ndarray]) -> np.ndarray:
+        """The elements of the chunk, flat, from those of the tiles."""
+        units = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        flat = units.reshape(-1)[: math.prod(self._padded)]
+        if flat.size == self._chunk.stop - self._chunk.start:
+            return flat
+        data = np.empty(self._chunk.stop - self._chunk.start, flat.dtype)
+        for padded, plain in self._parts(flat, data):
+            plain[...] = padded
+        return data
+
+    def _parts(self, padded: np.ndarray, plain: np.ndarray) -> Iterator[tuple[Any, Any]]:
+        """Views of the same elements, in padded units and not: whole blocks, then the last."""
+        padded = padded.reshape(self._padded)
+        plain = plain.reshape(self._chunk.rows, self._chunk.columns)
+        whole = self._chunk.columns // self._length
+        edge = whole * self._length
+        blocks = plain[:, :edge].reshape(self._chunk.rows, whole, self._length)
+        yield padded[:, :whole, : self._length], blocks
+        if edge < self._chunk.columns:
+            yield padded[:, whole, : self._chunk.columns - edge], plain[:, edge:]
+
+
+class _Columns:
+    """A chunk laid out in units that are pieces of its columns."""
+
+    axis = 0
+
+    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
+        self._cut, self._chunk = cut, chunk
+        self._data = np.empty((chunk.rows, chunk.columns), dtype)
+
+    def fill(self, read: Read) -> None:
+        flat = self._data.reshape(-1)
+        read(self._chunk.start * flat.itemsize, flat.view(np.uint8).data)
+
+    def tiles(self) -> Iterator[_Tile]:
+        rows, columns = self._data.shape
+        block_rows = self._cut.block_rows(self._chunk)
+        ends = [*(np.flatnonzero(np.diff(block_rows)) + 1).tolist(), rows]
+        width = _COLUMNS[columns > _COLUMNS[1] // 2]
+        for start, end in itertools.pairwise([0, *ends]):
+            first = int(block_rows[start]) * self._cut.blocks_in_row + self._chunk.column
+            top = start
+            for height in _heights(end - start, width):
+                for left in range(0, columns, width):
+                    part = self._data[top : min(top + height, end), left : left + width]
+                    tile = np.zeros((height, width), part.dtype)
+                    tile[: part.shape[0], : part.shape[1]] = part
+                    place = (slice(top, top + part.shape[0]), slice(left, left + part.shape[1]))
+                    yield _Tile(tile, first + left + np.arange(part.shape[1]), place)
+                top += height
+
+    def joined(self, tiles: list[_Tile], parts: list[np.ndarray]) -> np.ndarray:
+        data = np.empty(self._data.shape, parts[0].dtype)
+        for tile, part in zip(tiles, parts, strict=True):
+            place = data[tile.place]
+            place[...] = part[: place.shape[0], : place.shape[1]]
+        return data.reshape(-1)
+
+
+def _laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Columns:
+    layout = (_Columns if cut.is_by_column else _Rows)(cut, chunk, dtype)
+    layout.fill(read)
+    return layout
+
+
+def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: int) -> np.ndarray:
+    """The amax of every block: float32, flat."""
+    found = np.zeros(math.prod(cut.counts), np.float32)
+
+    def amaxes(chunk: Chunk) -> list[tuple[np.ndarray, np.ndarray]]:
+        layout = _laid_out(cut, chunk, read, dtype)
+        return [(tile.blocks, _unit_amaxes(tile, layout.axis, nan_wins)) for tile in layout.tiles()]
+
+    for parts in in_order(amaxes, cut.chunks(CHUNK), workers):
+        for blocks, part in parts:
+            _raise(found, blocks, part)
+    return found
+
+
+def _unit_amaxes(tile: _Tile, axis: int, nan_wins: bool) -> np.ndarray:
+    return np.asarray(_unit_amax(tile.x, axis, nan_wins)).reshape(-1)[: len(tile.blocks)]
+
+
+def _raise(found: np.ndarray, blocks: np.ndarray, amax: np.ndarray) -> None:
+    """Raises the amaxes of these blocks to at least those of their units."""
+    with np.errstate(invalid="ignore"):  # of NaN, which wins
+        np.maximum.at(found, blocks, amax)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoder:
+    """Makes pieces of chunks: everything that they have in common.
+
+    `amaxes` are those of all blocks; None where chunks hold whole blocks and find their own.
+    """
+
+    cut: Cut
+    read: Read
+    dtype: np.dtype
+    spec: BlockFormat
+    tensor_scale: np.ndarray | None
+    amaxes: np.ndarray | None
+
+    def __call__(self, chunk: Chunk) -> tuple[Piece, list[Sums]]:
+        spec = self.spec
+        layout = _laid_out(self.cut, chunk, self.read, self.dtype)
+        tiles = list(layout.tiles())
+        first, known, scale = 0, self.amaxes, None
+        if known is None:
+            first = int(tiles[0].blocks[0])
+            known = np.zeros(int(tiles[-1].blocks[-1]) + 1 - first, np.float32)
+            for tile in tiles:
+                found = _unit_amaxes(tile, layout.axis, not spec.element.has_nan)
+                _raise(known, tile.blocks - first, found)
+            if spec.scale is not None:
+                scale = np.empty(known.shape, spec.scale.dtype or spec.scale.code_dtype)
+        parts, sums = [], []
+        for tile in tiles:
+            units = len(tile.blocks)
+            # Ones for padding: powers of two for blocks of zeros take a slower way.
+            amax = np.ones(tile.x.shape[1 - layout.axis], np.float32)
+            amax[:units] = known[tile.blocks - first]
+            factor = _factor(amax[:units])
+            column = None if spec.scale is None else np.expand_dims(amax, layout.axis)
+            done = _encoded(
+                tile.x, column, self.tensor_scale, np.float32(factor), spec, layout.axis
+            )
+            parts.append(np.asarray(done.codes))
+            if scale is not None:
+                scale[tile.blocks - first] = np.asarray(done.scale).reshape(-1)[:units]
+            sums.append(_sums(tile, done, factor))
+        return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), sums
+
+
+def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
+    for piece, parts in in_order(encoder, encoder.cut.chunks(CHUNK), workers):
+        for part in parts:
+            sums.add(part)
+        yield piece
+
+
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """`map` by so many threads, which are at most one item each ahead of what was asked for."""
+    items = iter(items)
+    first = list(itertools.islice(items, 2))
+    items = itertools.chain(first, items)
+    if workers == 1 or len(first) < 2:
+        yield from map(function, items)
+        return
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        pending = collections.deque(
+            pool.submit(function, item) for item in itertools.islice(items, workers + 1)
+        )
+        try:
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(pool.submit(function, item) for item in itertools.islice(items, 1))
+                yield result
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) -> Piece:
+    width = cut.shape[-1] if cut.shape else 1
+    row, column = divmod(chunk.start, width)
+    full = len(codes) % width == 0 and column == 0
+    rows = len(codes) // width if full else 1
+    columns = slice(column, column + len(codes) // rows)
+    if scale is not None:
+        scale = scale.reshape(-1, cut.counts[-1] if full and cut.counts else len(scale))
+    return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
+
+
+def _sums(tile: _Tile, done: "_Encoded", factor: float) -> Sums:
+    """What quantizing did to a tile; `factor` is that of `_encoded`."""
+    error = np.asarray(done.error).reshape(-1)
+    signal, noise, nonfinite = float(done.signal), float(error @ error), 0
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        x = tile.x.reshape(-1).astype(np.float32) * np.float32(factor)
+        nonfinite = int(np.count_nonzero(~np.isfinite(x)))
+        known = np.isfinite(x) & np.isfinite(error)
+        x, error = x[known], error[known]
+        signal, noise = float(x @ x), float(error @ error)
+    unit = np.float32(0)
+    if done.unit is not None:
+        unit = np.fmax.reduce(np.asarray(done.unit).reshape(-1)[: len(tile.blocks)], initial=0)
+    return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit))
+
+
+def _factor(amax: np.ndarray) -> float:
+    """A power of two that brings the largest of these to about 1."""
+    top = float(np.max(amax, initial=0, where=np.isfinite(amax)))
+    return 2.0 ** -min(max(math.frexp(top)[1], -126), 126)
+
+
+def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | None) -> np.ndarray:
+    """The scales of blocks with these amaxes, as stored."""
+    padded = np.zeros(_power_of_two(amaxes.size), np.float32)
+    padded[: amaxes.size] = amaxes
+    return np.asarray(_scales_from(padded, tensor_scale, spec))[: amaxes.size]
+
+
+def _scales_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> TensorScales:
+    scale = tensor_scale = None
+    if spec.tensor_scale is not None:
+        tensor_scale = np.asarray(_tensor_scale(np.float32(0), spec))
+    if spec.scale is not None:
+        lengths = spec.block_lengths(tuple(n or _UNBOUNDED for n in shape))
+        counts = tuple(
+            1 if b == _UNBOUNDED else -(-n // b) for n, b in zip(shape, lengths, strict=True)
+        )
+        scale = _scales(np.zeros(math.prod(counts), np.float32), spec, tensor_scale)
+        scale = scale.reshape(counts)
+    return TensorScales(scale, tensor_scale)
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`, and at least 1."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _heights(units: int, width: int) -> list[int]:
+    """The heights of tiles that hold so many units: of three sizes, few of them, little padding."""
+    sizes = [max(CHUNK // 16**k // width, 1) for k in range(3)]
+    heights = []
+    for size, less in itertools.pairwise([*sizes, 0]):
+        count = units // size
+        if units - count * size > (size // 2 if less else 0):
+            count += 1
+        heights += [size] * count
+        units = max(units - count * size, 0)
+    return heights
+
+
+class _Encoded(NamedTuple):
+    """What `_encoded` returns.
+
+    Attributes:
+      codes: In the shape of the tile.
+      scale: Of each unit as stored, None where there is none.
+      unit: float32, what codes of each unit are multiplied with.
+      signal: The sum of the squares of all elements times the factor, float32; not finite where
+        one is not.
+      error: x - value, times the factor, float32; not finite where the element or its scale is not.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    unit: jax.Array | None
+    signal: jax.Array
+    error: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
+    return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _tensor_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    return tensor_scale_from(amax, spec)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _scales_from(amax: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
+    return scale_from(amax, spec, tensor_scale)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _encoded(
+    x: jax.Array,
+    amax: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    factor: jax.Array,
+    spec: BlockFormat,
+    axis: int,
+) -> _Encoded:
+    """The codes of a tile whose units have blocks of these amaxes; `factor` is a power of two."""
+    units = dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
+    scale = nonzero = unit = None
+    rate = factor
+    if amax is not None:
+        scale, nonzero = scale_from(amax, spec, tensor_scale), ~is_zero(amax)
+        unit = effective(scale, tensor_scale, spec)
+        rate = unit * factor
+    scales = Scales(scale, tensor_scale)
+    codes = block_codes(x, units, NEAREST, scales, nonzero)
+    q = element_values(scaled_values(x, units, scales), spec, NEAREST, None)
+    wide = exact_float32(x) * factor
+    # The squares of errors are left to NumPy, which is faster: XLA's CPU would round a second
+    # time for their sum. Of long sums it vectorizes none; short ones over rows it does.
+    short = (wide * wide).reshape(-1, math.gcd(x.shape[0], 32), x.shape[1])
+    signal = jnp.sum(lax.optimization_barrier(jnp.sum(short, axis=1)))
+    return _Encoded(codes, scale, unit, signal, wide - q * rate)

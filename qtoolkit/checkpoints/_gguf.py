@@ -1,0 +1,69 @@
+"""GGUF files as sources: llama.cpp's blocks become float32. Needs the package `gguf`."""
+
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
+from qtoolkit.checkpoints._memory import ArraySource
+from qtoolkit.checkpoints._safetensors import Path
+
+
+class GgufFile(ArraySource):
+    """An open GGUF file; names are those of the file.
+
+    Raises:
+      CheckpointError: The package is missing, the file is damaged, or it has blocks that the
+        package does not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+            from gguf.quants import dequantize
+        except ImportError as error:
+            raise CheckpointError(
+                f"{path}: a GGUF file, which the package gguf reads; install it: "
+                "pip install 'qtoolkit[gguf]'"
+            ) from error
+        try:
+            reader = GGUFReader(str(path))
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
+            ) from error
+        found = {tensor.name: tensor for tensor in reader.tensors}
+
+        def values(name: str) -> np.ndarray:
+            tensor = found[name]
+            if _plain_dtype(tensor) is not None:
+                return tensor.data
+            try:
+                return dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError as error:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: blocks of {tensor.tensor_type.name}, which the "
+                    "package gguf does not read; requantize it with llama.cpp to Q8_0"
+                ) from error
+
+        # GGUF counts axes from the innermost one.
+        described = {
+            name: (
+                _plain_dtype(tensor) or np.dtype("float32"),
+                tuple(int(n) for n in reversed(tensor.shape)),
+            )
+            for name, tensor in found.items()
+        }
+        super().__init__(path, described, values)
+        self.is_quantized = any(_plain_dtype(tensor) is None for tensor in reader.tensors)
+
+
+def _plain_dtype(tensor: Any) -> np.dtype | None:
+    """The dtype of a tensor that is no blocks; bfloat16 comes as bytes and is decoded."""
+    name = tensor.tensor_type.name
+    dtype = tensor.data.dtype
+    return (
+        dtype
+        if name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64") and (dtype.name in DTYPE_OF)
+        else None
+    )

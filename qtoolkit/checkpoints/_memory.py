@@ -1,0 +1,82 @@
+"""A source whose arrays are in memory, one after the other or all at once."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._safetensors import Path
+
+
+class ArraySource:
+    """A source that makes each array when it is asked for, and keeps the last.
+
+    Args:
+      path: As given.
+      described: dtype and shape of each array, by name.
+      make: The array of a name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        described: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        make: Callable[[str], np.ndarray],
+    ) -> None:
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self.tensors = {
+            name: _info(path, name, dtype, shape) for name, (dtype, shape) in described.items()
+        }
+        self._make = make
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        if self._last is None or self._last[0] != name:
+            info = self.tensors[name]
+            array = np.ascontiguousarray(self._make(name)).reshape(-1).view(np.uint8)
+            if len(array) != info.nbytes:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)}: {len(array)} bytes, expected "
+                    f"{info.nbytes}; the file is damaged, fetch or write it again"
+                )
+            self._last = name, array
+        memoryview(buffer)[:] = self._last[1][start : start + len(buffer)].data
+
+    def close(self) -> None:
+        self._last = None
+
+
+def _info(path: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> TensorInfo:
+    if dtype.name not in DTYPE_OF:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of {', '.join(DTYPE_OF)}; "
+            "leave it out of the file, or convert it first"
+        )
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return TensorInfo(name, DTYPE_OF[dtype.name], tuple(map(int, shape)), 0, size)
+
+
+def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their paths, components joined by "."."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            leaves |= flattened(value, f"{name}.")
+        else:
+            leaves[name] = value
+    return leaves

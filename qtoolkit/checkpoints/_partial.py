@@ -1,0 +1,142 @@
+"""A file while it is written: locked, under a name that a later run finds, written by a thread."""
+
+import collections
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from qtoolkit.checkpoints._header import CheckpointError
+
+PARTIAL = ".qtoolkit-partial"
+_LONGEST = 200  # bytes of a name, so that there is room for more
+_SMALL = 2**16  # bytes that are written at once: to hand them to the thread takes longer
+_AHEAD = 8  # writes that may wait
+_FLUSH = 2**25  # bytes after which the system is asked to begin with storing them
+
+
+def partial_name(target: str) -> str:
+    """Where `target` is written until it is whole: beside it, the same name in every run."""
+    folder, name = os.path.split(target)
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return os.path.join(folder, f".{name}{PARTIAL}")
+
+
+@contextlib.contextmanager
+def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
+    """A new file beside `target`, open and locked, and its name. It is removed at the end.
+
+    What a run that was killed has left under this name is overwritten: its lock went with it.
+
+    Raises:
+      CheckpointError: Another process is writing `target`; the message calls it `path`.
+      OSError: It cannot be made.
+    """
+    name = partial_name(target)
+    descriptor = _open_locked(name, path)
+    try:
+        os.ftruncate(descriptor, 0)
+        yield descriptor, name
+    finally:
+        with contextlib.suppress(OSError):
+            if _is_at(descriptor, name):  # not after it was renamed
+                os.unlink(name)
+        os.close(descriptor)
+
+
+def _open_locked(name: str, path: object) -> int:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    while True:
+        # Not tempfile: its files are private, these get the mode that the umask says.
+        descriptor = os.open(name, flags, 0o666)
+        try:
+            check_lock(descriptor, path)
+            # Whoever held the lock until now may have given the file its final name meanwhile.
+            if _is_at(descriptor, name):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def check_lock(descriptor: int, path: object) -> None:
+    """Locks an open file or folder for as long as this process has it open.
+
+    Where the file system has no locks, nothing happens.
+
+    Raises:
+      CheckpointError: Another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{path}: another conversion is writing it; wait for it, or choose another name"
+        ) from None
+    except OSError:
+        return
+
+
+class Writer:
+    """Writes at given places of an open file, in a thread of its own. A context manager.
+
+    What is given to `write` must not change afterwards. An error of a write is raised by a later
+    one, or at the end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._pending: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        self._unflushed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._pending:
+                future.result()
+
+    def write(self, position: int, data: bytes | memoryview) -> None:
+        while self._pending and (len(self._pending) >= _AHEAD or self._pending[0].done()):
+            self._pending.popleft().result()
+        if len(data) < _SMALL and not self._pending:
+            write_at(self._descriptor, position, data)
+            return
+        self._pending.append(self._pool.submit(self._write, position, data))
+
+    def _write(self, position: int, data: bytes | memoryview) -> None:
+        write_at(self._descriptor, position, data)
+        self._unflushed += len(data)
+        if self._unflushed >= _FLUSH and hasattr(os, "posix_fadvise"):
+            # Linux begins to store what is asked to leave its cache, and does not wait: little is
+            # left to be done when the file is whole and waits for the disk.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unflushed = 0
+
+
+def write_at(descriptor: int, position: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count

@@ -1,0 +1,180 @@
+"""What the names and shapes of a model's tensors say of their roles. No JAX here.
+
+Which weights stay wide, which axis of a weight holds its outputs, which weights loaders merge.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+
+AxisChoice = Literal["auto", "first", "last"]
+AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
+
+# Components of a name are parted by "." or "/". What is small and sensitive: tables of embeddings,
+# output layers and heads, norms, routers (a bare "gate" is one in mixture-of-experts models;
+# "gate_proj" is not), biases (of two dimensions in Flax attention), the state matrices and short
+# convolutions of state-space models, the vision and audio parts of language models, and the scales
+# of tensors that are quantized already.
+DEFAULT_SKIP = (
+    r"(^|[./])("
+    r"[^./]*embed[^./]*|wte|wpe|shared(?=[./](weight|embedding)$)"
+    r"|([^./]*_)?head|([^./]*_)?classifier|score|qa_outputs|cls"
+    r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
+    r"|([^./]*_)?router|([^./]*_)?gate"
+    r"|a_log|([^./]*_)?conv1d|dt_bias"
+    r"|vision_(tower|model|encoder)|visual|audio_(tower|encoder)|(multi_modal|mm)_projector"
+    r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
+    r")([./]|$)"
+    r"|^output[./](weight|kernel)$"
+)
+SKIPPED = re.compile(DEFAULT_SKIP, re.IGNORECASE)
+
+# Weights that loaders merge into one, hence with one scale for the whole: query, key and value,
+# gate and up (in Mixtral w1 and w3), the two compressions of DeepSeek's attention.
+_FUSED = tuple(
+    (re.compile(rf"(^|[./])({names})(?=[./])"), merged)
+    for names, merged in (
+        (r"[qkv]_proj", "qkv_proj"),
+        (r"w[qkv]", "wqkv"),
+        (r"query|key|value", "query_key_value"),
+        (r"gate_proj|up_proj", "gate_up_proj"),
+        (r"w[13]", "w13"),
+        (r"q_a_proj|kv_a_proj_with_mqa", "qkv_a_proj"),
+    )
+)
+_CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj|q_attn)\.weight$")
+_EXPERTS = re.compile(r"experts[./](gate_up_proj|down_proj|w[123]|gate_proj|up_proj)$")
+
+
+def fused_group(name: str) -> str:
+    """The name of what loaders merge tensor `name` into; `name` itself where they do not."""
+    for pattern, merged in _FUSED:
+        found = pattern.search(name)
+        if found:
+            return f"{name[: found.start()]}{found[1]}{merged}{name[found.end() :]}"
+    return name
+
+
+def module_of(name: str) -> str:
+    """The module that has a weight: "h.0.attn" of "h.0.attn.weight"."""
+    return re.sub(r"[./](weight|kernel)$", "", name)
+
+
+class Roles:
+    """What can be said of the tensors of one checkpoint, from all their names and shapes.
+
+    Args:
+      tensors: Every tensor.
+      config: The model's `config.json`; empty where there is none.
+      choice: "first" or "last" says where outputs are, in all weights; "auto" looks.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        config: Mapping[str, Any],
+        choice: AxisChoice = "auto",
+    ) -> None:
+        self._tensors = tensors
+        self._config = config
+        self._choice = choice
+        self._has_conv1d = self._finds_conv1d()
+
+    def outputs_last(self, info: TensorInfo) -> bool | None:
+        """Whether the last axes of a weight hold its outputs, not the first; None if not known.
+
+        A bias as long as one axis only decides; then the convention that the name follows.
+        """
+        if self._choice != "auto":
+            return self._choice == "last"
+        last = re.split(r"[./]", info.name)[-1]
+        if _EXPERTS.search(info.name):
+            return self._experts_outputs_last(info)
+        if last == "kernel":
+            return True
+        if _CONV1D.search(info.name):
+            return self._has_conv1d
+        by_bias = self._by_bias(info)
+        if last == "weight":
+            return False if by_bias is None or len(info.shape) != 2 else by_bias
+        return by_bias
+
+    def axes(self, info: TensorInfo) -> tuple[int, ...]:
+        """The axes of a weight that hold its outputs.
+
+        Raises:
+          CheckpointError: Nothing says which.
+        """
+        last = self.outputs_last(info)
+        if last is None:
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: cannot tell which axis holds the "
+                "outputs, which a scale per channel needs; say it with --channel-axis first (as "
+                "PyTorch's Linear) or last (as Flax and GPT-2), or use --scaling tensor"
+            )
+        rank = len(info.shape)
+        if _EXPERTS.search(info.name) and rank == 3:
+            return (0, 2) if last else (0, 1)
+        if not last:
+            return (0,)
+        # Of Flax's [inputs, heads, length of a head] both of the last axes are outputs.
+        heads = rank == 3 and re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
+        return (1, 2) if heads else (rank - 1,)
+
+    def _by_bias(self, info: TensorInfo) -> bool | None:
+        bias = self._tensors.get(re.sub(r"[^./]+$", "bias", info.name))
+        if bias is None or bias.name == info.name or len(bias.shape) != 1 or len(info.shape) < 2:
+            return None
+        first, last = info.shape[0] == bias.shape[0], info.shape[-1] == bias.shape[0]
+        return None if first == last else last
+
+    def _finds_conv1d(self) -> bool:
+        """Whether weights named as GPT-2's are stored as its Conv1D does, [inputs, outputs]."""
+        found = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
+        for info in found:
+            by_bias = self._by_bias(info)
+            if by_bias is not None:
+                return by_bias
+        for info in found:  # three of a size side by side: outputs; four: the inner size
+            if len(info.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", info.name):
+                first, last = info.shape
+                if first != last:
+                    return last > first
+        return str(self._config.get("model_type", "")) in ("gpt2", "openai-gpt", "imagegpt")
+
+    def _experts_outputs_last(self, info: TensorInfo) -> bool | None:
+        """Of the weights of all experts in one: [E, in, out] (Llama 4, GPT-OSS) or [E, out, in]."""
+        hidden = _hidden_size(self._config)
+        if len(info.shape) != 3:
+            return None
+        _, first, last = info.shape
+        is_down = re.search(r"(down_proj|w2)$", info.name) is not None
+        if hidden is not None and first != last and hidden in (first, last):
+            return (last == hidden) == is_down
+        bias = self._tensors.get(f"{info.name}_bias")
+        if bias is not None and len(bias.shape) == 2 and first != last:
+            return bias.shape[1] == last
+        other = self._tensors.get(info.name.replace("gate_up_proj", "down_proj"))
+        if other is not None and other.name != info.name and len(other.shape) == 3:
+            # Inputs of one are the outputs of the other; gate and up together are twice as long.
+            in_out = (other.shape[2], 2 * other.shape[1]) == (first, last)
+            out_in = (2 * other.shape[2], other.shape[1]) == (first, last)
+            return None if in_out == out_in else in_out
+        pair = self._tensors.get(info.name.replace("down_proj", "gate_up_proj"))
+        return self._experts_outputs_last(pair) if pair and pair.name != info.name else None
+
+
+def _hidden_size(config: Mapping[str, Any]) -> int | None:
+    text = config.get("text_config")
+    for part in (text if isinstance(text, Mapping) else {}, config):
+        if isinstance(part.get("hidden_size"), int):
+            return part["hidden_size"]
+    return None
+
+
+def unused_patterns(patterns: Iterable[re.Pattern[str]], names: Iterable[str]) -> list[str]:
+    """Those that are found in none of the names."""
+    names = list(names)
+    return [p.pattern for p in patterns if not any(p.search(name) for name in names)]

@@ -1,0 +1,303 @@
+"""What a checkpoint is read from: one interface, whatever the container. No JAX here."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from qtoolkit.checkpoints._header import (
+    MAX_HEADER_BYTES,
+    CheckpointError,
+    TensorInfo,
+    shown,
+)
+from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+# What config.json is called beside weights that no loader reads as they are, so that none tries:
+# transformers would take codes for weights without an error.
+PARKED_CONFIG = "qtoolkit_config.json"
+_MAX_JSON = 256 * 2**20
+_SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
+# Weights of other systems and what belongs to the source's own weights: never copied.
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|gguf|msgpack|h5|onnx|onnx_data|npz|tflite|mlmodel)$"
+    r"|\.(safetensors|bin)\.index\.json$|^hf_quant_config\.json$",
+    re.IGNORECASE,
+)
+
+
+class Source(Protocol):
+    """An open checkpoint.
+
+    Attributes:
+      path: As given.
+      tensors: What it holds, by name, in the order of the data; positions are of no meaning.
+      metadata: Strings about it.
+    """
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Fills `buffer` from byte `start` of tensor `name` on."""
+
+    def close(self) -> None: ...
+
+
+class Folder:
+    """An open folder in the way of Hugging Face: safetensors files, an index, `config.json`.
+
+    Attributes:
+      path, tensors, metadata: As `Source` says; metadata is that of the first file.
+      config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
+      copied: Names of the files that go with the weights: tokenizer, generation config and so on.
+      left: Names of those that do not: weights of other kinds, folders.
+
+    Raises:
+      CheckpointError: No weights, a file is missing or damaged, the index is not true to the files
+        or leaves the folder, or the weights are of a kind that is not read.
+      OSError: Something cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = sorted(os.listdir(path))
+        config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
+        self.config = {} if config is None else read_json(os.path.join(path, config))
+        files, index = _weight_files(path, names)
+        self.copied = [
+            name
+            for name in names
+            if os.path.isfile(os.path.join(path, name))
+            and not _WEIGHTS.search(name)
+            and not name.startswith(".")
+            and name not in (CONFIG, PARKED_CONFIG)
+        ]
+        used = {*self.copied, *files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
+        self.left = [name for name in names if name not in used]
+        self._files: dict[str, SafetensorsFile] = {}
+        self._home: dict[str, SafetensorsFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            for name in files:
+                file = self._files[name] = SafetensorsFile(os.path.join(path, name))
+                for tensor in file.tensors.values():
+                    if index is not None and index.get(tensor.name) != name:
+                        continue  # of a file that also holds others' tensors
+                    if tensor.name in self.tensors:
+                        raise CheckpointError(
+                            f"{path}: tensor {shown(tensor.name)}: it is in {name} and in another "
+                            f"file, expected one, or an index, {INDEX}, that says which"
+                        )
+                    self.tensors[tensor.name] = tensor
+                    self._home[tensor.name] = file
+            _check_index(path, index, self.tensors)
+        except BaseException:
+            self.close()
+            raise
+        self.metadata = dict(next(iter(self._files.values())).metadata)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self._home[name].read_into(name, start, buffer)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      CheckpointError: It is none.
+      OSError: It cannot be read.
+    """
+    if os.path.getsize(path) > _MAX_JSON:
+        raise CheckpointError(f"{path}: {os.path.getsize(path):,} bytes, expected a JSON object")
+    with open(path, "rb") as file:
+        data = file.read(_MAX_JSON)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {shown(str(error))}, expected a JSON object") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
+    """The safetensors files of a folder in the order of their names, and the map of the index."""
+    if INDEX in names:
+        where = os.path.join(path, INDEX)
+        index = read_json(where).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+            raise CheckpointError(
+                f"{where}: no weight_map of names and files; fetch it again, or delete it where "
+                "the folder holds all weights"
+            )
+        files = sorted(set(index.values()))
+        for name in files:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{where}: file {shown(name)} is not in the folder itself, expected a plain "
+                    "name"
+                )
+            if name not in names:
+                raise CheckpointError(
+                    f"{where}: file {shown(name)} is missing in {path}; fetch it again"
+                )
+        return files, index
+    files = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in files:
+        return ["model.safetensors"], None
+    if not files:
+        raise CheckpointError(f"{path}: {_no_weights(path, names)}")
+    shards = {name: _SHARD.match(name) for name in files}
+    totals = {int(match[1]) for match in shards.values() if match}
+    if len(files) > 1 and (None in shards.values() or totals != {len(files)}):
+        raise CheckpointError(
+            f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
+            f"together, expected one; fetch it again, or give one file: "
+            f"{os.path.join(path, files[0])}"
+        )
+    if len(files) == 1 and totals and totals != {1}:
+        raise CheckpointError(
+            f"{path}: {files[0]} is one of {totals.pop()} files, and the others and {INDEX} are "
+            "missing; fetch them again"
+        )
+    return files, None
+
+
+def _no_weights(path: Path, names: list[str]) -> str:
+    if "_METADATA" in names or "manifest.ocdbt" in names or "_CHECKPOINT_METADATA" in names:
+        return (
+            "an orbax checkpoint, expected safetensors; restore it with orbax and write it with "
+            "qtoolkit.checkpoints.save"
+        )
+    for ending, remedy in (
+        (".bin", PICKLE),
+        (".pt", PICKLE),
+        (".pth", PICKLE),
+        (".gguf", "give the GGUF file itself"),
+        (".msgpack", "give the msgpack file itself"),
+        (".npz", "give the npz file itself"),
+    ):
+        found = [name for name in names if name.lower().endswith(ending)]
+        if found:
+            return f"no safetensors in the folder, but {shown(found[0])}; {remedy}"
+    return "no safetensors files in the folder, expected at least one"
+
+
+PICKLE = (
+    "a pickle, which may run any code when it is read, is refused; convert it where you trust it: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+)
+
+
+def _check_index(
+    path: Path, index: Mapping[str, str] | None, tensors: Mapping[str, TensorInfo]
+) -> None:
+    absent = [name for name in index or {} if name not in tensors]
+    if absent:
+        assert index is not None
+        raise CheckpointError(
+            f"{os.path.join(path, INDEX)}: tensor {shown(absent[0])} "
+            + (f"and {len(absent) - 1} more are" if len(absent) > 1 else "is")
+            + f" not in {shown(index[absent[0]])}, where it says; fetch both again"
+        )
+
+
+def open_source(path: Path) -> Source:
+    """Opens a checkpoint of any kind that is read, by what is in it, not by its name.
+
+    A folder of Hugging Face's, a safetensors file, GGUF, npz, or Flax's msgpack.
+
+    Raises:
+      CheckpointError: It is none of them, or damaged; the message says what it is and what to do.
+      OSError: It cannot be read.
+      ImportError: A package that reads it is missing.
+    """
+    if os.path.isdir(path):
+        return Folder(path)
+    if not os.path.isfile(path):  # missing, or a pipe: `SafetensorsFile` says so
+        return SafetensorsFile(path)
+    with contextlib.suppress(PermissionError), open(path, "rb") as file:
+        start = file.read(512)
+        kind = _sniffed(path, start, os.path.getsize(path))
+        if kind == "gguf":
+            from qtoolkit.checkpoints._gguf import GgufFile
+
+            return GgufFile(path)
+        if kind == "npz":
+            from qtoolkit.checkpoints._npz import NpzFile
+
+            return NpzFile(path)
+        if kind == "msgpack":
+            from qtoolkit.checkpoints._msgpack import MsgpackFile
+
+            return MsgpackFile(path)
+    return SafetensorsFile(path)
+
+
+def _sniffed(path: Path, start: bytes, size: int) -> str:
+    """The kind of a file from its first bytes; "safetensors" also for what nobody knows."""
+    length = int.from_bytes(start[:8], "little")
+    if len(start) > 8 and start[8:9] == b"{" and length <= MAX_HEADER_BYTES:
+        return "safetensors"
+    if start[:4] == b"GGUF":
+        return "gguf"
+    if start[:4] == b"PK\x03\x04":
+        return "npz"
+    for magic, message in _OTHERS:
+        if start.startswith(magic):
+            raise CheckpointError(f"{path}: {message}")
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        raise CheckpointError(f"{path}: {PICKLE}")
+    text = start.lstrip()[:1]
+    if text in (b"{", b"["):
+        raise CheckpointError(f"{path}: {_json_remedy(path)}")
+    if text == b"<":
+        raise CheckpointError(
+            f"{path}: a web page or XML, expected weights; the download failed: fetch it again"
+        )
+    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
+        return "msgpack"
+    return "safetensors"
+
+
+def _json_remedy(path: Path) -> str:
+    folder = os.path.dirname(os.path.abspath(path))
+    name = os.path.basename(path)
+    what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
+    return f"{what}, which holds no weights; give the folder instead: {folder}"
+
+
+_OTHERS = (
+    (b"\x89HDF\r\n", "HDF5 (Keras), expected safetensors; write the arrays with numpy.savez"),
+    (
+        b"version https://git-lfs",
+        "a Git LFS pointer, not the weights themselves; fetch them: git lfs pull",
+    ),
+    (b"\x1f\x8b", "compressed with gzip; unpack it first: gunzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd; unpack it first: unzstd"),
+    (b"\xfd7zXZ", "compressed with xz; unpack it first: unxz"),
+    (b"Rar!", "a RAR archive; unpack it first"),
+    (b"\x93NUMPY", "one NumPy array, expected npz; write it with numpy.savez(FILE, name=array)"),
+)

@@ -1,0 +1,56 @@
+"""What the numbers of a tensor look like. No JAX here."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo
+from qtoolkit.checkpoints._source import Source
+
+_CHUNK = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of the finite elements of a tensor; NaN where there are none.
+
+    Attributes:
+      lowest, largest, mean, deviation: Of them, the deviation that of a population.
+      zeros, nans, infinities: How many elements are so.
+    """
+
+    lowest: float
+    largest: float
+    mean: float
+    deviation: float
+    zeros: int
+    nans: int
+    infinities: int
+
+
+def statistics(source: Source, tensor: TensorInfo) -> Statistics:
+    """Reads a tensor of floats once, in chunks."""
+    dtype = NUMPY_DTYPES[tensor.dtype]
+    lowest, largest = math.inf, -math.inf
+    count = zeros = nans = infinities = 0
+    mean = squares = 0.0
+    for start in range(0, tensor.size, _CHUNK):
+        data = np.empty(min(_CHUNK, tensor.size - start), dtype)
+        source.read_into(tensor.name, start * dtype.itemsize, data.view(np.uint8).data)
+        x = data.astype(np.float64)
+        nans += int(np.isnan(x).sum())
+        infinities += int(np.isinf(x).sum())
+        x = x[np.isfinite(x)]
+        if not len(x):
+            continue
+        zeros += int((x == 0).sum())
+        lowest, largest = min(lowest, float(x.min())), max(largest, float(x.max()))
+        # Means and squared deviations of two parts become those of both (Chan et al., 1979).
+        shift = float(x.mean()) - mean
+        squares += float(((x - x.mean()) ** 2).sum()) + shift**2 * count * len(x) / (count + len(x))
+        count += len(x)
+        mean += shift * len(x) / count
+    if not count:
+        return Statistics(*(math.nan,) * 4, zeros, nans, infinities)
+    return Statistics(lowest, largest, mean, math.sqrt(squares / count), zeros, nans, infinities)

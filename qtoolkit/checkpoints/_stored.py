@@ -1,0 +1,246 @@
+"""How one quantized weight lies in a file: its entries, what goes into them, what they stand for.
+
+Layouts describe it with `Stored`, which both writing and reading follow. No JAX here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.formats import BlockFormat, IntFormat
+
+Packing = Literal["bytes", "nibbles", "words"]
+ReadArray = Callable[[str], np.ndarray]
+ReadBytes = Callable[[str, int, memoryview], None]
+
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One quantized weight as a file holds it.
+
+    Attributes:
+      name, shape: Of the weight.
+      matrices: The weight as [count, rows, columns]: each matrix is quantized on its own, in C
+        order of the whole.
+      spec: The block format of a matrix.
+      codes: Where the codes are.
+      scale: Where the scales are, in C order those of a matrix after the other; None without.
+      second: Where the second scale is (NVFP4); None without.
+      second_divides: Whether the second scale is the reciprocal: x = q * scale / second.
+      packing: "bytes", a code each; "nibbles", two codes to a byte, the first one low; "words",
+        codes of n bits plus 2**(n-1), dense in 32-bit words from the lowest bits on, a row padded
+        to whole words.
+      constants: Further entries with their values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    matrices: tuple[int, int, int]
+    spec: BlockFormat
+    codes: Entry
+    scale: Entry | None = None
+    second: Entry | None = None
+    second_divides: bool = False
+    packing: Packing = "bytes"
+    constants: tuple[tuple[Entry, bytes], ...] = ()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything that is written for it."""
+        parts = (self.codes, self.scale, self.second, *(entry for entry, _ in self.constants))
+        return tuple(entry for entry in parts if entry is not None)
+
+    @property
+    def scale_counts(self) -> tuple[int, int]:
+        """Blocks along rows and columns of a matrix."""
+        _, rows, columns = self.matrices
+        counts = self.spec.scale_shape((rows, columns))
+        return counts[0], counts[1]
+
+
+def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
+    """An entry that is known beforehand, with its bytes."""
+    array = np.asarray(values, NUMPY_DTYPES[dtype]).reshape(shape)
+    return Entry(name, dtype, shape), array.tobytes()
+
+
+def pack_codes(codes: np.ndarray, stored: Stored) -> np.ndarray:
+    """The bytes of the codes [rows, columns] of whole rows."""
+    if stored.packing == "nibbles":
+        return codes[:, 0::2] | (codes[:, 1::2] << 4)
+    if stored.packing == "bytes":
+        return codes
+    bits = stored.spec.element.bits
+    offset = codes ^ np.uint8(1 << (bits - 1))  # two's complement to value + 2**(bits - 1)
+    return _to_words(offset & np.uint8((1 << bits) - 1), bits)
+
+
+def unpack_codes(packed: np.ndarray, columns: int, stored: Stored) -> np.ndarray:
+    """The codes [rows, columns] of the bytes [rows, bytes of a row]."""
+    if stored.packing == "nibbles":
+        codes = np.empty((packed.shape[0], 2 * packed.shape[1]), np.uint8)
+        codes[:, 0::2], codes[:, 1::2] = packed & 15, packed >> 4
+        return codes[:, :columns]
+    if stored.packing == "bytes":
+        return packed
+    bits = stored.spec.element.bits
+    stream = np.unpackbits(packed, axis=1, bitorder="little")[:, : columns * bits]
+    codes = np.packbits(stream.reshape(len(packed), columns, bits), axis=2, bitorder="little")
+    return codes.reshape(len(packed), columns) ^ np.uint8(1 << (bits - 1))
+
+
+def _to_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Little-endian bytes: the bits of a row one after the other, filled up to 32-bit words."""
+    rows, columns = codes.shape
+    stream = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
+    stream = stream.reshape(rows, columns * bits)
+    padded = np.zeros((rows, -(-columns * bits // 32) * 32), np.uint8)
+    padded[:, : stream.shape[1]] = stream
+    return np.packbits(padded, axis=1, bitorder="little")
+
+
+def scale_bytes(scale: np.ndarray, entry: Entry) -> np.ndarray:
+    """Scales as the entry has them: E8M0 is written as U8 by some layouts, its byte unchanged."""
+    wanted = NUMPY_DTYPES[entry.dtype]
+    if scale.dtype == wanted:
+        return scale
+    if scale.dtype.itemsize == 1 and wanted.itemsize == 1:
+        return scale.view(wanted)
+    return scale.astype(wanted)
+
+
+def at_limits(stored: Stored, read_bytes: ReadBytes) -> "Values":
+    """Reads 1 where the code of a weight is the largest or the lowest one, else 0."""
+    values = Values(dataclasses.replace(stored, scale=None, second=None), read_bytes)
+    element = stored.spec.element
+    unit = 2.0**stored.spec.element_exponent
+    limits = [float(element.lowest + stored.spec.narrow_range), float(element.max_finite)]
+    values.table = np.isin(values.table / unit, limits).astype(np.float32)
+    return values
+
+
+class Values:
+    """Reads the float32 values of a stored weight, rows at a time.
+
+    Args:
+      stored: What is read.
+      read_bytes: (name of an entry, first byte, buffer to fill).
+    """
+
+    def __init__(self, stored: Stored, read_bytes: ReadBytes) -> None:
+        self.stored = stored
+        self._read = read_bytes
+        self.table = _code_values(stored.spec)
+        self._scales: np.ndarray | None = None
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
+        _, rows, columns = self.stored.matrices
+        out = np.frombuffer(buffer, np.float32)
+        first, last = start // 4, start // 4 + len(out)
+        while first < last:
+            row = first // columns
+            column = first - row * columns
+            matrix, within = divmod(row, rows)
+            if column == 0 and last - first >= columns:  # whole rows of this matrix
+                height = min((last - first) // columns, rows - within)
+                part = self._rows(matrix, within, within + height).reshape(-1)
+            else:
+                part = self._rows(matrix, within, within + 1)[0, column : column + last - first]
+            out[: len(part)] = part
+            out, first = out[len(part) :], first + len(part)
+
+    def _rows(self, matrix: int, start: int, stop: int) -> np.ndarray:
+        stored, (_, rows, columns) = self.stored, self.stored.matrices
+        width = stored.codes.nbytes // (stored.matrices[0] * rows)
+        packed = np.empty((stop - start, width), np.uint8)
+        self._read(stored.codes.name, (matrix * rows + start) * width, packed.reshape(-1).data)
+        values = self.table[unpack_codes(packed, columns, stored)]
+        if stored.scale is None:
+            return values
+        lengths = stored.spec.block_lengths((rows, columns))
+        scales = self._all_scales()[matrix]
+        if scales.shape[0] > 1:
+            scales = scales[np.arange(start, stop) // lengths[0]]
+        if scales.shape[1] > 1:
+            scales = np.repeat(scales, lengths[1], axis=1)[:, :columns]
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            return values * scales
+
+    def _all_scales(self) -> np.ndarray:
+        """Effective scales, float32 [matrices, blocks along rows, along columns]."""
+        if self._scales is None:
+            stored = self.stored
+            assert stored.scale is not None
+            scales = _numbers(self._whole(stored.scale), stored.spec)
+            if stored.second is not None:
+                second = np.float32(self._whole(stored.second).reshape(-1)[0])
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    scales = scales / second if stored.second_divides else scales * second
+            self._scales = np.ascontiguousarray(scales, np.float32).reshape(
+                -1, *stored.scale_counts
+            )
+        return self._scales
+
+    def _whole(self, entry: Entry) -> np.ndarray:
+        data = np.empty(entry.nbytes, np.uint8)
+        self._read(entry.name, 0, data.data)
+        return data.view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def _numbers(scale: np.ndarray, spec: BlockFormat) -> np.ndarray:
+    """Scales as float32; a byte of an E8M0 scale is its exponent plus 127."""
+    if spec.has_powers:
+        codes = scale.view(np.uint8)
+        numbers = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
+        return np.where(codes == 255, np.float32(np.nan), numbers)
+    return scale.astype(np.float32)
+
+
+def _code_values(spec: BlockFormat) -> np.ndarray:
+    """The float32 value of every code of an element format of at most eight bits."""
+    element = spec.element
+    unit = np.float32(2.0**spec.element_exponent)
+    codes = np.arange(2**element.bits, dtype=np.uint8)
+    if isinstance(element, IntFormat):
+        values = codes.astype(np.int32)
+        if element.signed:
+            values = np.where(values >= 2 ** (element.bits - 1), values - 2**element.bits, values)
+        return values.astype(np.float32) * unit
+    dtype = element.dtype
+    assert dtype is not None, element.name
+    return codes.view(dtype).astype(np.float32) * unit
+
+
+def check_entry(
+    tensors: Mapping[str, Any], name: str, dtypes: tuple[str, ...], where: str
+) -> Entry:
+    """The entry `name` of a source, with one of `dtypes`.
+
+    Raises:
+      CheckpointError: It is missing or has another dtype.
+    """
+    info = tensors.get(name)
+    if info is None or info.dtype not in dtypes:
+        got = "no such tensor" if info is None else f"dtype {info.dtype}"
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {got}, expected {' or '.join(dtypes)}; the checkpoint "
+            "is not what its config says, fetch it again"
+        )
+    return Entry(name, info.dtype, tuple(info.shape))

@@ -1,0 +1,190 @@
+"""A converted checkpoint checked against its source: what it holds is made again and compared."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from qtoolkit.checkpoints._convert import entries
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
+from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._source import Source, open_source
+from qtoolkit.checkpoints._stored import Stored
+from qtoolkit.formats import BlockFormat
+from qtoolkit.formats import format as resolve
+
+_COPY = 2**22
+_WIDE = ("F32", "F16", "BF16")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+      source, converted: The two paths.
+      tensors, quantized: How many tensors were compared, and how many of them are quantized.
+      problems: A line for each difference; empty where all is as it should be.
+    """
+
+    source: str
+    converted: str
+    tensors: int
+    quantized: int
+    problems: tuple[str, ...]
+
+
+def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
+    """Quantizes `src` again as `converted` is quantized, and compares every byte.
+
+    Headers, index and config are checked as they are opened. Then each tensor of `src` must be
+    there: unchanged, rounded to another wide dtype, or quantized, its codes and scales being those
+    of `qtoolkit.quantize`. Nothing is written; memory is a few chunks.
+
+    Args:
+      src: What was converted: a folder or a file.
+      converted: What came of it, by any program that quantizes in one of the layouts.
+      progress: Called with (name, bytes compared, bytes in all) of `src`.
+
+    Raises:
+      CheckpointError: One of them is no checkpoint, or damaged.
+      OSError: A file cannot be read; it names the file.
+    """
+    with _opened(src) as source, _opened(converted) as target:
+        check = _Check(source, target)
+        total = sum(info.nbytes for info in source.tensors.values())
+        done = 0
+        for name, info in source.tensors.items():
+            check.tensor(name)
+            done += info.nbytes
+            if progress is not None:
+                progress(shown(name), done, total)
+        problems = check.problems + [
+            f"{shown(name)}: is not in {src}"
+            for name in target.tensors
+            if name not in source.tensors
+        ]
+        return Verification(
+            source=str(src),
+            converted=str(converted),
+            tensors=sum(name in target.tensors for name in source.tensors),
+            quantized=len(check.stored),
+            problems=tuple(problems),
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Source]:
+    with contextlib.closing(open_source(path)) as opened:
+        yield dequantized(opened)
+
+
+class _Check:
+    """A comparison under way."""
+
+    def __init__(self, source: Source, target: Source) -> None:
+        self.problems: list[str] = []
+        self.stored: Mapping[str, Stored] = {}
+        self._source, self._target = source, target
+        self._seconds: dict[str, bytes] = {}
+        self._amaxes: dict[bytes, float] = {}
+        if isinstance(target, DequantizedSource):
+            self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
+            for name, weight in self.stored.items():
+                if weight.second is not None:
+                    data = bytearray(weight.second.nbytes)
+                    target.read_stored(weight.second.name, 0, memoryview(data))
+                    self._seconds[name] = bytes(data)
+
+    def tensor(self, name: str) -> None:
+        """Compares a tensor of the source; at most one problem of it is named."""
+        info, found = self._source.tensors[name], self._target.tensors.get(name)
+        if found is None or found.shape != info.shape:
+            got = "is missing" if found is None else f"shape {list(found.shape)}"
+            self._problem(name, f"{got}, expected shape {list(info.shape)}")
+        elif name in self.stored:
+            again = entries(
+                functools.partial(self._reader, name),
+                info,
+                self.stored[name],
+                self._shared_amax(name),
+                Sums(),
+                1,
+            )
+            self._differences(name, again, self._read_stored)
+        elif found.dtype == info.dtype:
+            self._differences(name, self._copied(name), self._target.read_into)
+        elif info.dtype in _WIDE and found.dtype in _WIDE:
+            self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
+        else:
+            self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
+
+    def _problem(self, name: str, what: str) -> None:
+        self.problems.append(f"{shown(name)}: {what}")
+
+    def _read_stored(self, name: str, start: int, buffer: memoryview) -> None:
+        assert isinstance(self._target, DequantizedSource)
+        self._target.read_stored(name, start, buffer)
+
+    def _differences(
+        self,
+        name: str,
+        expected: Iterator[tuple[str, np.ndarray]],
+        read: Callable[[str, int, memoryview], None],
+    ) -> None:
+        """Compares (entry, next bytes of it) with what the target has."""
+        places: dict[str, int] = {}
+        for entry, array in expected:
+            wanted = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            got = np.empty_like(wanted)
+            start = places.get(entry, 0)
+            read(entry, start, got.data)
+            places[entry] = start + len(got)
+            differ = np.flatnonzero(got != wanted)
+            if len(differ):
+                at = int(differ[0])
+                self._problem(
+                    name,
+                    ("" if entry == name else f"{shown(entry)}: ")
+                    + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again",
+                )
+                return
+
+    def _reader(self, name: str, offset: int = 0) -> Read:
+        def read(start: int, buffer: memoryview) -> None:
+            self._source.read_into(name, offset + start, buffer)
+
+        return read
+
+    def _copied(self, name: str) -> Iterator[tuple[str, np.ndarray]]:
+        size = self._source.tensors[name].nbytes
+        for start in range(0, size, _COPY):
+            data = np.empty(min(_COPY, size - start), np.uint8)
+            self._source.read_into(name, start, data.data)
+            yield name, data
+
+    def _rounded(self, name: str, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+        info = self._source.tensors[name]
+        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[dtype]), scale=None)
+        _, pieces = quantized(self._reader(name), info.shape, info.dtype, spec, sums=Sums())
+        for piece in pieces:
+            yield name, piece.codes
+
+    def _shared_amax(self, name: str) -> float | None:
+        """The largest magnitude of the weights with this second scale: they may share it."""
+        second = self._seconds.get(name)
+        if second is None:
+            return None
+        if second not in self._amaxes:
+            self._amaxes[second] = max(
+                amax_of(self._reader(other), info.shape, info.dtype)
+                for other, info in self._source.tensors.items()
+                if self._seconds.get(other) == second
+            )
+        return self._amaxes[second]

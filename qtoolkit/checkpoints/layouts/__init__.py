@@ -1,0 +1,21 @@
+"""How other systems store quantized weights: one file each, a registry by name. No JAX here."""
+
+from qtoolkit.checkpoints.layouts import (
+    _compressed_tensors,
+    _finegrained,
+    _modelopt,
+    _plain,
+)
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, Layout, Scheme
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        _plain.LAYOUT,
+        _compressed_tensors.LAYOUT,
+        _finegrained.LAYOUT,
+        _modelopt.LAYOUT,
+    )
+}
+
+__all__ = ["LAYOUTS", "SCALINGS", "Layout", "Scheme"]

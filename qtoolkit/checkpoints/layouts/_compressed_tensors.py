@@ -1,0 +1,322 @@
+"""compressed-tensors, the layout of llm-compressor and vLLM.
+
+Entries and configs follow the package itself: `compressors/*/base.py` and the presets in
+`quantization/quant_scheme.py`. Scales multiply, but NVFP4's `weight_global_scale` divides.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._stored import constant
+from qtoolkit.checkpoints.layouts._layout import (
+    BYTE_ELEMENTS,
+    FLOAT_SCALES,
+    Entry,
+    Layout,
+    Packing,
+    Scheme,
+    Stored,
+    Tensors,
+    by_block,
+    by_channel,
+    by_tensor,
+    check_divisible,
+    check_entry,
+    entry_beside,
+    matrix_of,
+    read_bytes_weight,
+    scale_format,
+    scaling_of,
+)
+from qtoolkit.formats import (
+    E2M1FN,
+    E4M3FN,
+    INT4_GROUP32,
+    INT4_GROUP128,
+    INT8,
+    INT8_GROUP128,
+    MXFP4,
+    MXFP8_E4M3,
+    NVFP4,
+    BlockFormat,
+    IntFormat,
+)
+
+METHOD = "compressed-tensors"
+
+FP8_CHANNEL = Scheme(
+    name="FP8_DYNAMIC", spec=by_channel(E4M3FN), about="activations per token, when it runs"
+)
+FP8_TENSOR = Scheme(
+    name="FP8", spec=by_tensor(E4M3FN), about="activations per token, or static with input scales"
+)
+FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), about="activations per 128 of a token")
+W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
+MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
+MX4 = Scheme(name="MXFP4A16", spec=MXFP4, about="weights only")
+NV4 = Scheme(
+    name="NVFP4A16", spec=NVFP4, about="weights only; one second scale for q, k, v and gate, up"
+)
+W4A16 = Scheme(name="W4A16", spec=INT4_GROUP128, about="weights only, groups of 128")
+W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups of 32")
+W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
+
+_PACKED = {W4A16, W4A16_32, W8A16}
+_DIVIDED = "weight_global_scale"
+
+
+def store(
+    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Stored:
+    check_divisible(info, scheme.spec, LAYOUT.name)
+    rows, columns = info.shape
+    spec, name = scheme.spec, info.name
+    element = spec.element
+    packing: Packing = "bytes"
+    codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
+    constants = []
+    if scheme in _PACKED:
+        packing = "words"
+        packed = entry_beside(name, "weight_packed")
+        codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
+        constants.append(constant(entry_beside(name, "weight_shape"), "I64", info.shape, (2,)))
+    elif element == E2M1FN:
+        packing = "nibbles"
+        codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
+    if input_scale is not None and scheme == FP8_TENSOR:
+        constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
+    counts = spec.scale_shape(info.shape)
+    dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
+    shape = (1,) if scheme == FP8_TENSOR else counts
+    second = None
+    if spec.tensor_scale is not None:
+        second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
+    return Stored(
+        name=name,
+        shape=info.shape,
+        matrices=matrix_of(info),
+        spec=spec,
+        codes=codes,
+        scale=Entry(entry_beside(name, "weight_scale"), dtype, shape),
+        second=second,
+        second_divides=True,
+        packing=packing,
+        constants=tuple(constants),
+    )
+
+
+def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    block = _block_structure(config)
+    widths = _widths(config)
+    found = {}
+    for name, info in tensors.items():
+        module, _, last = name.rpartition(".")
+        beside = f"{module}." if module else ""
+        if last == "weight_packed":
+            stored = _read_packed(tensors, info, beside, where, widths)
+        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
+            stored = _read_bytes(tensors, name, where, block)
+        else:
+            continue
+        for entry in ("weight_zero_point", "weight_g_idx"):
+            if beside + entry in tensors:
+                raise CheckpointError(
+                    f"{where}: tensor {shown(beside + entry)}: asymmetric or reordered weights are "
+                    "not read; dequantize the checkpoint with compressed-tensors first"
+                )
+        found[stored.name] = stored
+    return found
+
+
+def _read_bytes(tensors: Tensors, name: str, where: str, block: Sequence[int] | None) -> Stored:
+    scale = tensors[f"{name}_scale"]
+    if scale.dtype != "U8":
+        return read_bytes_weight(tensors, name, f"{name}_scale", where, block)
+    codes = check_entry(tensors, name, ("F8_E4M3",), where)
+    entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
+    return _grouped(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+
+
+def _read_packed(
+    tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
+) -> Stored:
+    name = f"{beside}weight"
+    codes = Entry(info.name, info.dtype, info.shape)
+    if info.dtype == "U8" and len(info.shape) == 2:
+        shape = (info.shape[0], 2 * info.shape[1])
+        if beside + _DIVIDED not in tensors:
+            scale = check_entry(tensors, f"{beside}weight_scale", ("U8", "F8_E8M0"), where)
+            return _grouped(name, shape, MXFP4, codes, scale, where, packing="nibbles")
+        scale = check_entry(tensors, f"{beside}weight_scale", ("F8_E4M3",), where)
+        second = check_entry(tensors, beside + _DIVIDED, ("F32",), where)
+        return _grouped(name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second)
+    if info.dtype != "I32" or len(info.shape) != 2:
+        raise CheckpointError(
+            f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
+            "matrix of I32 or U8; it cannot be read"
+        )
+    scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
+    rows, words = info.shape
+    # The numbers in weight_shape are not in the header; its columns follow from words and scales.
+    for bits, group in widths:
+        columns = words * 32 // bits
+        if scale.shape == (rows, columns // group) and columns % group == 0:
+            spec = BlockFormat(
+                element=IntFormatOf[bits], block=(group,), scale=scale_format(scale.dtype)
+            )
+            shape = (rows, columns)
+            weight = _grouped(name, shape, spec, codes, scale, where, packing="words")
+            expected = constant(f"{beside}weight_shape", "I64", shape, (2,))
+            has_shape = f"{beside}weight_shape" in tensors
+            return dataclasses.replace(weight, constants=(expected,) if has_shape else ())
+    raise CheckpointError(
+        f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
+        f"expected {' or '.join(f'{bits} bits in groups of {group}' for bits, group in widths)}; "
+        "it cannot be read"
+    )
+
+
+IntFormatOf: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
+
+
+def _grouped(
+    name: str,
+    shape: tuple[int, ...],
+    spec: BlockFormat,
+    codes: Entry,
+    scale: Entry,
+    where: str,
+    *,
+    packing: Packing = "bytes",
+    second: Entry | None = None,
+) -> Stored:
+    length = spec.block[0] or 1
+    if len(shape) != 2 or scale.shape != (shape[0], -(-shape[1] // length)):
+        raise CheckpointError(
+            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
+            f"{length} of {list(shape)}; it cannot be read"
+        )
+    return Stored(
+        name=name,
+        shape=shape,
+        matrices=(1, shape[0], shape[1]),
+        spec=spec,
+        codes=codes,
+        scale=scale,
+        second=second,
+        second_divides=True,
+        packing=packing,
+    )
+
+
+# Bits and group sizes of packed integers that no config tells; `dequantized` checks the shape.
+_WIDTHS = ((4, 128), (4, 32), (8, 128))
+
+
+def _widths(config: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+    """Bits and group size of packed integers, as the groups of the config have them.
+
+    Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
+    """
+    found: list[tuple[int, int]] = []
+    for group in dict(config.get("config_groups") or {}).values():
+        weights = dict(dict(group).get("weights") or {})
+        bits, length = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type") == "int" and bits in (4, 8) and isinstance(length, int):
+            found.append((bits, length))
+    return found or _WIDTHS
+
+
+def _block_structure(config: Mapping[str, Any]) -> Sequence[int] | None:
+    for group in dict(config.get("config_groups") or {}).values():
+        block = dict(dict(group).get("weights") or {}).get("block_structure")
+        if isinstance(block, list) and len(block) == 2:
+            return block
+    return None
+
+
+def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+    """One group of layers for each scheme: all Linear layers, or those that it names."""
+    groups = {
+        f"group_{number}": {
+            "targets": ["Linear"] if len(used) == 1 else list(modules),
+            "format": _format(scheme),
+            "weights": _weights(scheme),
+            "input_activations": _activations(scheme),
+            "output_activations": None,
+        }
+        for number, (scheme, modules) in enumerate(used.items())
+    }
+    formats = {_format(scheme) for scheme in used}
+    return {
+        "quant_method": METHOD,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _format(scheme: Scheme) -> str:
+    if scheme in _PACKED:
+        return "pack-quantized"
+    names = {W8A8: "int-quantized", MX8: "mxfp8-quantized", MX4: "mxfp4-pack-quantized"}
+    return names.get(scheme, "nvfp4-pack-quantized" if scheme == NV4 else "float-quantized")
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    spec = scheme.spec
+    is_int = isinstance(spec.element, IntFormat)
+    args: dict[str, Any] = {
+        "num_bits": spec.element.bits,
+        "type": "int" if is_int else "float",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    word = scaling_of(spec) if scheme not in _PACKED else None
+    if word is not None:
+        args["strategy"] = word
+        return args | ({"block_structure": list(spec.block)} if word == "block" else {})
+    args["strategy"] = "tensor_group" if scheme == NV4 else "group"
+    args["group_size"] = spec.block[0]
+    if scheme == NV4:
+        args["scale_dtype"] = args["zp_dtype"] = "torch.float8_e4m3fn"
+    elif spec.has_powers:
+        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
+    return args
+
+
+def _activations(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme in _PACKED or scheme in (MX4, NV4):
+        return None
+    args: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "int" if scheme == W8A8 else "float",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "token",
+    }
+    if scheme == FP8_BLOCK:
+        args |= {"strategy": "group", "group_size": 128}
+    elif scheme == MX8:
+        args |= {"strategy": "group", "group_size": 32}
+        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
+    return args
+
+
+LAYOUT = Layout(
+    name="compressed-tensors",
+    title="that of llm-compressor: weight or weight_packed, weight_scale",
+    loaders="transformers with compressed-tensors, vLLM, SGLang",
+    schemes=(
+        *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
+        *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),
+    ),
+    store=store,
+    read=read,
+    config=config,
+)

@@ -1,0 +1,88 @@
+"""DeepSeek's FP8, in transformers "finegrained fp8": blocks of 128x128.
+
+`weight` is F8_E4M3, `weight_scale_inv` F32 [o / 128, i / 128]; despite its name it multiplies.
+Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
+integrations/finegrained_fp8.py, which finds the size of a block by dividing shapes, so that both
+axes have to be multiples of 128.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo
+from qtoolkit.checkpoints.layouts._layout import (
+    BYTE_ELEMENTS,
+    Entry,
+    Layout,
+    Scheme,
+    Stored,
+    Tensors,
+    by_block,
+    check_divisible,
+    matrix_of,
+    read_bytes_weight,
+)
+from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
+
+SUFFIX = "_scale_inv"
+METHOD = "fp8"
+
+
+def store(
+    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Stored:
+    check_divisible(info, scheme.spec, LAYOUT.name)
+    rows, columns = info.shape
+    return Stored(
+        name=info.name,
+        shape=info.shape,
+        matrices=matrix_of(info),
+        spec=scheme.spec,
+        codes=Entry(info.name, "F8_E4M3", info.shape),
+        scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),
+    )
+
+
+def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    block = config.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CheckpointError(
+            f"{where}: weight_block_size {block!r} in config.json, expected two lengths, [128, 128]"
+        )
+    found = {}
+    for name, info in tensors.items():
+        if info.dtype in BYTE_ELEMENTS and name + SUFFIX in tensors:
+            found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where, block)
+        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in tensors:
+            # One scale in all, as vLLM writes it.
+            found[name] = read_bytes_weight(tensors, name, name + "_scale", where, block)
+    return found
+
+
+def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": METHOD,
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": list(kept),
+    }
+
+
+LAYOUT = Layout(
+    name="finegrained-fp8",
+    title="DeepSeek's blocks of 128x128: weight, weight_scale_inv",
+    loaders="transformers, vLLM, SGLang",
+    schemes=(
+        Scheme(name="blocks of 128x128", spec=by_block(E4M3FN)),
+        Scheme(
+            name="blocks of 128x128, no scale below 1e-4 / 448, as DeepSeek's kernels",
+            spec=DEEPSEEK_128X128,
+        ),
+    ),
+    store=store,
+    read=read,
+    config=config,
+)

@@ -1,0 +1,272 @@
+"""What a layout is."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry
+from qtoolkit.formats import (
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FLOAT32,
+    INT8,
+    BlockFormat,
+    FloatFormat,
+    Format,
+)
+from qtoolkit.formats import format as resolve
+
+Tensors = Mapping[str, TensorInfo]
+BLOCK = (128, 128)
+SCALINGS = ("tensor", "channel", "block")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """One way in which a layout stores weights.
+
+    Attributes:
+      name: As the layout's publisher calls it.
+      spec: The block format of a weight [outputs, inputs].
+      about: What else a reader should know.
+      needs_input_scale: Whether loaders ask for static activation scales.
+    """
+
+    name: str
+    spec: BlockFormat
+    about: str = ""
+    needs_input_scale: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout.
+
+    Attributes:
+      name: As given to `--layout`.
+      title: One line.
+      loaders: Who loads it.
+      schemes: What it can store, the default first.
+      store: The entries of a weight: (info, scheme, output axes, input scale).
+      read: Those quantized weights that it finds: (quantization config or {}, tensors, where).
+      config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
+      files: The same -> further JSON files by name.
+      linear_only: Whether it stores matrices [outputs, inputs] only.
+    """
+
+    name: str
+    title: str
+    loaders: str
+    schemes: tuple[Scheme, ...]
+    store: Callable[[TensorInfo, Scheme, Sequence[int], float | None], Stored]
+    read: Callable[[Mapping[str, Any], Tensors, str], dict[str, Stored]]
+    config: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]]
+    files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = (
+        lambda used, kept: {}
+    )
+    linear_only: bool = True
+
+    def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+        """The scheme for a format and a word for its scales; None: the layout's first.
+
+        Raises:
+          CheckpointError: The layout has none.
+        """
+        for scheme in self.schemes:
+            if isinstance(of, BlockFormat):
+                if scheme.spec == of and scaling is None:
+                    return scheme
+            elif scheme.spec.element == of and scaling in (None, scaling_of(scheme.spec)):
+                return scheme
+        word = "" if scaling is None else f" with --scaling {scaling}"
+        raise CheckpointError(
+            f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
+            f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
+        )
+
+    def spellings(self) -> list[str]:
+        """Its schemes as arguments: "e4m3fn (--scaling channel)", "mxfp4"."""
+        return [spelling(scheme.spec) for scheme in self.schemes]
+
+
+def scaling_of(spec: BlockFormat) -> str | None:
+    """The word for the scales of an element; None where the block format has a name."""
+    if spec.scale is None:
+        return "none"
+    if spec.tensor_scale is not None or spec.scale != FLOAT32 or spec.amax_epsilon:
+        return None
+    if spec.block == () and spec.other_axes is None:
+        return "tensor"
+    if spec.other_axes is None and spec.block == (1,):
+        return "channel"
+    return "block" if spec.block == BLOCK else None
+
+
+def spelling(spec: BlockFormat) -> str:
+    """A spec as arguments of the command."""
+    word = scaling_of(spec)
+    if word is None:
+        return spec.name
+    return spec.element.name + ("" if word == "none" else f" (--scaling {word})")
+
+
+# Cached: checking a format takes longer than quantizing a small tensor by it.
+@functools.cache
+def by_tensor(element: Format) -> BlockFormat:
+    return BlockFormat.tensor(element)
+
+
+@functools.cache
+def by_channel(element: Format, axis: int = 0) -> BlockFormat:
+    """A scale for each output of [outputs, inputs], or [inputs, outputs] with axis 1."""
+    return BlockFormat.channel(element, axis)
+
+
+@functools.cache
+def by_block(element: Format) -> BlockFormat:
+    return BlockFormat(element=element, block=BLOCK)
+
+
+def matrix_of(info: TensorInfo) -> tuple[int, int, int]:
+    rows, columns = info.shape
+    return 1, rows, columns
+
+
+def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
+    """Raises where blocks would not fill a matrix.
+
+    Loaders split and merge weights along both axes, and some find the size of a block by dividing.
+    """
+    for axis, length in zip((-1, -2), reversed(spec.block), strict=False):
+        if length is not None and length > 1 and info.shape[axis] % length:
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: axis {axis} has "
+                f"{info.shape[axis]} elements, expected a multiple of {length} for {spec.name} in "
+                f"layout {layout}; leave it out with --skip, or use --scaling channel"
+            )
+
+
+# Formats of codes that are a byte each, by the dtype in files.
+BYTE_ELEMENTS: dict[str, Format] = {
+    "F8_E4M3": E4M3FN,
+    "F8_E5M2": E5M2,
+    "F8_E4M3FNUZ": E4M3FNUZ,
+    "F8_E5M2FNUZ": E5M2FNUZ,
+    "I8": INT8,
+}
+BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
+FLOAT_SCALES = ("F32", "BF16", "F16")
+_SCALE_FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def scale_format(dtype: str) -> FloatFormat:
+    """The format of scales that are stored as F32, BF16 or F16."""
+    fmt = resolve(_SCALE_FORMATS[dtype])
+    assert isinstance(fmt, FloatFormat)
+    return fmt
+
+
+def read_bytes_weight(
+    tensors: Tensors, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
+) -> Stored:
+    """A weight with a code to a byte and multiplying float scales, whose shape says for what.
+
+    One scale in all; [o, 1, ...] or [o]; [1, ..., i]; a scale per block of `block`, or of 128x128;
+    or a scale per group along the last axis.
+    """
+    codes = check_entry(tensors, name, tuple(BYTE_ELEMENTS), where)
+    scale = check_entry(tensors, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
+    matrices, layout = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
+    spec = BlockFormat(
+        element=BYTE_ELEMENTS[codes.dtype],
+        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else scale_format(scale.dtype),
+        **layout,
+    )
+    return Stored(
+        name=name, shape=codes.shape, matrices=matrices, spec=spec, codes=codes, scale=scale
+    )
+
+
+def _blocks_by_shape(
+    shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """The matrices of a weight and the blocks that scales of that shape belong to."""
+    size, count = _product(shape), _product(scale)
+    last = shape[-1] if shape else 1
+    if not size:
+        return (1, 0, 1), {"other_axes": None}
+    if count == 1:
+        return (1, size // last, last), {"other_axes": None}
+    if scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
+        return (1, shape[0], size // shape[0]), {"block": (1,), "axes": (0,), "other_axes": None}
+    outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []
+    suffix = tuple(range(len(shape) - len(outputs), len(shape)))
+    if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
+        columns = _product(shape[suffix[0] :])
+        return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
+    if len(shape) < 2 or len(scale) != len(shape) or scale[:-2] != shape[:-2]:
+        return _batched_channels(shape, scale, where)
+    rows, columns = shape[-2:]
+    matrices = (_product(shape[:-2]), rows, columns)
+    for lengths in (tuple(block) if block else BLOCK, (1, columns // max(scale[-1], 1))):
+        if all(length >= 1 for length in lengths) and scale[-2:] == (
+            -(-rows // lengths[0]),
+            -(-columns // lengths[1]),
+        ):
+            return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
+    return _batched_channels(shape, scale, where)
+
+
+def _batched_channels(
+    shape: tuple[int, ...], scale: tuple[int, ...], where: str
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    if len(shape) == 3 and scale == (shape[0], shape[1], 1):
+        return shape, {"block": (1,), "axes": (0,), "other_axes": None}
+    if len(shape) == 3 and scale == (shape[0], 1, shape[2]):
+        return shape, {"block": (1,), "axes": (1,), "other_axes": None}
+    raise CheckpointError(
+        f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
+        "per group or per block of 128x128; it cannot be read"
+    )
+
+
+def _product(lengths: Sequence[int]) -> int:
+    product = 1
+    for length in lengths:
+        product *= length
+    return product
+
+
+def entry_beside(name: str, suffix: str) -> str:
+    """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
+    return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
+
+
+__all__ = [
+    "BLOCK",
+    "BYTE_DTYPES",
+    "BYTE_ELEMENTS",
+    "FLOAT_SCALES",
+    "SCALINGS",
+    "Entry",
+    "Layout",
+    "Packing",
+    "Scheme",
+    "Stored",
+    "Tensors",
+    "by_block",
+    "by_channel",
+    "by_tensor",
+    "check_divisible",
+    "check_entry",
+    "entry_beside",
+    "matrix_of",
+    "read_bytes_weight",
+    "scale_format",
+    "scaling_of",
+    "spelling",
+]

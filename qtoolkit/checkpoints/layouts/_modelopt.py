@@ -1,0 +1,149 @@
+"""NVIDIA's modelopt.
+
+FP8: `weight` F8_E4M3, `weight_scale` F32, one (with `input_scale`) or one per output. NVFP4:
+`weight` U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2` F32, which
+multiplies, and `input_scale`.
+Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
+compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints._stored import constant
+from qtoolkit.checkpoints.layouts._layout import (
+    BYTE_ELEMENTS,
+    FLOAT_SCALES,
+    Entry,
+    Layout,
+    Scheme,
+    Stored,
+    Tensors,
+    by_channel,
+    by_tensor,
+    check_divisible,
+    check_entry,
+    entry_beside,
+    matrix_of,
+    read_bytes_weight,
+)
+from qtoolkit.formats import E4M3FN, NVFP4
+
+METHOD = "modelopt"
+_SECOND = "weight_scale_2"
+
+CHANNEL = Scheme(
+    name="FP8_PER_CHANNEL_PER_TOKEN",
+    spec=by_channel(E4M3FN),
+    about="activations per token, when it runs",
+)
+TENSOR = Scheme(
+    name="FP8", spec=by_tensor(E4M3FN), about="static activations", needs_input_scale=True
+)
+NV4 = Scheme(
+    name="NVFP4",
+    spec=NVFP4,
+    about="static second scale of activations; one second scale for q, k, v and gate, up",
+    needs_input_scale=True,
+)
+
+
+def store(
+    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Stored:
+    check_divisible(info, scheme.spec, LAYOUT.name)
+    rows, columns = info.shape
+    name = info.name
+    scale_name = entry_beside(name, "weight_scale")
+    constants: tuple[tuple[Entry, bytes], ...] = ()
+    if scheme.needs_input_scale:
+        assert input_scale is not None
+        constants = (constant(entry_beside(name, "input_scale"), "F32", input_scale, ()),)
+    nv4 = scheme == NV4
+    if nv4:
+        codes = Entry(name, "U8", (rows, columns // 2))
+        scale = Entry(scale_name, "F8_E4M3", (rows, columns // 16))
+    else:
+        codes = Entry(name, "F8_E4M3", info.shape)
+        scale = Entry(scale_name, "F32", () if scheme == TENSOR else (rows,))
+    return Stored(
+        name=name,
+        shape=info.shape,
+        matrices=matrix_of(info),
+        spec=scheme.spec,
+        codes=codes,
+        scale=scale,
+        second=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
+        packing="nibbles" if nv4 else "bytes",
+        constants=constants,
+    )
+
+
+def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    found = {}
+    for name, info in tensors.items():
+        if not name.endswith("weight"):
+            continue
+        scale_name, second_name = entry_beside(name, "weight_scale"), entry_beside(name, _SECOND)
+        if info.dtype == "U8" and second_name in tensors:
+            codes = check_entry(tensors, name, ("U8",), where)
+            scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
+            rows, packed = codes.shape
+            found[name] = Stored(
+                name=name,
+                shape=(rows, 2 * packed),
+                matrices=(1, rows, 2 * packed),
+                spec=NVFP4,
+                codes=codes,
+                scale=scale,
+                second=check_entry(tensors, second_name, ("F32",), where),
+                packing="nibbles",
+            )
+        elif info.dtype in BYTE_ELEMENTS and _has_floats(tensors, scale_name):
+            found[name] = read_bytes_weight(tensors, name, scale_name, where)
+    return found
+
+
+def _has_floats(tensors: Tensors, name: str) -> bool:
+    return name in tensors and tensors[name].dtype in FLOAT_SCALES
+
+
+def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": METHOD,
+        "quant_algo": _algorithm(used),
+        "kv_cache_scheme": None,
+        "ignore": list(kept),
+        **({"group_size": 16} if NV4 in used else {}),
+        "producer": {"name": "qtoolkit", "version": __version__},
+    }
+
+
+def files(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+    quantization = {
+        "quant_algo": _algorithm(used),
+        "kv_cache_quant_algo": None,
+        "exclude_modules": list(kept),
+        **({"group_size": 16} if NV4 in used else {}),
+    }
+    producer = {"name": "qtoolkit", "version": __version__}
+    return {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
+
+
+def _algorithm(used: Mapping[Scheme, Sequence[str]]) -> str:
+    (scheme,) = used
+    return scheme.name
+
+
+LAYOUT = Layout(
+    name="modelopt",
+    title="that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale",
+    loaders="vLLM, TensorRT-LLM, SGLang",
+    schemes=(CHANNEL, TENSOR, NV4),
+    store=store,
+    read=read,
+    config=config,
+    files=files,
+)

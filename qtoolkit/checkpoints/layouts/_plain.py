@@ -1,0 +1,106 @@
+"""qtoolkit's own layout: the codes under the weight's own name, the scales beside it.
+
+`NAME_scale` is float32, multiplies, and broadcasts to the weight where it is one in all or one per
+channel; for blocks of 128x128 it is [..., ceil(rows / 128), ceil(columns / 128)].
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints.layouts._layout import (
+    BLOCK,
+    BYTE_DTYPES,
+    BYTE_ELEMENTS,
+    FLOAT_SCALES,
+    Entry,
+    Layout,
+    Scheme,
+    Stored,
+    Tensors,
+    by_block,
+    by_channel,
+    by_tensor,
+    read_bytes_weight,
+    scaling_of,
+)
+from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
+
+SUFFIX = "_scale"
+
+
+def store(
+    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Stored:
+    shape, element = info.shape, scheme.spec.element
+    last = shape[-1] if shape else 1
+    codes = Entry(info.name, BYTE_DTYPES[element], shape)
+    word = scaling_of(scheme.spec)
+    spec = scheme.spec
+    scale: tuple[int, ...]
+    if word == "tensor" or len(shape) < 2:
+        matrices, spec, scale = (1, math.prod(shape[:-1]), last), by_tensor(element), (1,)
+    elif word == "channel":
+        matrices, spec = _channels(shape, axes, scheme)
+        scale = tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
+    else:
+        rows, columns = shape[-2:]
+        matrices = (math.prod(shape[:-2]), rows, columns)
+        block = (min(BLOCK[0], max(rows, 1)), min(BLOCK[1], max(columns, 1)))
+        spec = BlockFormat(element=element, block=block)
+        scale = (*shape[:-2], -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    return Stored(
+        name=info.name,
+        shape=shape,
+        matrices=matrices,
+        spec=spec,
+        codes=codes,
+        scale=Entry(info.name + SUFFIX, "F32", scale),
+    )
+
+
+def _channels(
+    shape: tuple[int, ...], axes: Sequence[int], scheme: Scheme
+) -> tuple[tuple[int, int, int], BlockFormat]:
+    """The weight as matrices with the outputs along rows or columns: of all experts, each one."""
+    element, rank = scheme.spec.element, len(shape)
+    if rank == 3 and len(axes) == 2 and axes[0] == 0:
+        count, rows, columns = shape
+        return (count, rows, columns), by_channel(element, axes[1] - 1)
+    if axes[0] == 0:
+        return (1, shape[0], math.prod(shape[1:])), by_channel(element, 0)
+    columns = math.prod(shape[axis] for axis in axes)
+    return (1, math.prod(shape[: axes[0]]), columns), by_channel(element, 1)
+
+
+def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    return {
+        name: read_bytes_weight(tensors, name, name + SUFFIX, where)
+        for name, info in tensors.items()
+        if info.dtype in BYTE_ELEMENTS
+        and name + SUFFIX in tensors
+        and tensors[name + SUFFIX].dtype in FLOAT_SCALES
+    }
+
+
+LAYOUT = Layout(
+    name="plain",
+    title="qtoolkit's own: codes under the weight's name, float32 scales under NAME_scale",
+    loaders="qtoolkit.checkpoints.load and dequantize; any safetensors reader",
+    schemes=(
+        *(
+            Scheme(name=f"{fmt.name} by {word}", spec=make(fmt))
+            for fmt in BYTE_DTYPES
+            for word, make in (("tensor", by_tensor), ("channel", by_channel), ("block", by_block))
+        ),
+        *(
+            Scheme(name=fmt.name, spec=BlockFormat.tensor(fmt, scale=None), about="rounded")
+            for fmt in (BFLOAT16, FLOAT16)
+        ),
+    ),
+    store=store,
+    read=read,
+    config=lambda used, kept: {},
+    linear_only=False,
+)

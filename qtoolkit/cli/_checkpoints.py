@@ -1,0 +1,385 @@
+"""The commands for checkpoints: convert, dequantize, inspect, layouts."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from qtoolkit import checkpoints
+from qtoolkit.checkpoints import LAYOUTS, CheckpointError
+from qtoolkit.checkpoints.internal import (
+    SCALINGS,
+    AxisChoice,
+    byte_count,
+    check_destination,
+    dequantized,
+    read_json,
+    resolve_target,
+    shown,
+    target_names,
+)
+from qtoolkit.cli._errors import failure, one_line_errors
+from qtoolkit.cli._summaries import (
+    LAYOUTS_HEADER,
+    PLAN_HEADER,
+    STATS_HEADER,
+    inspect_data,
+    inspect_summary,
+    inspect_table,
+    layout_page,
+    layout_rows,
+    loading_lines,
+    plan_data,
+    plan_rows,
+    plan_summary,
+    report_markdown,
+    report_rows,
+    report_summary,
+    stats_rows,
+)
+from qtoolkit.cli._tables import progress, table
+from qtoolkit.formats import Rules
+
+AXES = get_args(AxisChoice)
+
+
+def _one_of(option: str, choices: Sequence[str]) -> Any:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise failure(f"{option}: {shown(value)!r}, expected one of {', '.join(choices)}", 2)
+        return value
+
+    return check
+
+
+def _known_target(name: str | None) -> str | None:
+    """The format's own name, whatever the spelling."""
+    try:
+        return None if name is None else resolve_target(name).name
+    except ValueError as error:
+        message = str(error).removeprefix("format: ")
+        raise failure(
+            f"--format: {message}; convert takes {', '.join(target_names())}", 2
+        ) from error
+
+
+def _known_float(name: str | None) -> str | None:
+    return _one_of("--keep-dtype", ("float32", "bfloat16", "float16"))(name)
+
+
+def _known_size(size: str) -> str:
+    try:
+        byte_count(size)
+    except ValueError as error:
+        raise failure(f"--max-shard-size: {str(error).partition('=')[2]}", 2) from error
+    return size
+
+
+def _complete(choices: Sequence[str]) -> Any:
+    return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
+
+
+_SRC = typer.Argument(
+    metavar="SRC",
+    help="A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack or GGUF.",
+)
+_DST = typer.Argument(metavar="DST", help="The folder to write; of a file, the safetensors file.")
+_OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
+_SHARD_SIZE = typer.Option(
+    metavar="SIZE", callback=_known_size, help="Bytes of a file of a folder: 5GB, 500MiB."
+)
+_JSON = typer.Option("--json", help="Print one JSON object instead of text.")
+_QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
+_VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
+_REPORT = typer.Option(
+    "--report",
+    metavar="KIND",
+    callback=_one_of("--report", ("json", "md")),
+    autocompletion=_complete(("json", "md")),
+    help="json or md: print a report of every tensor, in place of the summary.",
+)
+WORKERS = typer.Option(
+    min=1,
+    max=64,
+    show_default="one for each core, at most 4",
+    help="Threads that read and quantize; the bytes are the same whatever their number.",
+)
+_DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
+
+
+def convert(
+    src: Annotated[Path, _SRC],
+    dst: Annotated[Path, _DST],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            callback=_known_target,
+            autocompletion=_complete(target_names()),
+            show_default="e4m3fn",
+            help=f"Number format: {', '.join(target_names())}.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_one_of("--layout", tuple(LAYOUTS)),
+            autocompletion=_complete(tuple(LAYOUTS)),
+            show_default="of a folder with config.json compressed-tensors, else plain",
+            help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
+        ),
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
+            "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
+            "is left out by default.",
+        ),
+    ] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD",
+            callback=_one_of("--scaling", SCALINGS),
+            autocompletion=_complete(SCALINGS),
+            show_default="what the layout has first",
+            help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
+            "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Leave out tensors in whose names this is found; may be given more than once. "
+            "Embeddings, heads, norms, biases, routers, vision towers, vectors and anything that "
+            "is not float32, float16 or bfloat16 are left out anyway.",
+        ),
+    ] = None,
+    keep_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_known_float,
+            autocompletion=_complete(("float32", "bfloat16", "float16")),
+            help="Round what is left out to this: float32, bfloat16 or float16.",
+        ),
+    ] = None,
+    channel_axis: Annotated[
+        str,
+        typer.Option(
+            metavar="WORD",
+            callback=_one_of("--channel-axis", AXES),
+            autocompletion=_complete(AXES),
+            help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
+            "auto, by architecture and names.",
+        ),
+    ] = "auto",
+    input_scales: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Static activation scales from a calibration, {"MODULE": 0.02, ...}, which '
+            "modelopt's FP8 and NVFP4 need.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Write weights with NaN or Inf, too.")
+    ] = False,
+    overwrite: Annotated[bool, _OVERWRITE] = False,
+    workers: Annotated[int | None, WORKERS] = None,
+    dry_run: Annotated[bool, _DRY_RUN] = False,
+    report: Annotated[str | None, _REPORT] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    verbose: Annotated[bool, _VERBOSE] = False,
+) -> None:
+    """Quantize the weights of a checkpoint.
+
+    A folder becomes a folder that loaders of the layout open as it is: index, config.json and all
+    other files are written with the weights. A file becomes a safetensors file. What is quantized
+    in SRC is dequantized first. In the layout "plain" a tensor keeps its name and its scale is
+    NAME_scale: value = code * scale.
+    """
+    if format is not None and rules is not None:
+        raise failure("--format and --rules exclude each other; give one of them", 2)
+    with one_line_errors(f"{dst} was not written"):
+        options: dict[str, Any] = {
+            "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
+            "scaling": scaling,
+            "layout": layout,
+            "skip": skip or (),
+            "keep_dtype": keep_dtype,
+            "channel_axis": channel_axis,
+            "input_scales": None if input_scales is None else read_json(input_scales),
+        }
+        as_json = as_json or report == "json"
+        if dry_run:
+            _show_plan(src, dst, options, overwrite, as_json)
+            return
+        with _progress("converting", quiet) as callback:
+            done = checkpoints.convert(
+                src,
+                dst,
+                max_shard_size=max_shard_size,
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+                workers=workers,
+                progress=callback,
+                **options,
+            )
+        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+
+
+def dequantize(
+    src: Annotated[Path, _SRC],
+    dst: Annotated[Path, _DST],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_known_float,
+            autocompletion=_complete(("float32", "bfloat16", "float16")),
+            show_default="that of config.json, else float32",
+            help="float32, bfloat16 or float16.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
+    overwrite: Annotated[bool, _OVERWRITE] = False,
+    report: Annotated[str | None, _REPORT] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    verbose: Annotated[bool, _VERBOSE] = False,
+) -> None:
+    """Write the weights that a quantized checkpoint stands for.
+
+    Any layout of `qtoolkit layouts`, and GGUF, is recognized; config.json loses what it says of
+    the quantization.
+    """
+    with one_line_errors(f"{dst} was not written"):
+        with _progress("dequantizing", quiet) as callback:
+            done = checkpoints.dequantize_checkpoint(
+                src,
+                dst,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                overwrite=overwrite,
+                progress=callback,
+            )
+        as_json = as_json or report == "json"
+        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+
+
+def inspect(
+    src: Annotated[Path, _SRC],
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the weights: range, deviation, zeros, NaN, Inf.")
+    ] = False,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """List the tensors of a checkpoint, quantized ones with their scales."""
+    with one_line_errors("nothing was changed"), _opened(src) as source:
+        if as_json:
+            typer.echo(json.dumps(inspect_data(source, stats), indent=2))
+            return
+        table(*inspect_table(source))
+        for line in inspect_summary(source):
+            typer.echo(line)
+        if stats:
+            typer.echo()
+            right = tuple(STATS_HEADER[1:])
+            table(STATS_HEADER, list(stats_rows(source)), right=right)
+
+
+def layouts(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Show this one.",
+            callback=_one_of("NAME", tuple(LAYOUTS)),
+            autocompletion=_complete(tuple(LAYOUTS)),
+        ),
+    ] = None,
+) -> None:
+    """List the layouts that `convert` writes and reads, or show one of them."""
+    with one_line_errors("nothing was changed"):
+        if name is None:
+            table(LAYOUTS_HEADER, layout_rows())
+            return
+        for line in layout_page(LAYOUTS[name]):
+            typer.echo(line)
+
+
+@contextlib.contextmanager
+def _opened(src: Path) -> Iterator[Any]:
+    source = checkpoints.open_source(src)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+@contextlib.contextmanager
+def _progress(title: str, quiet: bool) -> Iterator[Any]:
+    if quiet:
+        yield None
+        return
+    with progress(title) as callback:
+        yield callback
+
+
+def _print_report(
+    done: checkpoints.Report, *, as_json: bool, markdown: bool, quiet: bool, verbose: bool
+) -> None:
+    if quiet:
+        return
+    if as_json:
+        typer.echo(done.to_json())
+        return
+    if markdown:
+        typer.echo(report_markdown(done))
+        return
+    if verbose:
+        table(*report_rows(done))
+    for line in (*report_summary(done), *loading_lines(done)):
+        typer.echo(line)
+
+
+def _show_plan(
+    src: Path, dst: Path, options: dict[str, Any], overwrite: bool, as_json: bool
+) -> None:
+    check_destination(src, dst, overwrite)
+    with _opened(src) as opened:
+        source = dequantized(opened)
+        plan = checkpoints.make_plan(source, **options)
+        if as_json:
+            typer.echo(json.dumps(plan_data(plan), indent=2))
+            return
+        table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
+        for line in plan_summary(plan, dst):
+            typer.echo(line)
+
+
+def _read_rules(file: Path) -> Rules[Any]:
+    """Rules as `Rules.from_json` reads them, with the names of block formats, too."""
+    text = file.read_bytes()
+    try:
+        return Rules.from_json(text)
+    except ValueError as error:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            data = json.loads(text)
+            named = Rules([(key, value) for key, value in data["rules"]], data.get("default"))
+            return named.map(resolve_target)
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+__all__ = ["convert", "dequantize", "inspect", "layouts"]

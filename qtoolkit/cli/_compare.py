@@ -1,0 +1,151 @@
+"""The commands that judge checkpoints: compare, verify."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qtoolkit import checkpoints
+from qtoolkit.checkpoints import CheckpointError, Comparison, TensorComparison
+from qtoolkit.checkpoints.internal import shown
+from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.cli._summaries import tensor_count
+from qtoolkit.cli._tables import progress, table
+
+_JSON = typer.Option("--json", help="Print JSON and nothing else.")
+_HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "flushed", "NaN, Inf")
+_IMAGES = (".png", ".svg", ".pdf")
+
+
+def _image(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in _IMAGES:
+        raise typer.BadParameter(
+            f"--plot: {path.name}, expected a name that ends in {', '.join(_IMAGES)}"
+        )
+    return path
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A folder or file: the reference.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another version of it.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=_image, help="Draw the SQNR of each tensor, too."),
+    ] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Compare the numbers of two checkpoints, quantized weights with their scales.
+
+    For each tensor: signal to noise, the largest |a - b|, the shares of elements that were clamped
+    and that became zero, and how many are NaN or infinite in A or B.
+    """
+    with one_line_errors("nothing was written"):
+        with progress("comparing") as callback:
+            found = checkpoints.compare(a, b, progress=callback)
+        if as_json:
+            typer.echo(json.dumps(_data(found), indent=2))
+        else:
+            table(_HEADER, [_row(tensor) for tensor in found.tensors], right=_HEADER[2:])
+            for line in _summary(found):
+                typer.echo(line)
+        if plot is not None:
+            _draw(found, plot)
+
+
+def verify(
+    src: Annotated[Path, typer.Argument(metavar="SRC", help="What was converted.")],
+    converted: Annotated[Path, typer.Argument(metavar="CONVERTED", help="What came of it.")],
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Quantize SRC again and compare every byte with CONVERTED; write nothing.
+
+    Formats and layout are read from CONVERTED, so that no options are needed; any program may have
+    made it. Exits with 1 where something differs.
+    """
+    with one_line_errors("nothing was written"):
+        with progress("verifying") as callback:
+            found = checkpoints.verify(src, converted, progress=callback)
+        if as_json:
+            typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        else:
+            for problem in found.problems:
+                typer.echo(problem)
+            verdict = "as expected" if not found.problems else f"{len(found.problems)} differ"
+            typer.echo(
+                f"{converted}: {tensor_count(found.tensors)}, {found.quantized:,} of them "
+                f"quantized: {verdict}"
+            )
+        if found.problems:
+            raise typer.Exit(1)
+
+
+def _row(tensor: TensorComparison) -> list[str]:
+    return [
+        shown(tensor.name),
+        shown(tensor.format),
+        _decibels(tensor),
+        "" if tensor.max_error is None else f"{tensor.max_error:.3g}",
+        _share(tensor.saturated),
+        _share(tensor.flushed),
+        f"{tensor.nonfinite:,}" if tensor.nonfinite else "",
+    ]
+
+
+def _decibels(tensor: TensorComparison) -> str:
+    if tensor.equal:
+        return "equal"
+    if tensor.sqnr_db is None:
+        return "differs"
+    return f"{tensor.sqnr_db:.2f}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g} %"
+
+
+def _summary(found: Comparison) -> list[str]:
+    known = _lossy(found)
+    equal = sum(tensor.equal for tensor in found.tensors)
+    lines = [f"{tensor_count(len(found.tensors))} compared, {equal:,} equal"]
+    if known:
+        name, lowest = min(known, key=lambda pair: pair[1])
+        mean = sum(value for _, value in known) / len(known)
+        lines.append(f"  mean SQNR  {mean:.2f} dB")
+        lines.append(f"  lowest     {lowest:.2f} dB, {shown(name)}")
+    for path, names in ((found.a, found.only_a), (found.b, found.only_b)):
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            listed = ", ".join(map(shown, names[:3])) + more
+            lines.append(f"  only in {path}: {tensor_count(len(names))}: {listed}")
+    return lines
+
+
+def _lossy(found: Comparison) -> list[tuple[str, float]]:
+    return [
+        (tensor.name, tensor.sqnr_db)
+        for tensor in found.tensors
+        if tensor.sqnr_db is not None and math.isfinite(tensor.sqnr_db)
+    ]
+
+
+def _data(found: Comparison) -> dict[str, object]:
+    """JSON has no infinity: the SQNR of equal tensors is null, as `equal` says."""
+    data = dataclasses.asdict(found)
+    for tensor in data["tensors"]:
+        if tensor["sqnr_db"] is not None and not math.isfinite(tensor["sqnr_db"]):
+            tensor["sqnr_db"] = None
+    return {**data, "equal": found.equal}
+
+
+def _draw(found: Comparison, path: Path) -> None:
+    known = _lossy(found)
+    if not known:
+        raise CheckpointError(f"{path}: no tensor differs, so there is no SQNR to draw")
+    from qtoolkit.plots import sqnr_by_tensor  # loads matplotlib
+
+    axes = sqnr_by_tensor(dict(known))
+    axes.figure.savefig(path)
+    typer.echo(f"{path} written", err=True)

@@ -1,0 +1,45 @@
+"""The SQNR of every tensor of a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qtoolkit.plots._curves import _STYLES, _figure
+
+_MOST = 40  # tensors whose names are written
+_LONGEST = 48  # characters of a name
+
+
+def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
+    """Draws a point for each tensor, in the order given, over its SQNR.
+
+    Args:
+      decibels: Finite SQNR by the name of the tensor. Of more than 40 only the lowest 40 are drawn.
+      axes: The matplotlib Axes to draw on; None for those of a new figure.
+
+    Returns:
+      The Axes, not written anywhere: `axes.figure.savefig(path)`.
+
+    Raises:
+      ValueError: There are none.
+    """
+    if not decibels:
+        raise ValueError("sqnr_by_tensor: no tensors, expected one or more")
+    kept = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
+    drawn = {name: value for name, value in decibels.items() if name in kept}
+    if axes is None:
+        _, axes = _figure(8.0, 1.4 + 0.22 * len(drawn))
+    places = list(range(len(drawn)))
+    axes.plot(list(drawn.values()), places, "o", color=_STYLES[0][0], markersize=4.5)
+    axes.set_yticks(places, [_short(name) for name in drawn], fontsize=7)
+    axes.set_ylim(len(drawn) - 0.5, -0.5)  # the first one on top
+    axes.set_xlabel("SQNR in dB")
+    left_out = len(decibels) - len(drawn)
+    axes.set_title(f"The {len(drawn)} lowest of {len(decibels)} tensors" if left_out else "")
+    return axes
+
+
+def _short(name: str) -> str:
+    """A name for an axis: the end says more; a dollar sign would begin a formula."""
+    text = name if name.isprintable() else ascii(name)
+    text = text if len(text) <= _LONGEST else "..." + text[3 - _LONGEST :]
+    return text.replace("$", r"\$")

@@ -1,0 +1,179 @@
+"""`compare` and `verify`. Oracles: NumPy on what `load` and `dequantize` give; damaged bytes."""
+
+import json
+import math
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    SafetensorsFile,
+    compare,
+    convert,
+    dequantize,
+    load,
+    save,
+    verify,
+)
+from qtoolkit.cli._app import app
+
+LAYOUTS = [
+    ("plain", "e4m3fn", "tensor"),
+    ("plain", "int8", "channel"),
+    ("plain", "float16", None),
+    ("compressed-tensors", "e4m3fn", "channel"),
+    ("compressed-tensors", "nvfp4", None),
+    ("compressed-tensors", "int4_group128", None),
+    ("finegrained-fp8", "e4m3fn", None),
+]
+
+
+def model(folder):
+    """A folder as Hugging Face's, with weights that share scales in NVFP4."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (128, 128), "k": (128, 128), "v": (128, 128)}
+    tensors = {
+        f"model.layers.0.self_attn.{name}_proj.weight": rng.normal(size=shape) * (1 + len(name))
+        for name, shape in shapes.items()
+    }
+    tensors["model.norm.weight"] = rng.normal(size=128)
+    folder.mkdir()
+    arrays = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
+    save(folder / "model.safetensors", arrays, {"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)
+def test_what_was_converted_verifies_and_a_changed_byte_does_not(tmp_path, layout, fmt, scaling):
+    src, dst = model(tmp_path / "src"), tmp_path / "dst"
+    convert(src, dst, layout=layout, format=fmt, scaling=scaling)
+    found = verify(src, dst)
+    assert found.problems == ()
+    assert (found.tensors, found.quantized) == (4, 0 if fmt == "float16" else 3)
+    file = dst / "model.safetensors"
+    with SafetensorsFile(file) as opened:
+        names = list(opened.tensors)
+        data = file.stat().st_size - sum(info.nbytes for info in opened.tensors.values())
+        places = {name: data + info.start for name, info in opened.tensors.items()}
+    whole = file.read_bytes()
+    for name in names:
+        damaged = bytearray(whole)
+        damaged[places[name]] ^= 1
+        file.write_bytes(damaged)
+        if name.endswith("weight_shape"):  # what the codes mean is then unknown
+            with pytest.raises(CheckpointError, match=r"weight_shape: it says that the weight is"):
+                verify(src, dst)
+            continue
+        problems = verify(src, dst).problems
+        assert len(problems) >= 1
+        assert "byte" in problems[0]
+    file.write_bytes(whole)
+
+
+@pytest.mark.quick
+def test_verify_names_what_is_missing_reshaped_or_new(tmp_path):
+    x = np.ones((2, 3), np.float32)
+    save(tmp_path / "a", {"same": x, "gone": x, "turned": x, "typed": x})
+    save(tmp_path / "b", {"same": x, "new": x, "turned": x.T, "typed": x.astype(np.int32)})
+    assert verify(tmp_path / "a", tmp_path / "b").problems == (
+        "gone: is missing, expected shape [2, 3]",
+        "turned: shape [3, 2], expected shape [2, 3]",
+        "typed: dtype I32, expected F32",
+        f"new: is not in {tmp_path / 'a'}",
+    )
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int8"])
+def test_compare_equals_numpy_on_what_dequantize_gives(tmp_path, fmt):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 40)).astype(np.float32)
+    x[3, 4], x[5, 6] = np.inf, 0
+    x[7] *= 1e-6
+    save(tmp_path / "a", {"w.weight": x, "ids": np.arange(4), "norm": x[0]})
+    convert(tmp_path / "a", tmp_path / "b", format=fmt, allow_nonfinite=True)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    tensors = {tensor.name: tensor for tensor in found.tensors}
+    assert tensors["ids"].equal
+    assert tensors["norm"].equal
+    assert tensors["norm"].sqnr_db == math.inf
+    assert not found.equal
+    w = tensors["w.weight"]
+    y = dequantize(load(tmp_path / "b"))["w.weight"].astype(np.float64)
+    known = np.isfinite(x)
+    a, b = x.astype(np.float64)[known], y[known]
+    assert w.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - b) ** 2).sum()))
+    assert w.max_error == np.abs(a - b).max()
+    assert w.flushed == np.count_nonzero((a != 0) & (b == 0)) / np.count_nonzero(a)
+    assert w.saturated == 1 / x.size  # the infinity
+    assert w.nonfinite == 1
+
+
+def test_clamped_elements_are_counted(tmp_path):
+    """Codes by hand: scale 1, so that beyond 448 + 16 an element was clamped."""
+    x = np.array([[1, 448, 463, 465, -1000, 0.0001]], np.float32)
+    save(tmp_path / "a", {"w": x})
+    codes = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    save(tmp_path / "b", {"w": codes, "w_scale": np.ones(1, np.float32)})
+    (tensor,) = compare(tmp_path / "a", tmp_path / "b").tensors
+    assert tensor.saturated == 2 / 6
+    assert tensor.flushed == 1 / 6
+    assert tensor.max_error == 552
+
+
+def test_what_cannot_be_compared(tmp_path):
+    save(tmp_path / "a", {"x": np.ones((2, 3), np.float32)})
+    save(tmp_path / "b", {"y": np.ones((2, 3), np.float32)})
+    save(tmp_path / "c", {"x": np.ones((3, 2), np.float32)})
+    with pytest.raises(CheckpointError, match=r"b: no tensor has a name that .*a has"):
+        compare(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"c: tensor x: shape \[3, 2\], and \[2, 3\] in .*a"):
+        compare(tmp_path / "a", tmp_path / "c")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_commands(tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    save(tmp_path / "a", {"w.weight": x})
+    convert(tmp_path / "a", tmp_path / "b")
+    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "p.png")
+    assert done.exit_code == 0
+    assert "e4m3fn" in done.stdout
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    done = run("compare", tmp_path / "a", tmp_path / "a", "--json")
+    data = json.loads(done.stdout)
+    assert data["equal"] is True
+    assert data["tensors"][0]["sqnr_db"] is None
+    done = run("compare", tmp_path / "a", tmp_path / "a", "--plot", tmp_path / "q.png")
+    assert done.exit_code == 1
+    assert "no tensor differs, so there is no SQNR to draw" in done.stderr
+    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", "p.gif")
+    assert done.exit_code == 2
+    assert "expected a name that ends in .png, .svg, .pdf" in done.stderr
+    done = run("verify", tmp_path / "a", tmp_path / "b")
+    assert done.exit_code == 0
+    assert "1 tensor, 1 of them quantized: as expected" in done.stdout
+    save(tmp_path / "b", {"w.weight": x + 1}, overwrite=True)
+    done = run("verify", tmp_path / "a", tmp_path / "b", "--json")
+    assert done.exit_code == 1
+    assert len(json.loads(done.stdout)["problems"]) == 1
+
+
+def test_compare_does_not_load_jax(tmp_path):
+    save(tmp_path / "a", {"w": np.ones((2, 2), np.float32)})
+    program = (
+        "import sys; from qtoolkit.checkpoints import compare; compare(*sys.argv[1:]); "
+        "print('jax' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a"), str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

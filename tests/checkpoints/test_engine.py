@@ -1,0 +1,194 @@
+"""Tensors quantized in pieces. Oracles: `qtoolkit.quantize` of the whole, and ml_dtypes."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qtoolkit as qt
+from qtoolkit.checkpoints import _engine
+from qtoolkit.checkpoints._chunks import Cut
+from qtoolkit.checkpoints._engine import Sums, amax_of, in_order, quantized
+from qtoolkit.formats import BlockFormat
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def reader(x):
+    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+    def read(start, buffer):
+        buffer[:] = raw[start : start + len(buffer)].data
+
+    return read
+
+
+def in_pieces(x, spec, **options):
+    """Codes, scales, tensor scale and sums, put together from the pieces."""
+    sums = Sums()
+    scales, pieces = quantized(reader(x), x.shape, DTYPES[x.dtype.name], spec, sums=sums, **options)
+    columns = x.shape[-1] if x.ndim else 1
+    codes = np.full((x.size // columns, columns), 77, spec.element.code_dtype)
+    parts = []
+    for piece in pieces:
+        codes[piece.rows, piece.columns] = piece.codes
+        parts += [] if piece.scale is None else [piece.scale.reshape(-1)]
+    scale = scales.scale if not parts else np.concatenate(parts)
+    return codes.reshape(x.shape), scale, scales.tensor_scale, sums
+
+
+def bits(array):
+    array = np.asarray(array)
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
+def assert_as_quantize(x, spec, **options):
+    codes, scale, tensor_scale, sums = in_pieces(x, spec, **options)
+    whole = qt.quantize(x, spec)
+    np.testing.assert_array_equal(bits(codes), bits(whole.codes))
+    if whole.scale is None:
+        assert scale is None
+    else:
+        assert scale.dtype == whole.scale.dtype
+        both = (np.asarray(s, np.float32).reshape(-1) for s in (scale, whole.scale))
+        np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
+    if whole.tensor_scale is not None:
+        np.testing.assert_array_equal(bits(tensor_scale), bits(whole.tensor_scale))
+    y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
+    known = np.isfinite(wide) & np.isfinite(y)
+    assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
+    signal, noise = (wide[known] ** 2).sum(), ((wide - y)[known] ** 2).sum()
+    assert sums.sqnr_db == pytest.approx(10 * np.log10(signal / noise), abs=2e-3)
+
+
+def weights(shape, dtype=np.float32):
+    """Rows of magnitudes from 1e-3 to 1e3, with a NaN, an Inf and a block of zeros."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 3, (shape[0],) + (1,) * (len(shape) - 1))
+    x.flat[5], x.flat[900] = np.nan, -np.inf
+    x.flat[300:600] = 0
+    return x.astype(dtype)
+
+
+MXFP4, NVFP4 = qt.formats.spec("mxfp4"), qt.formats.spec("nvfp4")
+CASES = {
+    "a scale for the tensor": (BlockFormat.tensor("e4m3fn"), (33, 100)),
+    "for each output": (BlockFormat.channel("int8", 0), (33, 100)),
+    "for each input": (BlockFormat.channel("e4m3fn", -1), (40, 70)),
+    "for each output of experts": (BlockFormat(element="e5m2", block=(None,)), (3, 20, 50)),
+    "for each expert": (BlockFormat(element="e4m3fn", block=(None, None)), (3, 20, 50)),
+    "of a convolution": (BlockFormat.channel("e4m3fn", 0), (30, 5, 3, 3)),
+    "for the middle axis": (BlockFormat.channel("e4m3fn", 1), (4, 5, 90)),
+    "groups": (MXFP4, (9, 128)),
+    "groups with a tail": (MXFP4, (9, 130)),
+    "groups along the rows": (MXFP4.along(-2), (100, 18)),
+    "groups with a second scale": (NVFP4, (3, 10, 48)),
+    "groups of 128": (qt.formats.spec("int4_group128"), (10, 200)),
+    "tiles": (qt.formats.spec("deepseek_128x128"), (140, 257)),
+    "tiles of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
+    "no scale": (BlockFormat.tensor("bfloat16", scale=None), (33, 100)),
+}
+
+
+@pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("spec", "shape"), CASES.values(), ids=CASES)
+def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
+    monkeypatch.setattr(_engine, "CHUNK", chunk)
+    assert_as_quantize(weights(shape), spec, workers=2)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_of_16_bit_sources_too(monkeypatch, dtype):
+    monkeypatch.setattr(_engine, "CHUNK", 2**10)
+    assert_as_quantize(weights((33, 100), dtype), BlockFormat.channel("e4m3fn", 0))
+
+
+@pytest.mark.quick
+def test_tiles_equal_ml_dtypes():
+    x = np.random.default_rng(1).normal(size=(40, 50)).astype(np.float32)
+    codes, scale, _, _ = in_pieces(x, BlockFormat(element="e4m3fn", block=(16, 16)))
+    for i, j in itertools.product(range(3), range(4)):
+        block = x[16 * i : 16 * i + 16, 16 * j : 16 * j + 16]
+        expected = np.abs(block).max() / np.float32(448)
+        assert scale.reshape(3, 4)[i, j] == expected
+        wanted = (block / expected).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(
+            codes[16 * i : 16 * i + 16, 16 * j : 16 * j + 16], wanted.view(np.uint8)
+        )
+
+
+def test_a_tensor_scale_for_several_tensors():
+    x, y = (np.random.default_rng(i).normal(size=(4, 32)).astype(np.float32) for i in (0, 1))
+    amax = max(amax_of(reader(part), part.shape, "F32") for part in (x, 3 * y))
+    assert amax == np.abs(3 * y).max()
+    codes, scale, tensor_scale, _ = in_pieces(x, NVFP4, tensor_amax=amax)
+    both = qt.quantize(np.concatenate([x, 3 * y]), NVFP4)
+    np.testing.assert_array_equal(codes, both.codes[:4])
+    np.testing.assert_array_equal(bits(scale), bits(both.scale[:4]))
+    assert tensor_scale == both.tensor_scale
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_nothing_to_quantize(shape):
+    read = reader(np.zeros(shape, np.float32))
+    scales, pieces = quantized(read, shape, "F32", BlockFormat.channel("e4m3fn", 0), sums=Sums())
+    assert list(pieces) == []
+    assert scales.scale.shape == (shape[0], 1)
+    assert (scales.scale == 1).all()
+
+
+def test_zero_points_are_refused():
+    spec = BlockFormat.tensor("uint8", zero_point=True)
+    with pytest.raises(ValueError, match="no checkpoint layout has zero points"):
+        quantized(reader(np.zeros(3, np.float32)), (3,), "F32", spec, sums=Sums())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("limit", [64, 1000, 2**20])
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [
+        ((7, 300), (1, 32)),
+        ((7, 320), (1, 32)),
+        ((40, 70), (16, 16)),
+        ((3, 40, 64), (1, 16, 16)),
+        ((40, 70), (40, 1)),
+        ((4, 5, 6), (4, 1, 6)),
+        ((5, 3000), (5, 3000)),
+        ((1,), (1,)),
+        ((), ()),
+    ],
+)
+def test_chunks_cover_a_tensor_in_full_rows_or_pieces_of_one(shape, lengths, limit):
+    cut = Cut(shape, lengths)
+    chunks = list(cut.chunks(limit))
+    assert [chunk.start for chunk in chunks[1:]] == [chunk.stop for chunk in chunks[:-1]]
+    assert (chunks[0].start, chunks[-1].stop) == (0, cut.size)
+    row = shape[-1] if shape else 1
+    for chunk in chunks:
+        assert chunk.rows * chunk.columns == chunk.stop - chunk.start <= max(limit, 1)
+        in_one_row = chunk.start // row == (chunk.stop - 1) // row
+        assert in_one_row or (chunk.start % row == 0 and chunk.stop % row == 0)
+
+
+def test_threads_give_results_in_order_and_their_errors():
+    assert list(in_order(lambda i: i * i, range(100), 4)) == [i * i for i in range(100)]
+
+    def fail(i):
+        if i == 7:
+            raise OSError("disk")
+        return i
+
+    results = in_order(fail, range(100), 3)
+    assert list(itertools.islice(results, 7)) == list(range(7))
+    with pytest.raises(OSError, match="disk"):
+        next(results)
+
+
+def test_few_programs_for_any_shapes():
+    spec = BlockFormat.channel("e4m3fn", 0)
+    before = _engine._encoded._cache_size()
+    for rows, columns in itertools.product((1, 9, 63), (129, 200, 333, 1000)):
+        in_pieces(np.ones((rows, columns), ml_dtypes.bfloat16), spec)
+    assert _engine._encoded._cache_size() - before <= 3

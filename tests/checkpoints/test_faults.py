@@ -1,0 +1,164 @@
+"""Conversions that are killed, interrupted, run twice, or meet full disks and failing reads."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
+from qtoolkit.checkpoints import _partial as partial_module
+from qtoolkit.checkpoints._partial import partial_name
+
+TARGET = "dst.safetensors"
+CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]
+
+
+def temporaries(folder):
+    return [name for name in os.listdir(folder) if "qtoolkit-partial" in name]
+
+
+@pytest.mark.quick
+def test_of_two_writers_the_second_fails_at_once_and_the_first_is_not_disturbed(tmp_path):
+    def chunks():
+        with pytest.raises(CheckpointError, match=r"dst\.safetensors: another conversion is writ"):
+            save(tmp_path / TARGET, {"y": np.zeros(3)})
+        yield "x", b"1234"
+
+    write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks())
+    assert load(tmp_path / TARGET)["x"].tobytes() == b"1234"
+    assert os.listdir(tmp_path) == [TARGET]
+
+
+@pytest.mark.quick
+def test_what_a_killed_run_left_is_overwritten(tmp_path):
+    left = partial_name(str(tmp_path / TARGET))
+    with open(left, "wb") as file:
+        file.write(b"x" * 10**6)
+    save(tmp_path / TARGET, {"y": np.zeros(3)})
+    assert os.listdir(tmp_path) == [TARGET]
+    assert os.path.getsize(tmp_path / TARGET) < 1000
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_bytes(b"precious")
+    os.symlink("precious", partial_name(str(tmp_path / TARGET)))
+    with pytest.raises(OSError, match="symbolic links") as caught:
+        save(tmp_path / TARGET, {"y": np.zeros(3)})
+    assert caught.value.filename == str(tmp_path / TARGET)
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def test_names_of_255_bytes(tmp_path):
+    name = "n" * 255
+    save(tmp_path / name, {"y": np.zeros(3)})
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(partial_module.fcntl, "flock", refuse)
+    save(tmp_path / TARGET, {"y": np.zeros(3)})
+    assert os.listdir(tmp_path) == [TARGET]
+
+
+def test_a_read_that_fails_in_a_thread_leaves_nothing_and_names_the_source(tmp_path, monkeypatch):
+    save(tmp_path / "src", {f"{i}.weight": np.ones((64, 64), np.float32) for i in range(3)})
+    preadv, count = os.preadv, 0
+
+    def fail(*arguments):
+        nonlocal count
+        count += 1
+        if count > 3:  # after those of the header
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        convert(tmp_path / "src", tmp_path / TARGET)
+    assert caught.value.filename == str(tmp_path / "src")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+def test_the_bytes_are_the_same_whatever_the_number_of_threads(tmp_path):
+    x = np.random.default_rng(0).normal(size=(3000, 1024)).astype(ml_dtypes.bfloat16)
+    save(tmp_path / "src", {"a.weight": x, "b/kernel": x[:7]})
+    files, reports = [], []
+    for workers in (1, 2, 5):
+        report = convert(tmp_path / "src", tmp_path / TARGET, workers=workers, overwrite=True)
+        files.append((tmp_path / TARGET).read_bytes())
+        reports.append(report.tensors)
+    assert len(set(files)) == 1
+    assert reports[0] == reports[1] == reports[2]
+
+
+@pytest.mark.parametrize("workers", [0, 65, True, "2"])
+def test_workers_out_of_range(tmp_path, workers):
+    save(tmp_path / "src", {"a.weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"workers=.*, expected 1 to 64"):
+        convert(tmp_path / "src", tmp_path / TARGET, workers=workers)
+    assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.exhaustive)])
+def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
+    x = np.random.default_rng(0).normal(size=(2048, 2048)).astype(ml_dtypes.bfloat16)
+    save(tmp_path / "src", {f"{i}.weight": x for i in range(4)})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [*CONVERT, str(tmp_path / "src"), str(folder / TARGET), "-q"]
+    start = time.monotonic()
+    subprocess.run(command, check=True)
+    seconds = time.monotonic() - start
+    expected = (folder / TARGET).read_bytes()
+    (folder / TARGET).unlink()
+    rng = random.Random(0)
+    for _ in range(kills):
+        process = subprocess.Popen(command)
+        time.sleep(seconds * rng.uniform(0.3, 1))
+        process.kill()
+        process.wait()
+        # Either nothing is there under the name, or all of it.
+        if (folder / TARGET).exists():
+            assert (folder / TARGET).read_bytes() == expected
+            (folder / TARGET).unlink()
+        assert len(temporaries(folder)) <= 1
+    subprocess.run(command, check=True)
+    assert os.listdir(folder) == [TARGET]
+    assert (folder / TARGET).read_bytes() == expected
+
+
+def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
+    """The signal arrives in the first of the imports that take long."""
+    program = (
+        "import os, signal, sys\n"
+        "from qtoolkit.__main__ import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "qtoolkit: interrupted; nothing was written\n"
+
+
+def test_little_is_loaded_before_interrupts_are_caught():
+    program = (
+        "import sys; before = set(sys.modules); from qtoolkit.__main__ import main; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    own = {"qtoolkit", "qtoolkit.__main__", "qtoolkit._version"}
+    assert set(done.stdout.split()) - own <= {
+        *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings")
+    }

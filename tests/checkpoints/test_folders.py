@@ -1,0 +1,418 @@
+"""Folders in, folders out; every way in which a source or target cannot be what was meant."""
+
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    SafetensorsFile,
+    convert,
+    dequantize_checkpoint,
+    load,
+    open_source,
+    save,
+)
+
+INDEX = "model.safetensors.index.json"
+rng = np.random.default_rng(0)
+WEIGHTS = {
+    f"model.layers.{i}.mlp.{x}_proj.weight": rng.normal(size=(128, 128)).astype("bfloat16")
+    for i in range(2)
+    for x in ("gate", "up", "down")
+} | {"model.norm.weight": np.ones(128, "bfloat16")}
+CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16", "hidden_size": 128}
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+
+
+def sharded(folder, tensors=WEIGHTS, files=2):
+    """A folder as Hugging Face's, the tensors dealt out to several files."""
+    folder.mkdir()
+    names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    weight_map = {name: names[i % files] for i, name in enumerate(tensors)}
+    for file in names:
+        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        save(folder / file, part, {"format": "pt"})
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
+    write_json(folder / "config.json", CONFIG)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    (folder / ".gitattributes").write_text("")
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    return sharded(tmp_path / "src")
+
+
+def tensors_of(folder):
+    with_index = json.loads((folder / INDEX).read_text())["weight_map"]
+    for file in set(with_index.values()):
+        with SafetensorsFile(folder / file) as opened:
+            assert {n for n, f in with_index.items() if f == file} == set(opened.tensors)
+    return {n: load(folder / file)[n] for n, file in with_index.items()}
+
+
+def read(source):
+    values = {}
+    for name, info in source.tensors.items():
+        values[name] = np.empty(info.shape, info.numpy_dtype)
+        source.read_into(name, 0, values[name].reshape(-1).view(np.uint8).data)
+    source.close()
+    return values
+
+
+def test_a_folder_becomes_one_with_index_config_and_the_other_files(source, tmp_path):
+    report = convert(source, tmp_path / "dst", layout="compressed-tensors", max_shard_size="40KB")
+    written = sorted(os.listdir(tmp_path / "dst"))
+    # Of 128 x 128 codes and 128 scales two fit into 40,000 bytes.
+    shards = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert written == sorted(["config.json", INDEX, *shards, "tokenizer.json"])
+    assert written == list(report.files)
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    assert config == CONFIG
+    index = json.loads((tmp_path / "dst" / INDEX).read_text())
+    found = tensors_of(tmp_path / "dst")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in found.values())
+    one = tmp_path / "one.safetensors"
+    save(tmp_path / "all.safetensors", WEIGHTS)
+    convert(tmp_path / "all.safetensors", one, layout="compressed-tensors")
+    expected = load(one)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+    # And back: no trace of the quantization is left.
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
+    back = load(tmp_path / "back" / "model.safetensors")
+    assert {name: array.dtype.name for name, array in back.items()} == dict.fromkeys(
+        WEIGHTS, "bfloat16"
+    )
+    assert sorted(os.listdir(tmp_path)) == [
+        *("all.safetensors", "back", "dst", "one.safetensors", "src")
+    ]
+
+
+def test_modelopt_has_a_file_of_its_own(source, tmp_path):
+    convert(source, tmp_path / "dst", layout="modelopt")
+    about = json.loads((tmp_path / "dst" / "hf_quant_config.json").read_text())
+    assert about["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
+    assert about["quantization"]["exclude_modules"] == ["lm_head"]
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
+    assert "hf_quant_config.json" not in os.listdir(tmp_path / "back")
+
+
+def test_keep_dtype_casts_what_stays_wide(tmp_path):
+    wide = {name: array.astype(np.float32) for name, array in WEIGHTS.items()}
+    source = sharded(tmp_path / "src", wide)
+    write_json(source / "config.json", CONFIG | {"torch_dtype": "float32"})
+    report = convert(source, tmp_path / "dst", keep_dtype="bfloat16")
+    found = load(tmp_path / "dst" / "model.safetensors")
+    assert found["model.norm.weight"].dtype.name == "bfloat16"
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    assert [t.action for t in report.tensors if t.name == "model.norm.weight"] == ["cast"]
+    with pytest.raises(CheckpointError, match="--keep-dtype e4m3fn: expected float32, bfloat16"):
+        convert(source, tmp_path / "no", keep_dtype="e4m3fn")
+
+
+def test_weights_with_nan_or_inf_are_named_and_nothing_is_written(tmp_path):
+    tensors = {name: array.copy() for name, array in WEIGHTS.items()}
+    up, down = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("up", "down"))
+    tensors[up][3, 4] = np.nan
+    tensors[down][:2, 0] = np.inf
+    source = sharded(tmp_path / "src", tensors)
+    message = rf"NaN or Inf in weights: .*{down} \(2\).*--allow-nonfinite"
+    with pytest.raises(CheckpointError, match=message) as error:
+        convert(source, tmp_path / "dst")
+    assert f"{up} (1)" in str(error.value)
+    assert os.listdir(tmp_path) == ["src"]
+    save(tmp_path / "one", tensors)
+    with pytest.raises(CheckpointError, match="NaN or Inf in weights"):
+        convert(tmp_path / "one", tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == ["one", "src"]
+    report = convert(source, tmp_path / "dst", allow_nonfinite=True)
+    assert report.nonfinite == 3
+    convert(source, tmp_path / "skipped", skip=[up, down])
+
+
+def break_shard(folder):
+    os.unlink(folder / "model-00002-of-00002.safetensors")
+
+
+def break_index(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["absent.weight"] = "model-00001-of-00002.safetensors"
+    write_json(folder / INDEX, index)
+
+
+def leave_folder(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["absent.weight"] = "../secret.safetensors"
+    write_json(folder / INDEX, index)
+
+
+def no_map(folder):
+    write_json(folder / INDEX, {"weight_map": [1]})
+
+
+def no_index(folder):
+    os.rename(folder / "model-00002-of-00002.safetensors", folder / "b.safetensors")
+    os.unlink(folder / INDEX)
+
+
+def one_of_two(folder):
+    os.unlink(folder / "model-00002-of-00002.safetensors")
+    os.unlink(folder / INDEX)
+
+
+def twice(folder):
+    os.unlink(folder / INDEX)
+    name = "model-00001-of-00002.safetensors"
+    shutil.copy(folder / name, folder / "model-00002-of-00002.safetensors")
+
+
+def no_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+def gptq(folder):
+    write_json(folder / "config.json", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
+
+
+def codes_without_scales(folder):
+    save(folder / "model.safetensors", {"a.weight": np.ones((2, 2), "float8_e4m3fn")})
+    os.unlink(folder / INDEX)
+    write_json(folder / "config.json", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
+
+
+def only_pickles(folder):
+    for name in os.listdir(folder):
+        if "safetensors" in name:
+            os.unlink(folder / name)
+
+
+def only_config(folder):
+    only_pickles(folder)
+    os.unlink(folder / "pytorch_model.bin")
+
+
+def orbax(folder):
+    only_config(folder)
+    (folder / "_METADATA").touch()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (break_shard, r"index\.json: file model-00002-of-00002\.safetensors is missing in .*fetch"),
+        (break_index, r"index\.json: tensor absent\.weight is not in model-00001.*fetch both"),
+        (leave_folder, r"file \.\./secret\.safetensors is not in the folder itself"),
+        (no_map, r"index\.json: no weight_map of names and files"),
+        (no_index, r"2 safetensors files and no model\.safetensors\.index\.json.*give one file"),
+        (one_of_two, r"model-00001-of-00002\.safetensors is one of 2 files"),
+        (twice, "it is in model-00002-of-00002.safetensors and in another file"),
+        (no_json, r"config\.json: .*expected a JSON object"),
+        (gptq, "quantized by gptq, expected compressed-tensors, fp8, modelopt"),
+        (codes_without_scales, r"a\.weight: F8_E4M3 without the scales that layout finegrained"),
+        (only_pickles, r"no safetensors in the folder, but pytorch_model\.bin; a pickle.*refused"),
+        (only_config, "no safetensors files in the folder"),
+        (orbax, "an orbax checkpoint, expected safetensors; restore it with orbax"),
+    ],
+)
+def test_folders_that_are_not_what_they_say(source, tmp_path, change, message):
+    change(source)
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+def as_pickle(path):
+    path.write_bytes(pickle.dumps({"a": 1}))
+
+
+def as_torch_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+
+
+def as_other_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", b"")
+
+
+def as_objects(path):
+    with open(path, "wb") as file:
+        np.savez(file, a=np.array([{}], dtype=object))
+
+
+KINDS = [
+    (as_pickle, "a pickle, which may run any code when it is read, is refused"),
+    (as_torch_zip, "a pickle, which may run any code when it is read, is refused"),
+    (as_other_zip, r"a zip archive with a\.txt, expected npz"),
+    (as_objects, r"member a\.npy holds Python objects: a pickle"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer.*git lfs pull"),
+    (b"\x1f\x8b\x08\x00", "compressed with gzip; unpack it first"),
+    (b"\x93NUMPY\x01\x00", "one NumPy array, expected npz"),
+    (b'{"weight_map": {}}', "JSON, which holds no weights; give the folder instead"),
+    (b"<!DOCTYPE html>", "a web page or XML, expected weights; the download failed"),
+    (b"\x81\xc1", "neither safetensors nor Flax's msgpack"),
+    (b"\x82\xa1a\x01\xa1b\xa1c", "b: a str, expected an array; it is no checkpoint of Flax"),
+    (b"GGUF\x03\x00\x00\x00", "GGUF file"),
+    (b"", "expected at least the 8 of a header length"),
+    (b"PK\x03\x04 no archive", "a damaged zip archive"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), KINDS)
+def test_files_of_other_kinds_are_called_by_their_name(tmp_path, monkeypatch, content, message):
+    path = tmp_path / "model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    monkeypatch.setitem(sys.modules, "gguf", None)  # the package is missing
+    with pytest.raises(CheckpointError, match=message):
+        convert(path, tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["model.bin"]
+
+
+def test_json_names_what_to_give_instead(source, tmp_path):
+    message = f"the index of a sharded checkpoint, which .* give the folder instead: {source}"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source / INDEX, tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=f"JSON, .*give the folder instead: {source}"):
+        convert(source / "config.json", tmp_path / "dst")
+
+
+def test_targets_that_would_lose_something(source, tmp_path):
+    with pytest.raises(CheckpointError, match="is the source itself; choose another name"):
+        convert(source, source, overwrite=True)
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(CheckpointError, match="is the source itself"):
+        convert(source, tmp_path / "link", overwrite=True)
+    with pytest.raises(CheckpointError, match="the source and the target lie in each other"):
+        convert(source, source / "dst")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+        convert(source, tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=r"holds no safetensors, so it is no checkpoint"):
+        convert(source, tmp_path / "dst", overwrite=True)
+    (tmp_path / "dst" / "model.safetensors").touch()
+    (tmp_path / "dst" / "thesis").mkdir()
+    with pytest.raises(CheckpointError, match=r"holds the folder thesis, so it is no checkpoint"):
+        convert(source, tmp_path / "dst", overwrite=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file, expected the name of a folder"):
+        convert(source, tmp_path / "file", overwrite=True)
+    with pytest.raises(FileNotFoundError, match="its folder does not exist; create it"):
+        convert(source, tmp_path / "no" / "dst")
+    with pytest.raises(ValueError, match="max_shard_size='big', expected such as '5GB'"):
+        convert(source, tmp_path / "new", max_shard_size="big")
+    assert os.listdir(tmp_path / "dst" / "thesis") == []
+
+
+def test_overwrite_replaces_a_whole_checkpoint(source, tmp_path):
+    convert(source, tmp_path / "dst", max_shard_size="40KB")
+    convert(source, tmp_path / "dst", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "dst")) == [
+        *("config.json", "model.safetensors", "tokenizer.json")
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+
+
+def test_what_a_killed_run_has_left_is_removed(source, tmp_path):
+    partial = tmp_path / ".dst.qtoolkit-partial"
+    partial.mkdir()
+    (partial / "model-00001-of-00009.safetensors").touch()
+    convert(source, tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+    assert "model-00001-of-00009.safetensors" not in os.listdir(tmp_path / "dst")
+
+
+def test_the_second_of_two_runs_to_one_target_fails_at_once(source, tmp_path):
+    partial = tmp_path / ".dst.qtoolkit-partial"
+    partial.mkdir()
+    other = os.open(partial, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(CheckpointError, match="another conversion is writing it"):
+            convert(source, tmp_path / "dst")
+    finally:
+        os.close(other)
+    convert(source, tmp_path / "dst")
+
+
+def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--skip haed matches nothing, .*there is model"):
+        convert(source, tmp_path / "dst", skip=["down", "haed"])
+
+
+def test_npz_and_msgpack_are_read(tmp_path):
+    import flax.serialization
+
+    tree = {"params": {"Dense_0": {"kernel": rng.normal(size=(6, 4)).astype(np.float32)}}}
+    kernel = tree["params"]["Dense_0"]["kernel"]
+    bias = np.arange(4, dtype=np.float16)
+    tree["params"]["Dense_0"]["bias"] = bias
+    (tmp_path / "flax").write_bytes(flax.serialization.to_bytes(tree | {"step": 3}))
+    values = read(open_source(tmp_path / "flax"))
+    np.testing.assert_array_equal(values["params.Dense_0.kernel"], kernel)
+    np.testing.assert_array_equal(values["params.Dense_0.bias"], bias)
+    assert values["step"] == 3
+    with open(tmp_path / "npz", "wb") as file:
+        np.savez(file, **{"a/kernel": kernel, "a/bias": bias.astype(">f2")})
+    with open(tmp_path / "small", "wb") as file:
+        np.savez_compressed(file, **{"a/kernel": kernel, "a/bias": bias})
+    for name in ("npz", "small"):
+        values = read(open_source(tmp_path / name))
+        np.testing.assert_array_equal(values["a/kernel"], kernel)
+        np.testing.assert_array_equal(values["a/bias"], bias)
+    # Flax's outputs are last, also in names that are joined by dots.
+    convert(tmp_path / "flax", tmp_path / "dst", scaling="channel")
+    found = load(tmp_path / "dst")
+    assert found["params.Dense_0.kernel_scale"].shape == (1, 4)
+    np.testing.assert_allclose(
+        found["params.Dense_0.kernel_scale"][0], np.abs(kernel).max(0) / 448, rtol=1e-6
+    )
+
+
+def test_reading_any_source_does_not_load_jax(source, tmp_path):
+    with open(tmp_path / "npz", "wb") as file:
+        np.savez(file, a=np.ones((2, 2), np.float32))
+    code = (
+        "import sys\nfrom qtoolkit import checkpoints as c\n"
+        "for path in sys.argv[1:]:\n"
+        "    c.make_plan(c.open_source(path))\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, source, tmp_path / "npz"], check=True)
+
+
+def test_a_folder_that_no_loader_reads_has_no_config_that_says_otherwise(source, tmp_path):
+    """transformers reads codes as weights, without an error, where config.json is silent."""
+    plain = convert(source, tmp_path / "plain", layout="plain")
+    assert plain.loads_nowhere
+    assert {*plain.files} == {"model.safetensors", "qtoolkit_config.json", "tokenizer.json"}
+    dequantize_checkpoint(tmp_path / "plain", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
+    assert "qtoolkit_config.json" not in os.listdir(tmp_path / "back")
+    # What is only rounded loads.
+    half = convert(source, tmp_path / "half", format="float16", keep_dtype="float16")
+    assert (half.layout, half.loads_nowhere, "config.json" in half.files) == ("plain", False, True)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "float16"
+    # Unless told otherwise, a model becomes one that loads.
+    assert convert(source, tmp_path / "default").layout == "compressed-tensors"
+    assert convert(source, tmp_path / "e5m2", format="e5m2").layout == "plain"

@@ -1,0 +1,397 @@
+"""What each layout writes, byte for byte, against NumPy with ml_dtypes; and reading it back.
+
+`tests/interop` compares the same bytes with the package compressed-tensors.
+"""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import (
+    LAYOUTS,
+    CheckpointError,
+    SafetensorsFile,
+    convert,
+    dequantize_checkpoint,
+    load,
+    save,
+)
+
+Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
+E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
+# Every case has three weights of one shape, so that few programs compile.
+SHAPE = (128, 256)
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    made = {name: rng.normal(size=SHAPE).astype(np.float32) for name in (Q, K, V)}
+    made[K] *= 8  # its amax is that of q, k and v together
+    made[Q][5] = 0
+    return made
+
+
+def f32(x):
+    return np.asarray(x, np.float32)
+
+
+def fp8(x, scale):
+    return np.clip(x / scale, -448, 448).astype(E4M3)
+
+
+def by_blocks(x, rows, columns):
+    """[blocks along rows, along columns, elements of a block]"""
+    view = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    return view.transpose(0, 2, 1, 3).reshape(*view.shape[::2], -1)
+
+
+def spread(scale, x):
+    return np.kron(scale, np.ones([n // m for n, m in zip(x.shape, scale.shape, strict=True)]))
+
+
+def amax_scale(amax, largest):
+    """Zeros have the scale 1, as good as any other."""
+    return np.where(amax == 0, f32(1), f32(amax) / f32(largest))
+
+
+def nibbles(values):
+    codes = values.astype(E2M1).view(np.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def e8m0(exponents):
+    return (exponents + 127).astype(np.uint8)
+
+
+def fp8_oracle(x, rows, columns):
+    scale = amax_scale(np.abs(by_blocks(x, rows, columns)).max(-1), 448)
+    return fp8(x, f32(spread(scale, x))), scale
+
+
+def compressed_fp8(x, rows, columns):
+    codes, scale = fp8_oracle(x, rows, columns)
+    return {"weight": codes, "weight_scale": scale.reshape(-1) if scale.size == 1 else scale}
+
+
+def compressed_int8(x):
+    scale = amax_scale(np.abs(x).max(1, keepdims=True), 127)
+    return {"weight": np.rint(x / scale).astype(np.int8), "weight_scale": scale}
+
+
+def compressed_mxfp8(x):
+    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    with np.errstate(divide="ignore"):
+        exponents = np.where(amax == 0, -127, np.ceil(np.log2(amax / 448.0))).astype(int)
+    codes = fp8(x, f32(spread(f32(2.0) ** exponents, x)))
+    return {"weight": codes, "weight_scale": e8m0(exponents)}
+
+
+def compressed_mxfp4(x):
+    """Amax rounded to the two significant bits of E2M1, then floor(log2) - 2."""
+    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    rounded = (amax.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
+    exponents = np.where(amax == 0, -127, (rounded >> 23).astype(int) - 127 - 2)
+    q = np.clip(x / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
+    return {"weight_packed": nibbles(q), "weight_scale": e8m0(exponents)}
+
+
+def nvfp4(x):
+    """Codes and both scales, the second one that of q, k and v together."""
+    amax = max(np.abs(w).max() for w in weights().values())
+    second = f32(amax) / f32(6 * 448)
+    block = np.abs(by_blocks(x, 1, 16)).max(-1)
+    # Never 0, which loaders would divide by: the scale of zeros is the least that E4M3 has.
+    scale = np.maximum(f32(f32(block / f32(6)) / second), f32(2.0**-9)).astype(E4M3)
+    q = x / f32(spread(f32(scale) * second, x))
+    return nibbles(np.clip(q, -6, 6)), scale, second
+
+
+def compressed_nvfp4(x):
+    codes, scale, second = nvfp4(x)
+    return {
+        "weight_packed": codes,
+        "weight_scale": scale,
+        "weight_global_scale": (f32(1) / second).reshape(1),
+    }
+
+
+def compressed_int4(x, group):
+    amax = np.abs(by_blocks(x, 1, group)).max(-1)
+    scale = amax_scale(amax, 7)
+    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 8).astype(np.uint32)
+    words = sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8))
+    return {
+        "weight_packed": words.view(np.int32),
+        "weight_scale": scale,
+        "weight_shape": np.array(x.shape, np.int64),
+    }
+
+
+def compressed_int8_groups(x):
+    scale = amax_scale(np.abs(by_blocks(x, 1, 128)).max(-1), 127)
+    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 128).astype(np.uint8)
+    return {
+        "weight_packed": codes.view(np.int32),
+        "weight_scale": scale,
+        "weight_shape": np.array(x.shape, np.int64),
+    }
+
+
+def finegrained(x):
+    codes, scale = fp8_oracle(x, 128, 128)
+    return {"weight": codes, "weight_scale_inv": scale}
+
+
+def modelopt_fp8(x, rows, shape):
+    codes, scale = fp8_oracle(x, rows, x.shape[1])
+    entries = {"weight": codes, "weight_scale": scale.reshape(shape)}
+    return entries | ({"input_scale": f32(0.25)} if shape == () else {})
+
+
+def modelopt_nvfp4(x):
+    codes, scale, second = nvfp4(x)
+    return {
+        "weight": codes,
+        "weight_scale": scale,
+        "weight_scale_2": second.reshape(()),
+        "input_scale": f32(0.25),
+    }
+
+
+COMPRESSED = "compressed-tensors"
+CASES = {
+    (COMPRESSED, "e4m3fn", "tensor"): lambda x: compressed_fp8(x, *SHAPE),
+    (COMPRESSED, "e4m3fn", "channel"): lambda x: compressed_fp8(x, 1, SHAPE[1]),
+    (COMPRESSED, "e4m3fn", "block"): lambda x: compressed_fp8(x, 128, 128),
+    (COMPRESSED, "int8", None): compressed_int8,
+    (COMPRESSED, "mxfp8_e4m3", None): compressed_mxfp8,
+    (COMPRESSED, "mxfp4", None): compressed_mxfp4,
+    (COMPRESSED, "nvfp4", None): compressed_nvfp4,
+    (COMPRESSED, "int4_group128", None): lambda x: compressed_int4(x, 128),
+    (COMPRESSED, "int4_group32", None): lambda x: compressed_int4(x, 32),
+    (COMPRESSED, "int8_group128", None): compressed_int8_groups,
+    ("finegrained-fp8", "e4m3fn", None): finegrained,
+    ("modelopt", "e4m3fn", "channel"): lambda x: modelopt_fp8(x, 1, (SHAPE[0],)),
+    ("modelopt", "e4m3fn", "tensor"): lambda x: modelopt_fp8(x, SHAPE[0], ()),
+    ("modelopt", "nvfp4", None): modelopt_nvfp4,
+    ("plain", "e4m3fn", "block"): lambda x: dict(
+        zip(("weight", "weight_scale"), fp8_oracle(x, 128, 128), strict=True)
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "fmt", "scaling"), CASES)
+def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling):
+    source = weights()
+    save(tmp_path / "src", source, {"format": "pt"})
+    scales = 0.25 if layout == "modelopt" and (fmt, scaling) != ("e4m3fn", "channel") else None
+    report = convert(
+        tmp_path / "src",
+        tmp_path / "dst",
+        layout=layout,
+        format=fmt,
+        scaling=scaling,
+        input_scales=scales,
+    )
+    with SafetensorsFile(tmp_path / "dst") as file:
+        found = {name: file.read(name) for name in file.tensors}
+        assert file.metadata["format"] == "pt"
+    expected = {
+        f"{name.removesuffix('weight')}{entry}": array
+        for name, x in source.items()
+        for entry, array in CASES[layout, fmt, scaling](x).items()
+    }
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        array = np.asarray(array)
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
+        got, wanted = (a.reshape(-1).view(np.uint8) for a in (found[name], array))
+        np.testing.assert_array_equal(got, wanted, name)
+    # What `dequantize` reads has the error that the report says.
+    back = dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
+    values = load(tmp_path / "back")
+    assert {name: v.shape for name, v in values.items()} == dict.fromkeys(source, SHAPE)
+    for tensor in report.tensors:
+        x, y = (np.float64(arrays[tensor.name]) for arrays in (source, values))
+        sqnr = 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
+        assert sqnr == pytest.approx(tensor.sqnr_db, abs=1e-3)
+    assert back.dequantized
+    assert not back.quantized
+
+
+@pytest.mark.quick
+def test_every_scheme_has_a_case():
+    cases = {(layout, fmt, scaling) for layout, fmt, scaling in CASES}
+    for layout in LAYOUTS.values():
+        if layout.name == "plain":
+            continue  # `test_checkpoint_convert`
+        for text in layout.spellings():
+            fmt, _, word = text.partition(" (--scaling ")
+            wanted = {(layout.name, fmt, word.removesuffix(")") or None), (layout.name, fmt, None)}
+            assert wanted & cases or fmt == "deepseek_128x128", (layout.name, text)
+
+
+def config_of(tmp_path, layout, fmt, scaling=None, **options):
+    save(tmp_path / "src", weights(), overwrite=True)
+    report = convert(
+        tmp_path / "src",
+        tmp_path / "dst",
+        layout=layout,
+        format=fmt,
+        scaling=scaling,
+        skip=["v_proj"],
+        overwrite=True,
+        **options,
+    )
+    return json.loads(json.dumps(report.quantization_config))
+
+
+KEPT = ["model.layers.0.self_attn.v_proj", "lm_head"]
+
+
+def test_the_config_of_compressed_tensors(tmp_path):
+    config = config_of(tmp_path, COMPRESSED, "e4m3fn")
+    group = config["config_groups"]["group_0"]
+    assert (config["quant_method"], config["format"]) == (COMPRESSED, "float-quantized")
+    assert (config["quantization_status"], config["ignore"]) == ("compressed", KEPT)
+    assert group["targets"] == ["Linear"]
+    assert group["weights"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "channel",
+    }
+    assert group["input_activations"]["strategy"] == "token"
+    assert group["input_activations"]["dynamic"] is True
+    nv = config_of(tmp_path, COMPRESSED, "nvfp4")
+    weights = nv["config_groups"]["group_0"]["weights"]
+    assert (nv["format"], weights["strategy"]) == ("nvfp4-pack-quantized", "tensor_group")
+    assert (weights["group_size"], weights["num_bits"]) == (16, 4)
+    assert nv["config_groups"]["group_0"]["input_activations"] is None
+
+
+def test_the_other_configs(tmp_path):
+    assert config_of(tmp_path, "finegrained-fp8", "e4m3fn") == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": KEPT,
+    }
+    config = config_of(tmp_path, "modelopt", "nvfp4", input_scales=1.0)
+    assert (config["quant_method"], config["quant_algo"], config["ignore"]) == (
+        "modelopt",
+        "NVFP4",
+        KEPT,
+    )
+    assert config["group_size"] == 16
+
+
+def test_rules_make_groups_of_compressed_tensors(tmp_path):
+    from qtoolkit.formats import Rules
+
+    save(tmp_path / "src", weights())
+    rules = Rules({"q_proj": "e4m3fn", "k_proj": "int8"})
+    report = convert(
+        tmp_path / "src", tmp_path / "dst", layout=COMPRESSED, format=rules, scaling="channel"
+    )
+    groups = report.quantization_config["config_groups"].values()
+    assert sorted((g["targets"], g["format"]) for g in groups) == [
+        (["model.layers.0.self_attn.k_proj"], "int-quantized"),
+        (["model.layers.0.self_attn.q_proj"], "float-quantized"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        ("plain", {"format": "mxfp4"}, "plain: cannot hold mxfp4; use --layout compressed-tensors"),
+        (COMPRESSED, {"format": "e5m2"}, "cannot hold e5m2; use --layout plain, or one of e4m3fn"),
+        (COMPRESSED, {"format": "mxfp4", "scaling": "channel"}, "cannot hold mxfp4 with --scaling"),
+        ("finegrained-fp8", {"scaling": "tensor"}, "cannot hold e4m3fn with --scaling tensor"),
+        ("modelopt", {"format": "nvfp4"}, r"NVFP4 .* static activation scales.*--input-scales"),
+        ("modelopt", {"format": "nvfp4", "input_scales": -1.0}, "input scale -1.0, expected"),
+        ("modelopt", {"format": "nf4"}, "cannot hold nf4"),
+    ],
+)
+def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
+    save(tmp_path / "src", weights())
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "src", tmp_path / "dst", layout=layout, **options)
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layout", "fmt", "message"),
+    [
+        ("a.weight", (100, 256), "finegrained-fp8", "e4m3fn", "axis -2 has 100 elements, expected"),
+        ("a.weight", (4, 100), COMPRESSED, "mxfp4", "axis -1 has 100 elements, expected a multi"),
+        ("a/kernel", (128, 128), COMPRESSED, "e4m3fn", "expected a matrix named NAME.weight"),
+        (
+            "a.weight",
+            (8, 8, 8),
+            COMPRESSED,
+            "e4m3fn",
+            r"nothing to quantize for layout compressed-tensors \(3 dimensions, .*: 1\)",
+        ),
+    ],
+)
+def test_what_a_layout_cannot_hold_of_a_tensor(tmp_path, name, shape, layout, fmt, message):
+    save(tmp_path / "src", {name: np.ones(shape, np.float32)})
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt)
+
+
+def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
+    save(tmp_path / "src", weights())
+    convert(tmp_path / "src", tmp_path / "int8", layout=COMPRESSED, format="int8")
+    dequantize_checkpoint(tmp_path / "int8", tmp_path / "wide")
+    report = convert(tmp_path / "int8", tmp_path / "again", format="e4m3fn")
+    convert(tmp_path / "wide", tmp_path / "expected", format="e4m3fn")
+    assert report.dequantized == COMPRESSED
+    again, expected = load(tmp_path / "again"), load(tmp_path / "expected")
+    assert again.keys() == expected.keys()
+    for name, array in expected.items():
+        assert again[name].tobytes() == array.tobytes()
+
+
+def test_rows_longer_than_a_chunk_and_parts_of_rows_are_read_alike(tmp_path):
+    """Of a quantized source any range of bytes is what the whole has there."""
+    save(tmp_path / "src", weights())
+    convert(tmp_path / "src", tmp_path / "dst", layout=COMPRESSED, format="nvfp4")
+    from qtoolkit.checkpoints import open_source
+    from qtoolkit.checkpoints.internal import dequantized
+
+    source = dequantized(open_source(tmp_path / "dst"))
+    whole = np.empty(SHAPE, np.float32)
+    source.read_into(Q, 0, whole.reshape(-1).view(np.uint8).data)
+    for start, size in [(0, 1), (255, 2), (256, 256), (1000, 3000), (SHAPE[0] * SHAPE[1] - 5, 5)]:
+        part = np.empty(size, np.float32)
+        source.read_into(Q, 4 * start, part.view(np.uint8).data)
+        np.testing.assert_array_equal(part, whole.reshape(-1)[start : start + size])
+    source.close()
+
+
+def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
+    """64 words and 4 scales a row: 4 bits in groups of 128, or 8 bits in groups of 64."""
+    codes = np.arange(2 * 256, dtype=np.uint8).reshape(2, 256)
+    tensors = {
+        "a.weight_packed": codes.view(np.int32),
+        "a.weight_scale": np.ones((2, 4), np.float32),
+        "a.weight_shape": np.array([2, 256]),
+    }
+    save(tmp_path / "file", tensors)
+    with pytest.raises(CheckpointError, match=r"weight is \[2, 256\], and int4_group128 .*config"):
+        dequantize_checkpoint(tmp_path / "file", tmp_path / "out")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "file").rename(folder / "model.safetensors")
+    weights = {"num_bits": 8, "type": "int", "group_size": 64}
+    quantization = {"quant_method": COMPRESSED, "config_groups": {"g": {"weights": weights}}}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    dequantize_checkpoint(folder, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")["a.weight"]
+    np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)

@@ -1,0 +1,203 @@
+"""What names and shapes say: lists of the tensors of real models, as their files have them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
+
+# Of each model the weights of two or more dimensions, one layer of each kind: those of linear
+# layers, and those that stay wide. Sources: the files of TheBloke/Llama-2-7B, google-t5/t5-base,
+# meta-llama/Llama-2-7b (consolidated.00.pth), openai-community/gpt2, state-spaces/mamba-130m-hf,
+# mistralai/Mixtral-8x7B, llava-hf/llava-1.5-7b-hf, Qwen/Qwen2-VL, deepseek-ai/DeepSeek-V3,
+# google-bert (sequence classification), FacebookAI/roberta (the same), facebook/bart-large-mnli,
+# Skywork reward models (score), timm's ViT, openai/gpt-oss, Falcon-Mamba.
+MODELS = {
+    "llama": (
+        """model.layers.0.self_attn.q_proj.weight model.layers.0.self_attn.k_proj.weight
+        model.layers.0.self_attn.v_proj.weight model.layers.0.self_attn.o_proj.weight
+        model.layers.0.mlp.gate_proj.weight model.layers.0.mlp.up_proj.weight
+        model.layers.0.mlp.down_proj.weight""",
+        "model.embed_tokens.weight lm_head.weight",
+    ),
+    "t5": (
+        """encoder.block.0.layer.0.SelfAttention.q.weight
+        decoder.block.0.layer.1.EncDecAttention.o.weight
+        encoder.block.0.layer.1.DenseReluDense.wi.weight
+        encoder.block.0.layer.1.DenseReluDense.wo.weight""",
+        """shared.weight encoder.embed_tokens.weight lm_head.weight
+        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight""",
+    ),
+    "meta": (
+        """layers.0.attention.wq.weight layers.0.attention.wo.weight
+        layers.0.feed_forward.w1.weight layers.0.feed_forward.w2.weight""",
+        "tok_embeddings.weight output.weight",
+    ),
+    "gpt2": (
+        """h.0.attn.c_attn.weight h.0.attn.c_proj.weight h.0.mlp.c_fc.weight
+        h.0.mlp.c_proj.weight""",
+        "wte.weight wpe.weight lm_head.weight",
+    ),
+    "mamba": (
+        """backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.x_proj.weight
+        backbone.layers.0.mixer.dt_proj.weight backbone.layers.0.mixer.out_proj.weight""",
+        """backbone.embeddings.weight backbone.layers.0.mixer.A_log
+        backbone.layers.0.mixer.conv1d.weight lm_head.weight""",
+    ),
+    "mixtral": (
+        """model.layers.0.block_sparse_moe.experts.0.w1.weight
+        model.layers.0.block_sparse_moe.experts.0.w2.weight
+        model.layers.0.block_sparse_moe.experts.0.w3.weight""",
+        "model.layers.0.block_sparse_moe.gate.weight",
+    ),
+    "llava": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        """vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight
+        vision_tower.vision_model.embeddings.patch_embedding.weight
+        multi_modal_projector.linear_1.weight language_model.lm_head.weight""",
+    ),
+    "qwen2-vl": (
+        "model.layers.0.mlp.down_proj.weight",
+        "visual.blocks.0.attn.qkv.weight visual.merger.mlp.0.weight visual.patch_embed.proj.weight",
+    ),
+    "deepseek": (
+        """model.layers.3.self_attn.kv_a_proj_with_mqa.weight
+        model.layers.3.self_attn.q_b_proj.weight model.layers.3.mlp.shared_experts.up_proj.weight
+        model.layers.3.mlp.experts.255.gate_proj.weight""",
+        "model.layers.3.mlp.gate.weight model.layers.61.shared_head.head.weight",
+    ),
+    "bert": (
+        """bert.encoder.layer.0.attention.self.query.weight
+        bert.encoder.layer.0.attention.output.dense.weight
+        bert.encoder.layer.0.output.dense.weight bert.pooler.dense.weight""",
+        """bert.embeddings.word_embeddings.weight classifier.weight
+        cls.predictions.transform.dense.weight qa_outputs.weight""",
+    ),
+    "classifiers": (
+        "model.layers.0.mlp.down_proj.weight",
+        """classifier.dense.weight classifier.out_proj.weight pre_classifier.weight
+        classification_head.dense.weight classification_head.out_proj.weight score.weight
+        head.weight""",
+    ),
+    "flax": (
+        "params.blocks_0.attention.query.kernel params/Dense_0/kernel",
+        "params.lm_head.kernel params/Embed_0/embedding params.head.kernel",
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("model", MODELS)
+def test_linear_layers_of_real_models_are_quantized_and_nothing_else(tmp_path, model):
+    linear, wide = (names.split() for names in MODELS[model])
+    save(tmp_path / "f", {name: np.zeros((2, 4), np.float32) for name in (*linear, *wide)})
+    with SafetensorsFile(tmp_path / "f") as source:
+        plan = make_plan(source)
+    found = {tensor.name: tensor.reason for tensor in plan.tensors}
+    assert found == dict.fromkeys(linear, "") | dict.fromkeys(wide, "skipped by default")
+
+
+def scale_shapes(tmp_path, shapes, config=None, **options):
+    """Shapes of the scales by channel of tensors of those shapes."""
+    (tmp_path / "src").mkdir()
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    save(tmp_path / "src" / "model.safetensors", tensors)
+    (tmp_path / "src" / "config.json").write_text(json.dumps(config or {}))
+    from qtoolkit.checkpoints import open_source
+
+    source = open_source(tmp_path / "src")
+    try:
+        plan = make_plan(source, scaling="channel", layout="plain", **options)
+    finally:
+        source.close()
+    return {
+        tensor.name: tensor.stored.scale.shape
+        for tensor in plan.tensors
+        if tensor.stored is not None
+    }
+
+
+IN_OUT = {"h.0.attn.c_attn.weight": (4, 12), "h.0.attn.c_proj.weight": (4, 4)}
+OUT_IN = {"h.0.attn.c_attn.weight": (12, 4), "h.0.attn.c_proj.weight": (4, 4)}
+UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "expected"),
+    [
+        # GPT-2's Conv1D is [inputs, outputs]; the same names of other models are Linear's.
+        (IN_OUT, {"model_type": "gpt2"}, [(1, 12), (1, 4)]),
+        (IN_OUT, {}, [(1, 12), (1, 4)]),
+        (OUT_IN, {"model_type": "gpt_bigcode"}, [(12, 1), (4, 1)]),
+        (OUT_IN, {}, [(12, 1), (4, 1)]),
+        ({"h.0.attn.c_proj.weight": (4, 4)}, {"model_type": "gpt2"}, [(1, 4)]),
+        # A bias is as long as there are outputs.
+        ({"a.weight": (4, 6), "a.bias": (6,)}, {}, [(1, 6)]),
+        ({"a.weight": (4, 6), "a.bias": (4,)}, {}, [(4, 1)]),
+        ({"W": (4, 6), "bias": (6,)}, {}, [(1, 6)]),
+        # All experts in one: [E, in, out] of Llama 4 and GPT-OSS, [E, out, in] of others.
+        ({UP: (3, 4, 10), DOWN: (3, 5, 4)}, {"hidden_size": 4}, [(3, 1, 10), (3, 1, 4)]),
+        ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {"hidden_size": 4}, [(3, 10, 1), (3, 4, 1)]),
+        ({UP: (3, 4, 10), DOWN: (3, 5, 4)}, {}, [(3, 1, 10), (3, 1, 4)]),
+        ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {}, [(3, 10, 1), (3, 4, 1)]),
+        # Flax: heads and their length are outputs; of what they are projected to, the last axis.
+        ({"attention.query.kernel": (8, 2, 4)}, {}, [(1, 2, 4)]),
+        ({"attention.out.kernel": (2, 4, 8)}, {}, [(1, 1, 8)]),
+        ({"Conv_0.kernel": (3, 3, 4, 8)}, {}, [(1, 1, 1, 8)]),
+        ({"conv.weight": (8, 4, 3, 3)}, {}, [(8, 1, 1, 1)]),
+    ],
+)
+def test_scales_by_channel_are_those_of_the_outputs(tmp_path, shapes, config, expected):
+    found = scale_shapes(tmp_path, shapes, config)
+    assert [found[name] for name in shapes if name in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config"),
+    [
+        ({"W": (4, 6)}, {}),
+        ({"W": (4, 4), "bias": (4,)}, {}),
+        ({UP: (3, 4, 4), DOWN: (3, 4, 4)}, {"hidden_size": 4}),
+        ({UP: (3, 4, 9), DOWN: (3, 5, 4)}, {}),
+    ],
+)
+def test_where_nothing_says_which_axis_holds_the_outputs_it_is_asked_for(tmp_path, shapes, config):
+    name = next(iter(shapes)) if UP not in shapes else r".*experts\."
+    with pytest.raises(CheckpointError, match=rf"tensor {name}.*--channel-axis first .* or last"):
+        scale_shapes(tmp_path, shapes, config)
+    (tmp_path / "src" / "model.safetensors").unlink()
+    (tmp_path / "src" / "config.json").unlink()
+    (tmp_path / "src").rmdir()
+    scales = scale_shapes(tmp_path, shapes, config, channel_axis="last")
+    assert all(shape[-1] == shapes[name][-1] for name, shape in scales.items())
+
+
+def test_experts_in_one_tensor_have_codes_as_if_each_were_alone(tmp_path):
+    x = np.random.default_rng(0).normal(size=(3, 10, 4)).astype(np.float32)
+    tensors = {UP: x, DOWN: np.ascontiguousarray(x[:, :4, :].repeat(2, 2)[:, :, :5])}
+    save(tmp_path / "src", tensors)
+    convert(tmp_path / "src", tmp_path / "dst", scaling="channel")
+    save(tmp_path / "alone", {f"{i}.weight": x[i] for i in range(3)})
+    convert(tmp_path / "alone", tmp_path / "each", scaling="channel")
+    from qtoolkit.checkpoints import load
+
+    found, each = load(tmp_path / "dst"), load(tmp_path / "each")
+    for i in range(3):
+        assert found[UP][i].tobytes() == each[f"{i}.weight"].tobytes()
+        assert found[f"{UP}_scale"][i].tobytes() == each[f"{i}.weight_scale"].tobytes()
+
+
+def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
+    names = [f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(2) for x in "qkvo"]
+    names += [f"model.layers.0.mlp.experts.1.{x}.weight" for x in ("w1", "w2", "w3")]
+    tensors = {name: np.full((16, 16), 2.0**i, np.float32) for i, name in enumerate(names)}
+    save(tmp_path / "src", tensors)
+    convert(tmp_path / "src", tmp_path / "dst", layout="compressed-tensors", format="nvfp4")
+    from qtoolkit.checkpoints import load
+
+    found = load(tmp_path / "dst")
+    # 448 * 6 over the amax of q, k and v together: of v. o and w2 stand alone.
+    largest = [4, 4, 4, 8, 64, 64, 64, 128, 1024, 512, 1024]
+    got = [float(found[name.removesuffix("weight") + "weight_global_scale"][0]) for name in names]
+    np.testing.assert_allclose(got, [2688 / amax for amax in largest], rtol=1e-6)

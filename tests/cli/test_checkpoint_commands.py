@@ -1,0 +1,203 @@
+"""convert, dequantize, inspect and layouts as a user meets them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from qtoolkit.checkpoints import load, save
+from qtoolkit.cli._app import app
+
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def fails(*arguments, code=1):
+    """The one line that a failing command prints."""
+    result = run(*arguments)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("converting")]
+    assert (result.exit_code, result.stdout, len(lines)) == (code, "", 1), result.output
+    return lines[0].removeprefix("qtoolkit: ")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as Hugging Face's."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    x = np.random.default_rng(0).normal(size=(128, 128)).astype("bfloat16")
+    tensors = {WEIGHT: x, "model.norm.weight": np.ones(128, "bfloat16")}
+    save(folder / "model.safetensors", tensors, {"format": "pt"})
+    config = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+CT = ("--layout", "compressed-tensors")
+
+
+def test_a_folder_and_the_line_that_loads_it(source, tmp_path):
+    result = run("convert", source, tmp_path / "dst", *CT)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{tmp_path}/dst: e4m3fn, a scale per channel, layout compressed-tensors"
+    assert lines[-1] == (
+        f'load it: transformers.AutoModelForCausalLM.from_pretrained("{tmp_path}/dst")'
+    )
+    assert sorted(os.listdir(tmp_path / "dst")) == ["config.json", "model.safetensors"]
+
+
+def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
+    file = source / "model.safetensors"
+    result = run("convert", file, tmp_path / "dst", *CT)
+    assert "need this in the config.json beside it" in result.stdout
+    config = result.stdout[result.stdout.index("{") : result.stdout.rindex("}") + 1]
+    assert json.loads(config)["quantization_config"]["format"] == "float-quantized"
+    plain = run("convert", file, tmp_path / "plain")
+    assert plain.stdout.splitlines()[-1] == (
+        f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{tmp_path}/plain"))'
+    )
+
+
+def test_reports(source, tmp_path):
+    arguments = ["convert", source, tmp_path / "dst", *CT, "--overwrite"]
+    as_json = run(*arguments, "--json")
+    report = json.loads(as_json.stdout)
+    assert as_json.stdout == run(*arguments, "--report", "json").stdout
+    (weight,) = (tensor for tensor in report["tensors"] if tensor["name"] == WEIGHT)
+    assert (weight["action"], weight["dtype"], weight["nonfinite"]) == ("quantize", "F8_E4M3", 0)
+    assert report["bytes_after"] == 128 * 128 + 4 * 128 + 256
+    assert report["quantization_config"]["quant_method"] == "compressed-tensors"
+    markdown = run(*arguments, "--report", "md").stdout.splitlines()
+    assert markdown[0] == f"# {tmp_path}/dst"
+    assert any(line.startswith(f"| {WEIGHT} | F8_E4M3 | 16,896 | ") for line in markdown)
+    verbose = run(*arguments, "-v").stdout
+    assert verbose.splitlines()[0].split()[:3] == ["tensor", "became", "bytes"]
+    quiet = run(*arguments, "-q")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+
+
+def test_a_dry_run_of_a_folder(source, tmp_path):
+    result = run("convert", source, tmp_path / "dst", *CT, "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[1].split() == [
+        *(WEIGHT, "BF16", "F8_E4M3", "[128,", "1]", "16,896")
+    ]
+    assert os.listdir(tmp_path) == ["src"]
+    plan = json.loads(run("convert", source, tmp_path / "dst", *CT, "--dry-run", "--json").stdout)
+    assert [entry["name"] for entry in plan["tensors"][0]["entries"]] == [WEIGHT, f"{WEIGHT}_scale"]
+    assert fails("convert", source, source, "--overwrite", "--dry-run").startswith(
+        f"{source}: is the source itself"
+    )
+
+
+def test_dequantize_and_quantize_anew(source, tmp_path):
+    run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
+    result = run("dequantize", tmp_path / "dst", tmp_path / "back")
+    assert result.exit_code == 0, result.output
+    assert "source     quantized (layout compressed-tensors), dequantized first" in result.stdout
+    assert load(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
+    wide = run("dequantize", tmp_path / "dst", tmp_path / "wide", "--dtype", "float32")
+    assert wide.exit_code == 0
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    assert config == {"model_type": "llama", "dtype": "float32", "hidden_size": 128}
+    again = run("convert", tmp_path / "dst", tmp_path / "again", *CT)
+    assert "dequantized first" in again.stdout
+    assert fails("dequantize", source, tmp_path / "no").startswith(
+        f"{source}: nothing in it is quantized in a layout that is read"
+    )
+
+
+def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
+    run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
+    lines = run("inspect", tmp_path / "dst", "--stats").stdout.splitlines()
+    assert lines[0].split() == ["tensor", "dtype", "shape", "bytes", "scales"]
+    assert any(
+        "weight_packed" in line
+        and "nvfp4: weight_scale F8_E4M3 [128, 8], weight_global_scale F32 [1]" in line
+        for line in lines
+    )
+    assert not any(line.startswith(f"{WEIGHT}_scale ") for line in lines)
+    (found,) = (line for line in lines if line.startswith("layout "))
+    assert found.startswith("layout compressed-tensors: 1 tensor quantized; `qtoolkit dequantize`")
+    rows = [line.split() for line in lines if line.startswith("model.norm.weight ")]
+    assert rows[1][1:] == ["1", "1", "1", "0", "0", "0", "0"]
+    data = json.loads(run("inspect", tmp_path / "dst", "--json", "--stats").stdout)
+    assert data["quantized"][WEIGHT]["shape"] == [128, 128]
+    stats = {row["tensor"]: row for row in data["stats"]}
+    x = load(source / "model.safetensors")[WEIGHT].astype(np.float64)
+    assert float(stats[WEIGHT]["deviation"]) == pytest.approx(x.std(), rel=0.02)
+
+
+def test_layouts():
+    listed = run("layouts").stdout
+    for name in ("plain", "compressed-tensors", "finegrained-fp8", "modelopt"):
+        assert name in listed
+        page = run("layouts", name).stdout
+        assert page.startswith(f"{name}: ")
+        assert f"qtoolkit convert SRC DST --layout {name}" in page
+    assert "--format nvfp4" in run("layouts", "modelopt").stdout
+    assert "needs --input-scales" in run("layouts", "modelopt").stdout
+    assert fails("layouts", "vllm", code=2).startswith("NAME: 'vllm', expected one of plain")
+
+
+def test_input_scales_from_a_file(source, tmp_path):
+    nvfp4 = ("convert", source, tmp_path / "dst", "--layout", "modelopt", "--format", "nvfp4")
+    assert "give --input-scales FILE from a calibration" in fails(*nvfp4)
+    (tmp_path / "scales.json").write_text(json.dumps({WEIGHT.removesuffix(".weight"): 0.5}))
+    result = run(*nvfp4, "--input-scales", tmp_path / "scales.json")
+    assert result.exit_code == 0, result.output
+    found = load(tmp_path / "dst" / "model.safetensors")
+    assert found[WEIGHT.replace("weight", "input_scale")] == 0.5
+    (tmp_path / "scales.json").write_text("[]")
+    message = fails(*nvfp4, "--input-scales", tmp_path / "scales.json")
+    assert "a JSON list, expected an object" in message
+
+
+def test_rules_may_name_block_formats(source, tmp_path):
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"rules": [["down_proj", "mxfp4"], ["norm", null]]}')
+    result = run("convert", source, tmp_path / "dst", *CT, "--rules", rules)
+    assert result.exit_code == 0, result.output
+    assert "dst: mxfp4, layout compressed-tensors" in result.stdout
+
+
+def test_names_from_files_never_reach_the_terminal_raw(tmp_path):
+    odd = "a\x1b[2J.weight"
+    save(tmp_path / "src", {odd: np.ones((2, 2), np.float32)}, {"k\x1b": "v\x1b[31m"})
+    outputs = [
+        run(*arguments)
+        for arguments in (
+            ("inspect", tmp_path / "src"),
+            ("inspect", tmp_path / "src", "--stats"),
+            ("convert", tmp_path / "src", tmp_path / "dst", "--dry-run"),
+            ("convert", tmp_path / "src", tmp_path / "dst", "-v"),
+            ("convert", tmp_path / "src", tmp_path / "dst", "--overwrite", "--report", "md"),
+            ("convert", tmp_path / "src", tmp_path / "x", *CT, "--scaling", "block"),
+            ("convert", tmp_path / "src", tmp_path / "x", "--skip", "none"),
+        )
+    ]
+    for result in outputs:
+        assert "\x1b" not in result.output
+        assert "a\\x1b[2J.weight" in result.output
+
+
+def test_completion_is_on():
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_a_dry_run_loads_nothing_heavy(source):
+    code = (
+        "import sys\nfrom qtoolkit.cli._app import app\n"
+        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'jax', 'flax', 'msgpack', 'gguf', 'zipfile._path'} & set(sys.modules)"
+    )
+    command = ["convert", str(source), "dst", *CT, "--dry-run"]
+    subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)

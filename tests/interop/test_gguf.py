@@ -1,0 +1,57 @@
+"""GGUF files, written by the package gguf and read as a source."""
+
+import gguf
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save
+
+NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
+
+
+@pytest.fixture
+def source(tmp_path):
+    x = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for name, kind in NAMES.items():
+        blocks = gguf.quants.quantize(x, kind)
+        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=kind)
+    bf16 = gguf.quants.quantize(x, gguf.GGMLQuantizationType.BF16)
+    writer.add_tensor("blk.0.BF16.weight", bf16, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.add_tensor("output_norm.weight", x[0])
+    writer.add_tensor("half.weight", x.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return x
+
+
+def test_blocks_become_the_numbers_that_the_package_makes_of_them(tmp_path, source):
+    dequantize_checkpoint(tmp_path / "model.gguf", tmp_path / "wide")
+    found = load(tmp_path / "wide")
+    for name, kind in NAMES.items():
+        expected = gguf.quants.dequantize(gguf.quants.quantize(source, kind), kind)
+        np.testing.assert_array_equal(found[f"blk.0.{name}.weight"], expected)
+    np.testing.assert_array_equal(found["output_norm.weight"], source[0])
+    np.testing.assert_array_equal(found["half.weight"], source.astype(np.float16))
+    rounded = source.astype("bfloat16").astype(np.float32)
+    np.testing.assert_array_equal(found["blk.0.BF16.weight"], rounded)
+
+
+def test_converting_gguf_is_converting_those_numbers(tmp_path, source):
+    convert(tmp_path / "model.gguf", tmp_path / "direct")
+    dequantize_checkpoint(tmp_path / "model.gguf", tmp_path / "wide")
+    convert(tmp_path / "wide", tmp_path / "two_steps")
+    direct, two_steps = load(tmp_path / "direct"), load(tmp_path / "two_steps")
+    assert direct.keys() == two_steps.keys()
+    for name, array in two_steps.items():
+        assert direct[name].tobytes() == array.tobytes()
+
+
+def test_a_damaged_file_is_named(tmp_path, source):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="a damaged GGUF file"):
+        convert(path, tmp_path / "out")
+    save(tmp_path / "wide", {"a": source})

@@ -1,0 +1,144 @@
+"""What transformers makes of converted folders, on the CPU."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+COMPRESSED = [
+    ("e4m3fn", "tensor"),
+    ("e4m3fn", "channel"),
+    ("e4m3fn", "block"),
+    ("int8", "channel"),
+    ("mxfp8_e4m3", None),
+    ("mxfp4", None),
+    ("nvfp4", None),
+    ("int4_group128", None),
+    ("int4_group32", None),
+    ("int8_group128", None),
+]
+WEIGHTS_ONLY = {"mxfp4", "nvfp4", "int4_group128", "int4_group32", "int8_group128"}
+
+
+def llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_local_experts=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=128, n_layer=2, n_head=4)
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of random models, by name."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    for make in (llama, mixtral, gpt2):
+        make().float().save_pretrained(root / make.__name__, max_shard_size="1MB")
+    return root
+
+
+def logits(folder, dtype=torch.float32, **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    with torch.no_grad():
+        return model.eval()(IDS).logits.float().numpy()
+
+
+def dequantizing():
+    return transformers.CompressedTensorsConfig(dequantize=True)
+
+
+@pytest.mark.parametrize(("fmt", "scaling"), COMPRESSED)
+def test_llama_in_compressed_tensors(folders, tmp_path, fmt, scaling):
+    convert(
+        folders / "llama",
+        tmp_path / "out",
+        layout="compressed-tensors",
+        format=fmt,
+        scaling=scaling,
+        max_shard_size="500KB",
+    )
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected, wide = logits(tmp_path / "back"), logits(folders / "llama")
+    assert np.abs(expected - wide).max() > 1e-4  # it is quantized
+    # FP4 is decompressed in bfloat16: 8 bits of 24.
+    rtol = 2e-2 if fmt in ("mxfp4", "nvfp4") else 1e-5
+    found = logits(tmp_path / "out", quantization_config=dequantizing())
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+    # With nothing said, as users load it. What has block scales is decompressed in bfloat16, which
+    # float32 activations cannot be multiplied with.
+    dtype = torch.bfloat16 if fmt in ("mxfp8_e4m3", "mxfp4", "nvfp4") else torch.float32
+    compressed = logits(tmp_path / "out", dtype)
+    error = np.abs(compressed - expected).max() / np.abs(expected).max()
+    assert error < (0.02 if fmt in WEIGHTS_ONLY else 0.1)
+
+
+def test_llama_in_blocks_of_deepseek(folders, tmp_path):
+    convert(folders / "llama", tmp_path / "out", layout="finegrained-fp8")
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected = logits(tmp_path / "back")
+    np.testing.assert_allclose(logits(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])
+def test_mixtral(folders, tmp_path, layout):
+    # Of experts in compressed-tensors' FP8 transformers reads scales per channel, not per block.
+    convert(folders / "mixtral", tmp_path / "out", layout=layout)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    options = {"quantization_config": dequantizing()} if layout == "compressed-tensors" else {}
+    expected = logits(tmp_path / "back")
+    np.testing.assert_allclose(logits(tmp_path / "out", **options), expected, atol=1e-5)
+
+
+def test_gpt2_is_refused_where_nothing_loads_it_and_round_trips_in_plain(folders, tmp_path):
+    with pytest.raises(CheckpointError, match=r"Conv1D.*use --layout plain"):
+        convert(folders / "gpt2", tmp_path / "out", layout="compressed-tensors")
+    convert(folders / "gpt2", tmp_path / "out", layout="plain", scaling="channel")
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        logits(tmp_path / "out")  # rather than reading codes as weights
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected = logits(folders / "gpt2")
+    error = np.abs(logits(tmp_path / "back") - expected).max() / np.abs(expected).max()
+    assert 0 < error < 0.05
+
+
+def test_a_config_that_says_nothing_is_what_breaks_silently(folders, tmp_path):
+    """Why config.json is written: without it transformers reads the codes as weights."""
+    convert(folders / "llama", tmp_path / "out", layout="compressed-tensors")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    expected = logits(tmp_path / "out", quantization_config=dequantizing())
+    path.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    assert np.abs(logits(tmp_path / "out") - expected).max() > 1
