@@ -206,7 +206,10 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
 
 
 def _hint(model: Any) -> str:
-    return "; use qtoolkit.linen.wrap" if isinstance(model, linen.Module) else ""
+    if isinstance(model, linen.Module):
+        return "; use qtoolkit.linen.wrap"
+    name = model.__name__ if isinstance(model, type) else "MLP"
+    return f"; write qtoolkit.nnx.wrap({name}(..., rngs=nnx.Rngs(0)), recipe)"
 
 
 @dataclasses.dataclass
