@@ -4,8 +4,8 @@ Command: python docs/examples.py PAGE... [--write]
 Claim: a page's Python runs from top to bottom in one namespace, in an empty folder; what stands
 below a `>>>` is what it prints. With --write the outputs are written anew into the pages.
 
-Three kinds of fenced blocks are run: `python`, `pycon` (with outputs) and `sh`, of which those lines
-that call `qtoolkit`. A block with the class `skip`, as in "``` {.python .skip}", is not.
+Three kinds of fenced blocks are run: `python`, `pycon` (with outputs) and `sh`, of which those
+lines that call `qtoolkit`. A block that is not to be run is called otherwise: `shell`.
 """
 
 import argparse

@@ -24,7 +24,8 @@ def javascript() -> str:
 def data() -> dict[str, Any]:
     return {
         "groups": [
-            {"label": label, "formats": [_entry(fmt) for fmt in group]} for label, group in _groups()
+            {"label": label, "formats": [_entry(fmt) for fmt in group]}
+            for label, group in _groups()
         ],
         "blocks": [_block(fmt) for fmt in formats.BLOCK_FORMATS],
     }

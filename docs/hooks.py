@@ -67,7 +67,7 @@ def reference_index() -> str:
 
 
 def reference_page(package: str) -> str:
-    """Functions and classes by their docstrings; constants, such as `formats.E4M3FN`, in a table."""
+    """Functions and classes by docstrings; constants, such as `formats.E4M3FN`, in a table."""
     module = _package(package)
     lines = [f"# qtoolkit.{package}", "", _described(module), ""]
     documented, constants = [], []
@@ -93,7 +93,7 @@ def _package(name: str) -> types.ModuleType:
 
 
 def _module_section(package: str, name: str, module: types.ModuleType) -> list[str]:
-    """A module of data, such as `products.recipes`: each name with the text below its definition."""
+    """A module of data, such as `products.recipes`: names with the texts below definitions."""
     texts = _texts_below_definitions(module)
     lines = [f"## `qtoolkit.{package}.{name}` {{ #qtoolkit.{package}.{name} }}", ""]
     lines += [_described(module), ""]
@@ -136,7 +136,11 @@ def _shown(value: Any) -> str:
 
 def _number(fmt: Any) -> str:
     largest = fmt.max_finite
-    return f"{int(largest)}" if largest.denominator == 1 and largest < 10**6 else f"{float(largest):.6g}"
+    return (
+        f"{int(largest)}"
+        if largest.denominator == 1 and largest < 10**6
+        else f"{float(largest):.6g}"
+    )
 
 
 def _described(thing: Any) -> str:

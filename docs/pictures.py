@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=FOLDER)
     folder = parser.parse_args().out
-    matplotlib.use("agg")
+    mpl.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
     for name, function in PICTURES.items():
         figure = function()

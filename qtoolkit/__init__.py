@@ -51,9 +51,7 @@ def __getattr__(name: str) -> Any:
 
 # Names of packages that are written as if they stood at the top level.
 _BELOW = {
-    **dict.fromkeys(
-        ("wrap", "report", "value_and_grad"), ("qtoolkit.nnx.{}", "qtoolkit.linen.{}")
-    ),
+    **dict.fromkeys(("wrap", "report", "value_and_grad"), ("qtoolkit.nnx.{}", "qtoolkit.linen.{}")),
     **dict.fromkeys(("convert", "load", "save"), ("qtoolkit.checkpoints.{}",)),
     "lsq": ("qtoolkit.gradients.{}",),
 }

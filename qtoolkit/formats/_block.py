@@ -163,9 +163,9 @@ class BlockFormat:
             raise ValueError(f"{self.name}: shape {shape} is empty, expected at least one element")
         axes = self.axes if self.axes is not None else tuple(range(-len(self.block), 0))
         if len(axes) > rank:
+            got = f"shape {shape}" if rank else "a scalar"
             raise ValueError(
-                f"{self.name}: got {f'shape {shape}' if rank else 'a scalar'}, expected {len(axes)} "
-                f"axes or more for its blocks; reshape it, or use {self.element.name!r}, which has "
+                f"{self.name}: got {got}, expected {len(axes)} axes or more for its blocks; reshape it, or use {self.element.name!r}, which has "
                 "one scale for the tensor"
             )
         lengths: list[int | None] = [self.other_axes] * rank

@@ -26,6 +26,11 @@ FORMATS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_process_is_left():
+    """Instead of the one that all tests share: the browser outlives its tests."""
+
+
 @pytest.fixture(scope="module")
 def site():
     """The address of a server of the built site, on a free port of this machine."""
@@ -72,7 +77,7 @@ def numbers_for(fmt, rng):
     middle = (finite[1:] + finite[:-1]) / 2
     largest = float(fmt.max_finite)
     picked = [*rng.choice(middle, 1), rng.uniform(-1.2, 1.2) * largest, 1.06 * largest]
-    return [float(np.float32(x)) for x in picked] + [math.inf]
+    return [*map(float, picked), math.inf]
 
 
 def text_of(x):
@@ -108,8 +113,9 @@ def test_every_value_of_every_format(page):
             """name => { const format = explorer.formats.get(name);
                 return Array.from({length: 2 ** format.bits}, (_, code) => {
                     const value = format.value(code);
-                    return Number.isFinite(value) && !Object.is(value, -0) ? value :
-                        Object.is(value, -0) ? "-0.0" : String(value).replace("Infinity", "inf"); }); }""",
+                    if (Object.is(value, -0)) return "-0.0";
+                    return String(value).replace("Infinity", "inf");
+                }); }""",
             name,
         )
         found = np.array([float(value) for value in values])
@@ -125,7 +131,7 @@ def test_stochastic_probabilities(page):
         page.select_option("#format", name)
         page.fill("#number", str(x))
         codes = qt.encode(
-            np.full(2**16, np.float32(x)).astype(np.float64) * 0 + x,
+            np.full(2**16, x),
             name,
             rounding="stochastic",
             random_bits=random,
