@@ -27,12 +27,18 @@
     return draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   }
 
+  /** As wide as its place on the page, so that its text has the size of the page's. */
+  function widthOf(id) { return Math.max(320, Math.min(900, $(id).clientWidth || 800)); }
+
   function shown(value) {
     if (Number.isNaN(value)) return "NaN";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
     if (Object.is(value, -0)) return "−0";
     return String(value).replace("-", "−").replace("e−", "e-");
   }
+
+  /** A float32 number without the digits of its double. */
+  const short = (value) => shown(Number(value.toPrecision(9)));
 
   const hex = (code, bits) => `0x${code.toString(16).toUpperCase().padStart(Math.ceil(bits / 4), "0")}`;
 
@@ -77,8 +83,8 @@
     const [lowest, largest] = [all[0], all.at(-1)];
     $("facts").textContent = `${format.bits} bits, ${all.length.toLocaleString("en")} finite values ` +
       `from ${shown(lowest)} to ${shown(largest)}, the smallest positive one ${shown(positive)}; ` +
-      `${format.infCode === null ? "no infinity" : "infinity"}, ` +
-      `${format.nanCode === null ? "no NaN" : "NaN"}.`;
+      `${format.infCode === null ? "no infinity" : "has infinities"}; ` +
+      `${format.nanCode === null ? "no NaN" : "has NaN"}.`;
   }
 
   const finiteCache = new Map();
@@ -106,8 +112,8 @@
 
   function showLine(format, x, code) {
     const all = finiteValues(format), value = format.value(code);
-    const width = 800, left = 20, right = width - 20;
-    const svg = drawing(width, 150, `Number line of ${format.name}`);
+    const width = widthOf("line"), left = 20, right = width - 20;
+    const svg = drawing(width, 160, `Number line of ${format.name}`);
     // Above, every value on a logarithmic line that is linear around zero; below, the neighbourhood.
     const least = all.find((v) => v > 0), most = Math.max(all.at(-1), -all[0]);
     const span = Math.log2(most / least) + 1;
@@ -117,13 +123,14 @@
     const place = (v) => left + (right - left) * (folded(clamp(v, -most, most)) - from) / (span - from);
     const step = Math.max(1, Math.ceil(all.length / 2000));
     all.filter((_, i) => i % step === 0).forEach((v) => svg.append(tick(place(v), 10, 34, colour(format, v))));
-    svg.append(...[...new Set([all[0], 0, all.at(-1)])].map((v) => label(place(v), 48, shown(v), place(v))));
+    svg.append(...[...new Set([all[0], 0, all.at(-1)])].map((v) => label(place(v), 48, shown(v), width)));
     mark(svg, place(x), 4, 40, x);
-    const near = neighbourhood(all, Number.isFinite(value) ? value : all.at(-1));
+    const count = width < 500 ? 5 : 9;
+    const near = neighbourhood(all, Number.isFinite(value) ? value : all.at(-1), count);
     const [first, last] = [near[0], near.at(-1)];
     const at = (v) => left + 20 + (right - left - 40) * (clamp(v, first, last) - first) / (last - first || 1);
-    near.forEach((v) => {
-      svg.append(tick(at(v), 80, 110, colour(format, v)), label(at(v), 126, shorter(v), at(v)));
+    near.forEach((v, i) => { // labels in two rows: where values are close they would overlap
+      svg.append(tick(at(v), 80, 110, colour(format, v)), label(at(v), 126 + 16 * (i % 2), shorter(v), width));
     });
     mark(svg, at(x), 74, 114, x);
     if (Number.isFinite(value)) {
@@ -138,10 +145,10 @@
   const clamp = (v, low, high) => Number.isNaN(v) ? low : Math.min(Math.max(v, low), high);
   const shorter = (v) => shown(Number(v.toPrecision(5)));
 
-  function neighbourhood(all, value) {
+  function neighbourhood(all, value, count) {
     const index = Math.max(0, all.findIndex((v) => v >= value));
-    const start = clamp(index - 4, 0, Math.max(0, all.length - 9));
-    return all.slice(start, start + 9);
+    const start = clamp(index - (count - 1) / 2, 0, Math.max(0, all.length - count));
+    return all.slice(start, start + count);
   }
 
   function colour(format, v) {
@@ -152,8 +159,8 @@
 
   const tick = (x, y1, y2, stroke) => draw("line", { x1: x, x2: x, y1, y2, stroke, "stroke-width": 1 });
 
-  function label(x, y, text, place) {
-    const anchor = place < 60 ? "start" : place > 740 ? "end" : "middle";
+  function label(x, y, text, width) {
+    const anchor = x < 60 ? "start" : x > width - 60 ? "end" : "middle";
     return draw("text", { x, y, "text-anchor": anchor, "font-size": 12, fill: "currentColor" }, text);
   }
 
@@ -253,7 +260,7 @@
   const leastOf = (format) => finiteValues(format).find((v) => v > 0);
 
   function drawErrors(chosen, octaves, errors) {
-    const width = 800, height = 320, left = 60, right = 780, top = 20, bottom = 280;
+    const width = widthOf("errors"), height = 336, left = 60, right = width - 20, top = 20, bottom = 280;
     const svg = drawing(width, height, `Relative error of ${chosen.map((f) => f.name).join(" and ")} over the magnitude`);
     const least = Math.min(0.5, ...errors.flat().filter((e) => e > 0));
     const floor = Math.floor(Math.log10(least));
@@ -263,17 +270,18 @@
       svg.append(draw("line", { x1: left, x2: right, y1: y(10 ** power), y2: y(10 ** power), stroke: "var(--faint)" }),
         draw("text", { x: left - 6, y: y(10 ** power) + 4, "text-anchor": "end", "font-size": 12, fill: "currentColor" }, `${10 ** (power + 2)} %`));
     }
-    const every = Math.max(1, Math.ceil(octaves.length / 12));
+    const every = Math.max(1, Math.ceil(octaves.length / (width / 60)));
     octaves.forEach((e, i) => {
       if (i % every === 0) svg.append(draw("text", { x: x(i), y: bottom + 20, "text-anchor": "middle", "font-size": 12, fill: "currentColor" }, `2^${e}`));
     });
+    const legend = (width - 80) / 2;
     chosen.forEach((format, k) => {
       const stroke = k === 0 ? "var(--normal)" : "var(--subnormal)";
       const points = errors[k].map((e, i) => `${x(i)},${y(e)}`).join(" ");
       const dashes = k === 0 ? "" : "7 4";
       svg.append(draw("polyline", { points, fill: "none", stroke, "stroke-width": 2.5, "stroke-dasharray": dashes }),
-        draw("line", { x1: left + 20 + 260 * k, x2: left + 50 + 260 * k, y1: 308, y2: 308, stroke, "stroke-width": 2.5, "stroke-dasharray": dashes }),
-        draw("text", { x: left + 58 + 260 * k, y: 312, "font-size": 13, fill: "currentColor" }, format.name));
+        draw("line", { x1: left + 20 + legend * k, x2: left + 50 + legend * k, y1: 324, y2: 324, stroke, "stroke-width": 2.5, "stroke-dasharray": dashes }),
+        draw("text", { x: left + 58 + legend * k, y: 328, "font-size": 13, fill: "currentColor" }, format.name));
     });
     $("errors").replaceChildren(svg);
   }
@@ -295,12 +303,12 @@
     const rows = [["element", x], ["scale of the block", found.scale]];
     if (block.hasTensorScale) rows.push(["scale of the tensor", found.second]);
     rows.push([`in ${block.element.name}`, found.value], ["times its scale", found.result]);
-    $("block-status").textContent = `${shown(x)} becomes ${shown(found.result)}${errorText(x, found.result)}.`;
+    $("block-status").textContent = `${short(x)} becomes ${short(found.result)}${errorText(x, found.result)}.`;
     $("block-table").replaceChildren(
       make("caption", {}, `${block.name}: blocks of ${block.block.join(" × ")} ${block.element.name}, ` +
         `scales in ${block.scaleName} by the rule “${block.rule}”`),
       make("tbody", {}, ...rows.map(([name, value]) =>
-        make("tr", {}, make("th", { scope: "row" }, name), make("td", { "data-value": value }, shown(value))))));
+        make("tr", {}, make("th", { scope: "row" }, name), make("td", { "data-value": value }, short(value))))));
   }
 
   function blockProblem(block, amax, tensorAmax, element) {
@@ -347,6 +355,7 @@
   });
   ["first", "second", "scaling"].forEach((id) => $(id).addEventListener("input", showErrors));
   ["block", "amax", "tensor-amax", "element"].forEach((id) => $(id).addEventListener("input", showBlock));
+  window.addEventListener("resize", () => { showNumber(); showErrors(); });
   window.explorer = { formats, blocks, relativeError };
   showNumber();
   showErrors();
