@@ -3,6 +3,7 @@
 pip fetches what they depend on. Oracles: numbers of the FP8 paper typed in; mypy for the types.
 """
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -61,8 +62,15 @@ WRONG = {
 
 
 def call(*command, **options):
+    # Without PYTHONPATH: it would put the sources in front of what was installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False, **options
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        **options,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
