@@ -177,7 +177,7 @@ PYTHON = {
     ),
     "a scalar in blocks": (
         lambda: qt.quantize(jnp.float32(1), "mxfp4"), ValueError,
-        "got a scalar", "expected 1 axes or more", "use 'e2m1fn'",
+        "got a scalar", "expected 1 or more axes", "use 'e2m1fn'",
     ),
     "an axis shorter than a block": (
         lambda: qt.quantize(X, "mxfp4"), ValueError,

@@ -165,7 +165,7 @@ class BlockFormat:
         if len(axes) > rank:
             got = f"shape {shape}" if rank else "a scalar"
             raise ValueError(
-                f"{self.name}: got {got}, expected {len(axes)} axes or more for its blocks; "
+                f"{self.name}: got {got}, expected {len(axes)} or more axes for its blocks; "
                 f"reshape it, or use {self.element.name!r}, which has one scale for the tensor"
             )
         lengths: list[int | None] = [self.other_axes] * rank
