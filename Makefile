@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test quick lint exhaustive interop bench clean
+.PHONY: run test quick lint exhaustive interop bench docs docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
@@ -45,6 +45,19 @@ bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run; ARG
 	  $(BIN)/python experiments/benchmarks/$$name.py --results $(RESULTS)/results $(ARGS) || exit; \
 	done
 	$(BIN)/python experiments/benchmarks/results.py --results $(RESULTS)/results
+
+docs: $(VENV)/.stamp-docs  ## the documentation site, into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
+# A browser: `apt-get install chromium`, or CHROMIUM=/path/to/one in the environment.
+docs-test: docs $(VENV)/.stamp-docs-test  ## the site in a browser: the explorer's numbers, keys, layout
+	$(BIN)/python -m pytest -m browser tests/docs $(ARGS)
+
+pictures: $(VENV)/.stamp-docs  ## the pictures of the documentation and of README.md
+	$(BIN)/python docs/pictures.py
+
+package-test: $(VENV)/.stamp-dev  ## wheel and sdist, each installed and tried in an empty environment
+	$(BIN)/python -m pytest -m package tests/test_package.py $(ARGS)
 
 $(VENV)/.stamp-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -46,7 +46,24 @@ def __getattr__(name: str) -> object:  # `typing` takes longer to load than all 
         value = getattr(importlib.import_module(f"qtoolkit.{_HOME_OF[name]}"), name)
         globals()[name] = value  # found without this function from now on
         return value
-    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}")
+    raise AttributeError(f"module 'qtoolkit' has no attribute {name!r}{_meant(name)}")
+
+
+# Names of packages that are written as if they stood at the top level.
+_BELOW = {
+    **dict.fromkeys(("wrap", "report", "value_and_grad"), ("qtoolkit.nnx.{}", "qtoolkit.linen.{}")),
+    **dict.fromkeys(("convert", "load", "save"), ("qtoolkit.checkpoints.{}",)),
+    "lsq": ("qtoolkit.gradients.{}",),
+}
+
+
+def _meant(name: str) -> str:
+    """What to write instead of an unknown name."""
+    import difflib
+
+    below = [place.format(name) for place in _BELOW.get(name, ())]
+    found = below or [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, __all__, n=3)]
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,10 @@ def _arguments(where: str, codes: ArrayLike, fmt: FormatLike | int, axis: int) -
     dtype = getattr(codes, "dtype", None)
     if dtype != np.uint8:
         got = f"dtype {dtype}" if dtype is not None else f"type {type(codes).__name__}"
-        raise TypeError(f"{where}: got {got}, expected uint8, as encode returns codes")
+        raise TypeError(
+            f"{where}: got {got}, expected uint8, as encode returns codes; write "
+            f"{where}(qtoolkit.encode(x, fmt), fmt)"
+        )
     if isinstance(fmt, int | np.integer) and not isinstance(fmt, bool):
         bits = int(fmt)
     else:

@@ -162,6 +162,12 @@ class BlockFormat:
         if 0 in shape:
             raise ValueError(f"{self.name}: shape {shape} is empty, expected at least one element")
         axes = self.axes if self.axes is not None else tuple(range(-len(self.block), 0))
+        if len(axes) > rank:
+            got = f"shape {shape}" if rank else "a scalar"
+            raise ValueError(
+                f"{self.name}: got {got}, expected {len(axes)} or more axes for its blocks; "
+                f"reshape it, or use {self.element.name!r}, which has one scale for the tensor"
+            )
         lengths: list[int | None] = [self.other_axes] * rank
         taken = set()
         for axis, length in zip(axes, self.block, strict=True):

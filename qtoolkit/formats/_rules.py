@@ -120,6 +120,7 @@ class Rules(Generic[Value]):
         if not unused:
             return
         known = [path if isinstance(path, str) else path[0] for path in paths]
+        known = [path or "'' (the whole)" for path in known]
         some = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
         raise ValueError(
             f"{where}: {', '.join(map(_shown, unused))} matches nothing, expected every rule to "

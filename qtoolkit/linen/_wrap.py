@@ -77,7 +77,9 @@ def wrap(
     """
     given: Any = module
     if not isinstance(given, nn.Module):
-        hint = "; use qtoolkit.nnx.wrap" if _is_nnx(given) else ""
+        name = given.__name__ if isinstance(given, type) else "MLP"
+        hint = f"; write qtoolkit.linen.wrap({name}(...), recipe)"
+        hint = "; use qtoolkit.nnx.wrap" if _is_nnx(given) else hint
         raise TypeError(
             f"wrap: module has type {type(given).__name__}, expected an instance of "
             f"flax.linen.Module{hint}"

@@ -262,7 +262,10 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
 
 
 def _hint(where: str, model: Any) -> str:
-    return f"; use qtoolkit.linen.{where}" if isinstance(model, linen.Module) else ""
+    if isinstance(model, linen.Module):
+        return f"; use qtoolkit.linen.{where}"
+    name = model.__name__ if isinstance(model, type) else "MLP"
+    return f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
 
 
 @dataclasses.dataclass

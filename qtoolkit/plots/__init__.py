@@ -1,5 +1,14 @@
 """Pictures. The only package that loads matplotlib (the `plots` extra)."""
 
+try:
+    import matplotlib as mpl  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "qtoolkit.plots: matplotlib is not installed, expected the extra `plots`; write "
+        "pip install 'qtoolkit[plots]'",
+        name=error.name,
+    ) from error
+
 from qtoolkit.plots._curves import loss_curves, weight_errors
 from qtoolkit.plots._errors import error_against_magnitude
 from qtoolkit.plots._histograms import code_histogram

@@ -5,6 +5,9 @@ Each emulates the arithmetic of the three products of a layer. What its source d
 which layers a recipe is for.
 """
 
+import difflib
+from typing import Any
+
 from qtoolkit.casts import Projection
 from qtoolkit.formats import (
     E2M1FN,
@@ -36,6 +39,14 @@ __all__ = [
     "w4a16",
     "weight_only_e4m3",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    close = difflib.get_close_matches(name, __all__, n=3, cutoff=0.5)
+    meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise AttributeError(
+        f"qtoolkit.recipes: no recipe {name!r}; {meant}Expected one of {', '.join(__all__)}"
+    )
 
 
 def _along(element: object) -> BlockFormat:

@@ -487,13 +487,18 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
         return recipe
     name = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
     hint = f"; write qtoolkit.Recipe({name!r})" if isinstance(name, str) else ""
+    if isinstance(recipe, dict):
+        hint = " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
     raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}")
 
 
 def _pair(name: str, given: Any) -> Pair:
     if isinstance(given, tuple | list):
         if len(given) != 2:
-            raise ValueError(f"Recipe: {name} has {len(given)} operands, expected two")
+            raise ValueError(
+                f"Recipe: {name} has {len(given)} operands, expected two: (lhs, rhs), in dgrad "
+                "(cotangent, rhs), in wgrad (lhs, cotangent)"
+            )
         return _operand(name, given[0]), _operand(name, given[1])
     both = _operand(name, given)
     return both, both

@@ -168,6 +168,10 @@ class QArray:
 
     __jax_array__ = __array__
 
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; write .dequantize().{name}" if hasattr(jax.Array, name) else ""
+        raise AttributeError(f"QArray has no attribute {name!r}{hint}")
+
     def __getitem__(self, index: Any) -> "QArray":
         """Integers and slices along axes that no block crosses; or an array of integers, axis 0.
 
@@ -218,6 +222,15 @@ class QArray:
         for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(new, name, value)
         return new
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            "QArray: got an operator, expected .dequantize() first: codes have no arithmetic "
+            "without their scales; write q.dequantize() + 1"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __pow__ = __rpow__ = __neg__ = __matmul__ = __rmatmul__ = _refuse
 
     def _check_lengths(self) -> None:
         lengths, rank = self.lengths, len(self.shape)

@@ -205,11 +205,11 @@ def test_block_lengths_and_scale_shapes(block, axes, rest, shape, lengths, scale
     ("fields", "shape", "message"),
     [
         ({"block": (32,)}, (4, 0), r"shape \(4, 0\) is empty, expected at least one element"),
-        ({"block": (32,)}, (), r"axes \(-1,\) of an array of shape \(\)"),
+        ({"block": (32,)}, (), r"got a scalar, expected 1 or more axes"),
         ({"block": (2,), "axes": (2,)}, (4, 4), r"axes \(2,\).*expected .*from -2 to 1; .*along"),
         ({"block": (2,), "axes": (-3,)}, (4, 4), r"axes \(-3,\) of an array of shape \(4, 4\)"),
         ({"block": (2, 2), "axes": (1, -1)}, (4, 4), r"axes \(1, -1\).*different axes"),
-        ({"block": (2, 2)}, (4,), r"axes \(-2, -1\) of an array of shape \(4,\)"),
+        ({"block": (2, 2)}, (4,), r"got shape \(4,\), expected 2 or more axes"),
         ({"block": (32,)}, (4, 31), r"a block has 32 elements along axis -1.*only 31; use a short"),
         ({"block": (8,), "axes": (0,)}, (4, 31), r"a block has 8 elements along axis 0.* only 4"),
     ],

@@ -1,0 +1,151 @@
+"""What mkdocs makes while it builds the site: the reference, the conformance page, explorer data.
+
+None of it is kept in the repository, so it cannot be out of date. The pages of the reference follow
+from the public names of the packages, each of which stands on one of them.
+"""
+
+import ast
+import importlib
+import inspect
+import itertools
+import types
+from pathlib import Path
+from typing import Any
+
+import explorer_data
+from mkdocs.structure.files import File
+
+import qtoolkit
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_config(config: Any) -> Any:
+    """Puts the pages of the reference into the navigation."""
+    for entry in config["nav"]:
+        if "Reference" in entry:
+            entry["Reference"] = ["reference/index.md"]
+            entry["Reference"] += [f"reference/{name}.md" for name in packages()]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    made = {f"reference/{name}.md": reference_page(name) for name in packages()}
+    made["reference/index.md"] = reference_index()
+    made["conformance.md"] = (ROOT / "tests/conformance/README.md").read_text(encoding="utf-8")
+    made["explorer/data.js"] = explorer_data.javascript()
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def packages() -> list[str]:
+    return list(qtoolkit._NAMES_BY_PACKAGE)
+
+
+def reference_index() -> str:
+    rows = [
+        f"| [`qtoolkit.{name}`]({name}.md) | {_first_line(_package(name))} |" for name in packages()
+    ]
+    top = ", ".join(
+        f"[`qt.{name}`]({home}.md#qtoolkit.{home}.{name})"
+        for name, home in sorted(qtoolkit._HOME_OF.items(), key=lambda pair: pair[0].lower())
+    )
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Every public name, from its docstring. A package's other names are private.",
+            "",
+            "| package | what |",
+            "| --- | --- |",
+            *rows,
+            "",
+            f"At the top level, as `import qtoolkit as qt` has them: {top}.",
+        ]
+    )
+
+
+def reference_page(package: str) -> str:
+    """Functions and classes by docstrings; constants, such as `formats.E4M3FN`, in a table."""
+    module = _package(package)
+    lines = [f"# qtoolkit.{package}", "", _described(module), ""]
+    documented, constants = [], []
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isroutine(value) or inspect.isclass(value):
+            documented.append(name)
+        elif isinstance(value, types.ModuleType):
+            lines += _module_section(package, name, value)
+        else:
+            constants.append((name, value))
+    if constants:
+        lines += ["## Constants", "", "| name | what |", "| --- | --- |"]
+        lines += [_constant_row(package, name, value) for name, value in constants]
+        lines.append("")
+    for name in documented:
+        lines += [f"::: qtoolkit.{package}.{name}", ""]
+    return "\n".join(lines)
+
+
+def _package(name: str) -> types.ModuleType:
+    return importlib.import_module(f"qtoolkit.{name}")
+
+
+def _module_section(package: str, name: str, module: types.ModuleType) -> list[str]:
+    """A module of data, such as `products.recipes`: names with the texts below definitions."""
+    texts = _texts_below_definitions(module)
+    lines = [f"## `qtoolkit.{package}.{name}` {{ #qtoolkit.{package}.{name} }}", ""]
+    lines += [_described(module), ""]
+    for key in module.__all__:
+        lines += [f"### `{name}.{key}` {{ #qtoolkit.{package}.{name}.{key} }}", ""]
+        value = getattr(module, key)
+        text = inspect.getdoc(value) if inspect.isroutine(value) else texts.get(key, str(value))
+        lines += [text or "", ""]
+    return lines
+
+
+def _texts_below_definitions(module: types.ModuleType) -> dict[str, str]:
+    body = ast.parse(inspect.getsource(module)).body
+    return {
+        target.id: inspect.cleandoc(text.value.value)
+        for definition, text in itertools.pairwise(body)
+        if isinstance(definition, ast.Assign) and isinstance(text, ast.Expr)
+        for target in definition.targets
+        if isinstance(target, ast.Name) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _constant_row(package: str, name: str, value: Any) -> str:
+    anchor = f'<a id="qtoolkit.{package}.{name}"></a>'
+    return f"| {anchor}`{name}` | {_shown(value)} |"
+
+
+def _shown(value: Any) -> str:
+    if hasattr(value, "finite_count"):
+        return f"{type(value).__name__} `{value.name}`, {value.bits} bits, to {_number(value)}"
+    if hasattr(value, "block_lengths"):
+        return f"BlockFormat `{value.name}`, elements in `{value.element.name}`"
+    if isinstance(value, tuple):
+        shown = [str(getattr(item, "name", item)) for item in value]
+        rest = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+        return f"{', '.join(f'`{item}`' for item in shown[:8])}{rest}"
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    return f"`{text[:80]}`"
+
+
+def _number(fmt: Any) -> str:
+    largest = fmt.max_finite
+    return (
+        f"{int(largest)}"
+        if largest.denominator == 1 and largest < 10**6
+        else f"{float(largest):.6g}"
+    )
+
+
+def _described(thing: Any) -> str:
+    return inspect.getdoc(thing) or ""
+
+
+def _first_line(thing: Any) -> str:
+    return _described(thing).splitlines()[0]

@@ -1,0 +1,99 @@
+"""The documentation: its examples run and print what stands there, its names and pictures exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import examples
+import pytest
+
+import qtoolkit
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
+WITH_EXAMPLES = [page for page in PAGES if [*examples.blocks(page.read_text(encoding="utf-8"))]]
+
+
+def of(page):
+    return page.relative_to(ROOT / "docs" / "pages").as_posix()
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=of)
+def test_the_examples_of_a_page(page):
+    assert examples.run(page) == examples.expected(page)
+
+
+def test_most_pages_have_examples():
+    assert len(WITH_EXAMPLES) >= 14
+
+
+@pytest.mark.quick
+def test_an_example_that_prints_something_else_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 2\n```\n\n```pycon\n>>> x + 1\n4\n>>> for i in range(2):\n...     i\n0\n1\n"
+        ">>> 1 / 0\n```\n\n```sh\nqtoolkit formats e5m2  # a comment\nmake run\n```\n"
+    )
+    found = examples.run(page)
+    assert list(found.values()) == [
+        "3\n",
+        "0\n1\n",
+        "Traceback (most recent call last):\n    ...\nZeroDivisionError: division by zero\n",
+    ]
+    assert examples.expected(page) != found
+    page.write_text(examples.written(page, found))
+    assert examples.run(page) == examples.expected(page) == found
+    page.write_text("```sh\nqtoolkit formats nothing\n```\n")
+    with pytest.raises(RuntimeError, match="exit code 2"):
+        examples.run(page)
+
+
+def hooks_without_mkdocs():
+    """The functions of docs/hooks.py that make pages; mkdocs itself is not in the test extra."""
+    text = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")
+    text = text.replace("from mkdocs.structure.files import File\n", "")
+    names = {"__file__": str(ROOT / "docs" / "hooks.py"), "__name__": "hooks"}
+    exec(compile(text, "hooks.py", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("package", qtoolkit._NAMES_BY_PACKAGE)
+def test_every_public_name_is_in_the_reference(package):
+    page = hooks_without_mkdocs()["reference_page"](package)
+    found = re.findall(rf"^::: qtoolkit\.{package}\.(\w+)$", page, re.MULTILINE)
+    found += re.findall(rf'id="qtoolkit\.{package}\.(\w+)"', page)
+    found += re.findall(rf"{{ #qtoolkit\.{package}\.(\w+) }}", page)
+    assert sorted(found) == sorted(getattr(qtoolkit, package).__all__)
+
+
+def test_the_text_below_a_preset_is_in_the_reference():
+    page = hooks_without_mkdocs()["reference_page"]("products")
+    assert "### `recipes.te_current` { #qtoolkit.products.recipes.te_current }" in page
+    assert "Neither causal nor independent of the batch" in page
+
+
+def test_top_level_names_are_in_the_index_of_the_reference():
+    index = hooks_without_mkdocs()["reference_index"]()
+    for name, home in qtoolkit._HOME_OF.items():
+        assert f"[`qt.{name}`]({home}.md#qtoolkit.{home}.{name})" in index
+
+
+@pytest.mark.quick
+def test_the_pictures_are_those_that_the_command_draws():
+    drawn = set()
+    for node in ast.parse((ROOT / "docs" / "pictures.py").read_text(encoding="utf-8")).body:
+        decorators = getattr(node, "decorator_list", [])
+        drawn |= {node.name for d in decorators if getattr(d, "id", "") == "picture"}
+    assert {p.stem for p in (ROOT / "docs/pages/pictures").iterdir()} == drawn
+    texts = [page.read_text(encoding="utf-8") for page in [*PAGES, ROOT / "README.md"]]
+    shown = {name for text in texts for name in re.findall(r"pictures/(\w+)\.png\)", text)}
+    assert shown <= drawn
+
+
+@pytest.mark.quick
+def test_links_between_files_lead_somewhere():
+    """Links of the README and of CONTRIBUTING; mkdocs checks those of the site."""
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert "://" in target or (ROOT / target).exists(), f"{name}: {target}"
