@@ -57,7 +57,7 @@ def convert(
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
       max_shard_size: Bytes of a file of a folder, or such as "5GB".
       allow_nonfinite: Whether weights with NaN or Inf are written: Inf saturates, NaN stays NaN
-        where the format has one (int8: 0).
+        where the format has one.
       overwrite: Whether `dst` may be replaced.
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
