@@ -27,7 +27,7 @@ def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
     kept = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
     drawn = {name: value for name, value in decibels.items() if name in kept}
     if axes is None:
-        _, axes = _figure(8.0, 1.4 + 0.22 * len(drawn))
+        _, (axes,) = _figure(8.0, 1.4 + 0.22 * len(drawn))
     places = list(range(len(drawn)))
     axes.plot(list(drawn.values()), places, "o", color=_STYLES[0][0], markersize=4.5)
     axes.set_yticks(places, [_short(name) for name in drawn], fontsize=7)

@@ -46,6 +46,7 @@ Array = jax.Array
 Map = Callable[[Array], Array]
 # What integers are rounded to before their zero point is added: room for both.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
+_NO_SCALE = np.uint32(0x7FA5A5A5)  # the bits of a signaling NaN
 _DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
 
 
@@ -184,12 +185,12 @@ def _once(make: Callable[[], Array], x: Array, scale: Array | None) -> Array:
     An optimization barrier is gone before XLA's CPU fuses: every product and every transposed copy
     that reads q repeats the rounding, and the division by the scale, which XLA does not repeat,
     goes through memory (a training step at d = 512 reads and writes 2.27 GB, 1.45 GB without
-    rounding). A branch stays (2.05 GB). It is taken unless all scales are the NaN whose bits are
-    all ones, which no computation gives and XLA cannot rule out; then `make` gives NaN, too.
+    rounding). A branch stays (2.05 GB). It is taken unless all scales are one certain signaling
+    NaN, which no arithmetic gives and XLA cannot rule out; then `make` gives NaN, too.
     """
     if scale is None or not jnp.issubdtype(scale.dtype, jnp.floating):
         return lax.optimization_barrier(make())
-    is_scale = magnitude_ordinal(exact_float32(scale)) != np.uint32(0x7FFFFFFF)
+    is_scale = magnitude_ordinal(exact_float32(scale)) != _NO_SCALE
     return lax.cond(jnp.any(is_scale), make, lambda: jnp.full_like(x, np.nan))
 
 
