@@ -139,6 +139,8 @@ def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
     """The signal arrives in the first of the imports that take long."""
     program = (
         "import os, signal, sys\n"
+        # A shell starts background jobs, and so this one, with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from qtoolkit.__main__ import main\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
