@@ -19,6 +19,7 @@ from qtoolkit.checkpoints._header import (
 from qtoolkit.checkpoints._header import (
     layout as placed,
 )
+from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
     SKIPPED,
@@ -268,7 +269,7 @@ class _Planner:
             format=given,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(given, word),
+            metadata=self._metadata(given, word, tensors),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
             dequantizes=getattr(self.source, "layout", ""),
@@ -409,7 +410,9 @@ class _Planner:
     def _error(self, info: TensorInfo, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
-    def _metadata(self, given: Any, word: str) -> dict[str, str]:
+    def _metadata(
+        self, given: Any, word: str, tensors: Sequence[TensorPlan]
+    ) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
         if isinstance(given, Rules):
             named = given.map(lambda fmt: fmt.name)
@@ -418,7 +421,9 @@ class _Planner:
             about["format"] = given.name
         if self.layout.name != "plain":
             about["layout"] = self.layout.name
-        metadata = {**self.source.metadata}
+        changed = {t.name for t in tensors if t.action != "keep"}
+        changed |= getattr(self.source, "stored", {}).keys()
+        metadata = remaining_arrays(self.source.metadata, changed)
         if self.layout.linear_only:
             metadata["format"] = "pt"  # transformers asks for it
         if given is None:

@@ -88,7 +88,13 @@ class Folder:
             for name in files:
                 file = self._files[name] = SafetensorsFile(os.path.join(path, name))
                 for tensor in file.tensors.values():
-                    if index is not None and index.get(tensor.name) != name:
+                    if index is not None and tensor.name not in index:
+                        raise CheckpointError(
+                            f"{os.path.join(path, INDEX)}: tensor {shown(tensor.name)} of "
+                            f"{shown(name)} is not in it, expected every tensor; fetch both again, "
+                            "or delete the index where the folder holds all weights"
+                        )
+                    if index is not None and index[tensor.name] != name:
                         continue  # of a file that also holds others' tensors
                     if tensor.name in self.tensors:
                         raise CheckpointError(

@@ -416,3 +416,12 @@ def test_a_folder_that_no_loader_reads_has_no_config_that_says_otherwise(source,
     # Unless told otherwise, a model becomes one that loads.
     assert convert(source, tmp_path / "default").layout == "compressed-tensors"
     assert convert(source, tmp_path / "e5m2", format="e5m2").layout == "plain"
+
+
+def test_a_tensor_that_the_index_has_not_is_an_error(source, tmp_path):
+    index = json.loads((source / INDEX).read_text())
+    gone = next(iter(index["weight_map"]))
+    del index["weight_map"][gone]
+    write_json(source / INDEX, index)
+    with pytest.raises(CheckpointError, match=f"{gone} of .* is not in it, expected every tensor"):
+        open_source(source)

@@ -395,3 +395,20 @@ def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
     dequantize_checkpoint(folder, tmp_path / "wide")
     found = load(tmp_path / "wide" / "model.safetensors")["a.weight"]
     np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)
+
+
+def test_only_scales_beside_quantized_weights_are_left_out(tmp_path):
+    """A cache's scales stand in the attention; others are parameters of the model."""
+    src, out = tmp_path / "src", tmp_path / "out"
+    src.mkdir()
+    x = np.ones((128, 128), np.float32)
+    others = {"model.layers.0.self_attn.k_scale": f32([2]), "model.head.output_scale": f32([3])}
+    save(src / "model.safetensors", {K: x, **others})
+    (src / "config.json").write_text("{}")
+    convert(src, out, layout="compressed-tensors", format="e4m3fn")
+    dequantize_checkpoint(out, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")
+    assert set(found) == {K, "model.head.output_scale"}
+    convert(src, tmp_path / "plain", layout="plain")
+    dequantize_checkpoint(tmp_path / "plain", tmp_path / "wide2")
+    assert set(load(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
