@@ -145,6 +145,7 @@ def write_folder(
     """
     target = check_folder(path, overwrite)
     with _partial_folder(target, path) as folder:
+        check_folder(path, overwrite)
         cut = shards(plan.tensors, limit)
         names = shard_names(len(cut))
         weight_map: dict[str, str] = {}
@@ -195,6 +196,7 @@ def _partial_folder(target: str, path: Path) -> Iterator[str]:
     lock = os.open(folder, os.O_RDONLY)
     try:
         check_lock(lock, path)
+        _restore(folder, target)  # after a run that was killed between two renames
         for left in os.listdir(folder):  # by a run that was killed
             os.unlink(os.path.join(folder, left))
         try:
@@ -205,13 +207,24 @@ def _partial_folder(target: str, path: Path) -> Iterator[str]:
         os.close(lock)
 
 
+def _restore(folder: str, target: str) -> None:
+    """Gives the former content of `target` its name again where nothing has it."""
+    old = f"{folder}-old"
+    if os.path.isdir(old) and not os.path.lexists(target):
+        os.rename(old, target)
+
+
 def _replace(folder: str, target: str) -> None:
     """Gives `folder` the name `target`, whose former content, if any, is removed."""
     old = f"{folder}-old"
     shutil.rmtree(old, ignore_errors=True)
     if os.path.isdir(target):
         os.rename(target, old)
-    os.rename(folder, target)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        _restore(folder, target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -243,6 +243,7 @@ class _Planner:
             for info in self.source.tensors.values()
         )
         _check_names(self.source, tensors)
+        self._check_input_scales(tensors)
         used: dict[Scheme, list[str]] = {}
         for tensor in tensors:
             if tensor.scheme is not None:
@@ -340,6 +341,8 @@ class _Planner:
             spec = BlockFormat.tensor(fmt, scale=None)
             return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
         scheme = scheme_of(self.layout, fmt, self.scaling)
+        if self.input_scales is not None:
+            scheme = self.layout.static.get(scheme, scheme)
         stored = self._stored(info, scheme)
         shares = stored.spec.tensor_scale is not None
         return TensorPlan(
@@ -396,6 +399,27 @@ class _Planner:
                 f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
             )
         return None if given is None else float(given)
+
+    def _check_input_scales(self, tensors: Sequence[TensorPlan]) -> None:
+        """Raises where input scales were given and are used nowhere, or name nothing."""
+        if self.input_scales is None:
+            return
+        if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
+            raise CheckpointError(
+                f"--input-scales: nothing in layout {self.layout.name} with this format and "
+                "scaling takes static activation scales, expected one that does; leave "
+                "--input-scales out, or use --scaling tensor with --layout modelopt or "
+                "compressed-tensors"
+            )
+        names = {name for info in tensors for name in (info.name, module_of(info.name))}
+        given = self.input_scales if isinstance(self.input_scales, Mapping) else {}
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
+            raise CheckpointError(
+                f"--input-scales: {shown(unknown[0])} is no module of the checkpoint, expected "
+                f"such as {some[:200]}; correct the name"
+            )
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
         wanted = self.keep_dtype if info.dtype in _SOURCES else None

@@ -425,3 +425,29 @@ def test_a_tensor_that_the_index_has_not_is_an_error(source, tmp_path):
     write_json(source / INDEX, index)
     with pytest.raises(CheckpointError, match=f"{gone} of .* is not in it, expected every tensor"):
         open_source(source)
+
+
+def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
+    source, tmp_path, monkeypatch
+):
+    target = tmp_path / "dst"
+    convert(source, target)
+    before = (target / "model.safetensors").read_bytes()
+    rename = os.rename
+
+    def failing(a, b):
+        if str(b) == str(target) and not str(a).endswith("-old"):
+            raise OSError("rename failed")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="rename failed"):
+        convert(source, target, format="int8", overwrite=True)
+    assert (target / "model.safetensors").read_bytes() == before
+    monkeypatch.undo()
+    # As a run leaves it that is killed between the two renames.
+    os.rename(target, tmp_path / ".dst.qtoolkit-partial-old")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(source, target)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]

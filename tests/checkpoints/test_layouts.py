@@ -412,3 +412,34 @@ def test_only_scales_beside_quantized_weights_are_left_out(tmp_path):
     convert(src, tmp_path / "plain", layout="plain")
     dequantize_checkpoint(tmp_path / "plain", tmp_path / "wide2")
     assert set(load(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
+
+
+def test_static_input_scales_of_compressed_tensors_stand_in_the_config(tmp_path):
+    """Oracle: the preset FP8 of compressed-tensors, quantization/quant_scheme.py."""
+    config = config_of(
+        tmp_path, "compressed-tensors", "e4m3fn", scaling="tensor", input_scales=0.25
+    )
+    assert config["config_groups"]["group_0"]["input_activations"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "scales", "message"),
+    [
+        ("tensor", {"model.layers.0.self_attn.q_prj": 1.0}, "q_prj is no module .* such as model"),
+        ("tensor", {"model.layers.0.self_attn.q_proj": 1.0}, "FP8 .* expected one for .*k_proj"),
+        ("channel", 1.0, "nothing in layout compressed-tensors .* takes static"),
+    ],
+)
+def test_input_scales_that_do_not_fit_are_refused(tmp_path, scaling, scales, message):
+    if "no module" in message:
+        scales |= {name.removesuffix(".weight"): 1.0 for name in (Q, K, V)}
+    save(tmp_path / "src", weights())
+    options = {"layout": "compressed-tensors", "scaling": scaling, "input_scales": scales}
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "src", tmp_path / "dst", **options)

@@ -52,6 +52,7 @@ FP8_CHANNEL = Scheme(
 FP8_TENSOR = Scheme(
     name="FP8", spec=by_tensor(E4M3FN), about="activations per token, or static with input scales"
 )
+FP8_STATIC = dataclasses.replace(FP8_TENSOR, about="static activations", needs_input_scale=True)
 FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), about="activations per 128 of a token")
 W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
 MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
@@ -85,11 +86,12 @@ def store(
     elif element == E2M1FN:
         packing = "nibbles"
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
-    if input_scale is not None and scheme == FP8_TENSOR:
+    if scheme == FP8_STATIC:
+        assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
     counts = spec.scale_shape(info.shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
-    shape = (1,) if scheme == FP8_TENSOR else counts
+    shape = (1,) if scheme in (FP8_TENSOR, FP8_STATIC) else counts
     second = None
     if spec.tensor_scale is not None:
         second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
@@ -300,7 +302,9 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
         "dynamic": True,
         "strategy": "token",
     }
-    if scheme == FP8_BLOCK:
+    if scheme == FP8_STATIC:
+        args |= {"dynamic": False, "strategy": "tensor"}
+    elif scheme == FP8_BLOCK:
         args |= {"strategy": "group", "group_size": 128}
     elif scheme == MX8:
         args |= {"strategy": "group", "group_size": 32}
@@ -319,4 +323,5 @@ LAYOUT = Layout(
     store=store,
     read=read,
     config=config,
+    static={FP8_TENSOR: FP8_STATIC},
 )

@@ -56,6 +56,7 @@ class Layout:
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: The same -> further JSON files by name.
       linear_only: Whether it stores matrices [outputs, inputs] only.
+      static: For schemes that take static activation scales but need none, those that need them.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Layout:
         lambda used, kept: {}
     )
     linear_only: bool = True
+    static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a word for its scales; None: the layout's first.
