@@ -156,7 +156,9 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
     read = {weight.codes.name for weight in stored.values()}
     for name, info in source.tensors.items():
         is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
-        if info.dtype in BYTE_ELEMENTS and name not in read and not is_scale:
+        last = name.rpartition(".")[2]
+        is_packed = info.dtype in ("U8", "I32") and last in ("weight", "weight_packed")
+        if (info.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
                 f"{layout} has, as config.json says; fetch the checkpoint again"

@@ -104,6 +104,15 @@ def report_summary(report: Report) -> list[str]:
         lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
     if report.nonfinite:
         lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
+    if report.overflowed:
+        lines.append(
+            f"  note       {report.overflowed:,} finite elements exceed the largest number of "
+            "their new dtype and became it"
+        )
+    if report.left:
+        some = ", ".join(map(shown, report.left[:5]))
+        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
+        lines.append(f"  not copied {some}{more}")
     return lines
 
 

@@ -451,3 +451,11 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
         convert(source, target)
     assert (target / "model.safetensors").read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+
+
+def test_what_is_not_copied_is_named(source, tmp_path):
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    report = convert(source, tmp_path / "dst")
+    assert report.left == (".gitattributes", "1_Pooling", "pytorch_model.bin")
+    assert not {*report.left} & {*os.listdir(tmp_path / "dst")}

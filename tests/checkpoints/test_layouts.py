@@ -443,3 +443,21 @@ def test_input_scales_that_do_not_fit_are_refused(tmp_path, scaling, scales, mes
     options = {"layout": "compressed-tensors", "scaling": scaling, "input_scales": scales}
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "src", tmp_path / "dst", **options)
+
+
+def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+
+    def refused(message, algorithm, tensors):
+        save(folder / "model.safetensors", tensors, overwrite=True)
+        config = {"quant_method": "modelopt", "quant_algo": algorithm}
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+        with pytest.raises(CheckpointError, match=message):
+            dequantize_checkpoint(folder, tmp_path / "out")
+
+    packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
+    refused("quant_algo W4A16_AWQ in config.json, expected FP8, ", "W4A16_AWQ", packed)
+    refused("a.weight: U8 without the scales", "NVFP4", packed)
+    scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
+    refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
