@@ -22,6 +22,7 @@ from qtoolkit.checkpoints._header import (
 from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
+    EMBEDDING,
     SKIPPED,
     AxisChoice,
     Roles,
@@ -374,6 +375,12 @@ class _Planner:
                 f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
                 "or use --layout plain"
             )
+        if EMBEDDING.search(info.name):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
+                f"layout {self.layout.name} take quantized weights of linear layers only; keep it "
+                "by a rule or with --skip, or use --layout plain"
+            )
         if self.roles.outputs_last(info):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
@@ -434,9 +441,7 @@ class _Planner:
     def _error(self, info: TensorInfo, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
-    def _metadata(
-        self, given: Any, word: str, tensors: Sequence[TensorPlan]
-    ) -> dict[str, str]:
+    def _metadata(self, given: Any, word: str, tensors: Sequence[TensorPlan]) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
         if isinstance(given, Rules):
             named = given.map(lambda fmt: fmt.name)

@@ -459,3 +459,55 @@ def test_what_is_not_copied_is_named(source, tmp_path):
     report = convert(source, tmp_path / "dst")
     assert report.left == (".gitattributes", "1_Pooling", "pytorch_model.bin")
     assert not {*report.left} & {*os.listdir(tmp_path / "dst")}
+
+
+@pytest.mark.parametrize("groups", [[1], {"g": "x"}, {"g": {"weights": "xy"}}])
+def test_groups_of_a_config_that_are_none_are_refused(source, tmp_path, groups):
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    write_json(source / "config.json", CONFIG | {"quantization_config": config})
+    with pytest.raises(CheckpointError, match="config_groups .* expected an object of groups"):
+        convert(source, tmp_path / "dst")
+
+
+def test_a_damaged_compressed_npz_is_named(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", w=rng.normal(size=(64, 64)).astype(np.float32))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[3000:3100] = b"\xff" * 100
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(CheckpointError, match="tensor w: .* the file is damaged"):
+        convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "chunked",
+    [
+        {"chunks": {}, "shape": {}},
+        {"chunks": {"0": 1}},
+        {"chunks": 1, "shape": {"0": 3}},
+        {"chunks": {"1": 1}, "shape": {"0": 3}},
+    ],
+)
+def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
+    msgpack = pytest.importorskip("msgpack")
+    tree = {"a": {"__msgpack_chunked_array__": True, **chunked}}
+    (tmp_path / "a").write_bytes(msgpack.packb(tree))
+    with pytest.raises(CheckpointError, match="neither safetensors nor Flax's msgpack"):
+        open_source(tmp_path / "a")
+
+
+def test_two_arrays_of_msgpack_with_one_name_are_an_error(tmp_path):
+    msgpack = pytest.importorskip("msgpack")
+    (tmp_path / "a").write_bytes(msgpack.packb({"a.b": 1, "a": {"b": 2}}))
+    with pytest.raises(CheckpointError, match=r"tensor a\.b: two arrays have this name"):
+        open_source(tmp_path / "a")
+
+
+def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "a\x1b[31m.safetensors").write_bytes(b"x")
+    command = [sys.executable, "-m", "qtoolkit", "inspect", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "\\x1b[31m" in result.stderr
+    assert "\x1b" not in result.stderr

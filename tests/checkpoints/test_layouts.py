@@ -17,6 +17,7 @@ from qtoolkit.checkpoints import (
     dequantize_checkpoint,
     load,
     save,
+    verify,
 )
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -461,3 +462,10 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
     refused("a.weight: U8 without the scales", "NVFP4", packed)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel", "block"])
+def test_an_empty_weight_is_verified(tmp_path, scaling):
+    save(tmp_path / "src", {"a.weight": np.zeros((0, 64), np.float32)})
+    convert(tmp_path / "src", tmp_path / "dst", scaling=scaling)
+    assert not verify(tmp_path / "src", tmp_path / "dst").problems

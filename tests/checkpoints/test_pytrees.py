@@ -14,7 +14,14 @@ import pytest
 from flax import nnx
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize, dequantize_checkpoint, load, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    convert,
+    dequantize,
+    dequantize_checkpoint,
+    load,
+    save,
+)
 from qtoolkit.scaling import QArray
 
 X = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)

@@ -110,8 +110,9 @@ def store(
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
-    block = _block_structure(config)
-    widths = _widths(config)
+    weights = _weight_groups(config, where)
+    block = _block_structure(weights)
+    widths = _widths(weights)
     found = {}
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
@@ -217,23 +218,35 @@ def _grouped(
 _WIDTHS = ((4, 128), (4, 32), (8, 128))
 
 
-def _widths(config: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """What each group of the config says of weights."""
+    groups = config.get("config_groups") or {}
+    known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
+    found = [group.get("weights") or {} for group in groups.values()] if known else []
+    if not known or not all(isinstance(weights, dict) for weights in found):
+        raise CheckpointError(
+            f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
+            'of groups, {"group_0": {"weights": {...}}}; fetch the checkpoint again'
+        )
+    return found
+
+
+def _widths(groups: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int]]:
     """Bits and group size of packed integers, as the groups of the config have them.
 
     Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
     """
     found: list[tuple[int, int]] = []
-    for group in dict(config.get("config_groups") or {}).values():
-        weights = dict(dict(group).get("weights") or {})
+    for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type") == "int" and bits in (4, 8) and isinstance(length, int):
             found.append((bits, length))
     return found or _WIDTHS
 
 
-def _block_structure(config: Mapping[str, Any]) -> Sequence[int] | None:
-    for group in dict(config.get("config_groups") or {}).values():
-        block = dict(dict(group).get("weights") or {}).get("block_structure")
+def _block_structure(groups: Sequence[Mapping[str, Any]]) -> Sequence[int] | None:
+    for weights in groups:
+        block = weights.get("block_structure")
         if isinstance(block, list) and len(block) == 2:
             return block
     return None
