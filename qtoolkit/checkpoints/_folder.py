@@ -54,10 +54,10 @@ def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
     return cut
 
 
-def shard_names(count: int) -> list[str]:
+def shard_names(count: int, base: str = "model") -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        return [f"{base}.safetensors"]
+    return [f"{base}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
 def check_paths(src: Path, dst: Path) -> None:
@@ -147,7 +147,7 @@ def write_folder(
     with _partial_folder(target, path) as folder:
         check_folder(path, overwrite)
         cut = shards(plan.tensors, limit)
-        names = shard_names(len(cut))
+        names = shard_names(len(cut), source.base)
         weight_map: dict[str, str] = {}
         total = 0
         for name, tensors in zip(names, cut, strict=True):
@@ -160,7 +160,7 @@ def write_folder(
             shutil.copyfile(os.path.join(source.path, name), os.path.join(folder, name))
         if len(names) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(os.path.join(folder, INDEX), index)
+            _write_json(os.path.join(folder, INDEX.replace("model", source.base, 1)), index)
         if source.config:
             name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
             _write_json(os.path.join(folder, name), new_config(source.config, plan))

@@ -397,7 +397,7 @@ class _Planner:
                 f"tensor {shown(info.name)}: {scheme.name} in layout {self.layout.name} has static "
                 "activation scales, expected one for "
                 f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
-                "use --scaling channel or --layout compressed-tensors, which need none"
+                + self._without_input_scales(scheme)
             )
         if given is not None and not (
             isinstance(given, int | float) and 0 < float(given) < float("inf")
@@ -406,6 +406,13 @@ class _Planner:
                 f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
             )
         return None if given is None else float(given)
+
+    def _without_input_scales(self, scheme: Scheme) -> str:
+        if self.layout.name == "compressed-tensors":
+            return "leave --input-scales out"
+        if _word(scheme) == "none":
+            return "use --layout compressed-tensors, which needs none"
+        return "use --scaling channel or --layout compressed-tensors, which need none"
 
     def _check_input_scales(self, tensors: Sequence[TensorPlan]) -> None:
         """Raises where input scales were given and are used nowhere, or name nothing."""
@@ -479,6 +486,11 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
     Raises:
       CheckpointError: It has none; the message names the layouts that have one.
     """
+    if isinstance(of, BlockFormat) and scaling is not None:
+        raise CheckpointError(
+            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
+            "no --scaling; leave it out"
+        )
     needs = isinstance(of, BlockFormat) or of.needs_scale
     try:
         return layout.scheme(of, scaling if needs else None)

@@ -56,6 +56,7 @@ class Folder:
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
+      base: What its weights are called without their ending; "model" where it has several files.
       copied: Names of the files that go with the weights: tokenizer, generation config and so on.
       left: Names of those that do not: weights of other kinds, folders.
 
@@ -71,6 +72,8 @@ class Folder:
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(os.path.join(path, config))
         files, index = _weight_files(path, names)
+        is_one = len(files) == 1 and not _SHARD.match(files[0])
+        self.base = files[0].removesuffix(".safetensors") if is_one else "model"
         self.copied = [
             name
             for name in names
@@ -185,8 +188,8 @@ def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, st
         )
     if len(files) == 1 and totals and totals != {1}:
         raise CheckpointError(
-            f"{path}: {files[0]} is one of {totals.pop()} files, and the others and {INDEX} are "
-            "missing; fetch them again"
+            f"{path}: {shown(files[0])} is one of {totals.pop()} files, and the others and "
+            f"{INDEX} are missing; fetch them again"
         )
     return files, None
 

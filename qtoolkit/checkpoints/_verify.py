@@ -41,11 +41,12 @@ class Verification:
 
 
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
-    """Quantizes `src` again as `converted` is quantized, and compares every byte.
+    """Quantizes `src` again as `converted` is quantized, and compares every code and scale.
 
-    Headers, index and config are checked as they are opened. Then each tensor of `src` must be
-    there: unchanged, rounded to another wide dtype, or quantized, its codes and scales being those
-    of `qtoolkit.quantize`. Nothing is written; memory is a few chunks.
+    Headers and index are checked as they are opened. Of config.json only what reading the weights
+    asks for is looked at; input scales and other files are not compared. Then each tensor of
+    `src` must be there: unchanged, rounded to another wide dtype, or quantized, its codes and
+    scales being those of `qtoolkit.quantize`. Nothing is written; memory is a few chunks.
 
     Args:
       src: What was converted: a folder or a file.

@@ -465,7 +465,7 @@ def test_what_is_not_copied_is_named(source, tmp_path):
 def test_groups_of_a_config_that_are_none_are_refused(source, tmp_path, groups):
     config = {"quant_method": "compressed-tensors", "config_groups": groups}
     write_json(source / "config.json", CONFIG | {"quantization_config": config})
-    with pytest.raises(CheckpointError, match="config_groups .* expected an object of groups"):
+    with pytest.raises(CheckpointError, match=r"config_groups .* expected an object of groups"):
         convert(source, tmp_path / "dst")
 
 
@@ -474,7 +474,7 @@ def test_a_damaged_compressed_npz_is_named(tmp_path):
     data = bytearray((tmp_path / "a.npz").read_bytes())
     data[3000:3100] = b"\xff" * 100
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(CheckpointError, match="tensor w: .* the file is damaged"):
+    with pytest.raises(CheckpointError, match=r"tensor w: .* the file is damaged"):
         convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
 
 
@@ -511,3 +511,17 @@ def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path):
     assert result.returncode == 1
     assert "\\x1b[31m" in result.stderr
     assert "\x1b" not in result.stderr
+
+
+def test_a_single_file_of_weights_keeps_its_name(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    name = "diffusion_pytorch_model"
+    x = np.ones((64, 64), np.float32)
+    save(folder / f"{name}.safetensors", {"a.weight": x, "b.weight": x})
+    assert convert(folder, tmp_path / "one").files == (f"{name}.safetensors",)
+    assert convert(folder, tmp_path / "two", max_shard_size=5000).files == (
+        f"{name}-00001-of-00002.safetensors",
+        f"{name}-00002-of-00002.safetensors",
+        f"{name}.safetensors.index.json",
+    )

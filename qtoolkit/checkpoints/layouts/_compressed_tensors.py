@@ -328,7 +328,7 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
-    loaders="transformers with compressed-tensors, vLLM, SGLang",
+    loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),

@@ -148,7 +148,8 @@ def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: axis {axis} has "
                 f"{info.shape[axis]} elements, expected a multiple of {length} for {spec.name} in "
-                f"layout {layout}; leave it out with --skip, or use --scaling channel"
+                f"layout {layout}; leave it out with --skip"
+                + ("" if scaling_of(spec) is None else ", or use --scaling channel")
             )
 
 

@@ -156,7 +156,7 @@ def _algorithm(used: Mapping[Scheme, Sequence[str]]) -> str:
 LAYOUT = Layout(
     name="modelopt",
     title="that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale",
-    loaders="vLLM, TensorRT-LLM, SGLang",
+    loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
     store=store,
     read=read,
