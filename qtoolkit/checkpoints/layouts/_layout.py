@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -198,7 +199,7 @@ def _blocks_by_shape(
     shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """The matrices of a weight and the blocks that scales of that shape belong to."""
-    size, count = _product(shape), _product(scale)
+    size, count = math.prod(shape), math.prod(scale)
     last = shape[-1] if shape else 1
     if not size:
         return (1, 0, 1), {"other_axes": None}
@@ -209,12 +210,12 @@ def _blocks_by_shape(
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []
     suffix = tuple(range(len(shape) - len(outputs), len(shape)))
     if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
-        columns = _product(shape[suffix[0] :])
+        columns = math.prod(shape[suffix[0] :])
         return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
     if len(shape) < 2 or len(scale) != len(shape) or scale[:-2] != shape[:-2]:
         return _batched_channels(shape, scale, where)
     rows, columns = shape[-2:]
-    matrices = (_product(shape[:-2]), rows, columns)
+    matrices = (math.prod(shape[:-2]), rows, columns)
     for lengths in (tuple(block) if block else BLOCK, (1, columns // max(scale[-1], 1))):
         if all(length >= 1 for length in lengths) and scale[-2:] == (
             -(-rows // lengths[0]),
@@ -235,13 +236,6 @@ def _batched_channels(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
         "per group or per block of 128x128; it cannot be read"
     )
-
-
-def _product(lengths: Sequence[int]) -> int:
-    product = 1
-    for length in lengths:
-        product *= length
-    return product
 
 
 def entry_beside(name: str, suffix: str) -> str:
