@@ -137,10 +137,6 @@ class Cut:
         n, b = self.axes[-1]
         return -(-n // b)
 
-    @property
-    def blocks(self) -> int:
-        return math.prod(self.counts)
-
 
 def _merged(first: Axis, second: Axis) -> Axis | None:
     (n, b), (m, c) = first, second

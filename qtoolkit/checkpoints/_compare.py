@@ -85,7 +85,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
         tensor in common.
       OSError: A file cannot be read; it names the file.
     """
-    with _opened(a) as first, _opened(b) as second:
+    with opened(a) as first, opened(b) as second:
         names = [name for name in first.tensors if name in second.tensors]
         if not names:
             raise CheckpointError(
@@ -109,9 +109,10 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Source]:
-    with contextlib.closing(open_source(path)) as opened:
-        yield dequantized(opened)
+def opened(path: Path) -> Iterator[Source]:
+    """A checkpoint, open while the block runs, what is quantized in it dequantized."""
+    with contextlib.closing(open_source(path)) as source:
+        yield dequantized(source)
 
 
 def _compared(first: Source, second: Source, name: str) -> TensorComparison:

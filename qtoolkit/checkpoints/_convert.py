@@ -46,7 +46,8 @@ def convert(
 ) -> Report:
     """Quantizes the weights of a checkpoint into another one, streaming.
 
-    A folder becomes a folder, with index, config.json and all other files; a file becomes a
+    A folder becomes a folder, with index, config.json and the other files in it (`Report.left`
+    names what is not copied); a file becomes a
     safetensors file. Codes and scales are those of `qtoolkit.quantize`, rounded to nearest even,
     saturating. What is quantized in the source is dequantized first. The same arguments give the
     same bytes.
@@ -56,8 +57,9 @@ def convert(
       dst: The folder or file to write; not `src`. It appears when it is whole.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
       max_shard_size: Bytes of a file of a folder, or such as "5GB".
-      allow_nonfinite: Whether weights with NaN or Inf are written: Inf saturates, NaN stays NaN
-        where the format has one.
+      allow_nonfinite: Whether weights with NaN or Inf are written. Inf saturates, but stays in
+        float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
+        hence its whole block, becomes NaN.
       overwrite: Whether `dst` may be replaced.
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
@@ -151,6 +153,7 @@ def _written(dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bo
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
         files=files,
+        left=tuple(opened.left) if isinstance(opened, Folder) else (),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         tensors=tuple(work.reports),
@@ -241,7 +244,7 @@ class _Work:
 
     def finish(self) -> None:
         """Raises where weights had NaN or Inf and may not."""
-        bad = [report for report in self.reports if report.nonfinite]
+        bad = [r for r in self.reports if r.nonfinite and r.action == "quantize"]
         if not bad or self._allow_nonfinite:
             return
         named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
@@ -330,6 +333,7 @@ class _Work:
                 bytes_after=tensor.nbytes,
                 max_scale=made.max_scale if made and has_scale else None,
                 sqnr_db=made.sqnr_db if made else None,
-                nonfinite=made.nonfinite if made else 0,
+                nonfinite=sums.nonfinite if sums else 0,
+                overflowed=sums.overflowed if sums else 0,
             )
         )

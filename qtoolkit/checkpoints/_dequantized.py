@@ -1,7 +1,7 @@
 """Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ _BY_METHOD = {
 }
 # What loaders of quantized weights keep beside them, of no use without.
 _BESIDE = (
-    *("input_scale", "input_global_scale", "activation_scale", "output_scale"),
-    *("k_scale", "v_scale", "q_scale", "weight_shape"),
+    *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
+    *("k_scale", "v_scale", "q_scale"),
 )
+# Those of an attention cache may stand in the attention, above the projections.
+_OF_CACHE = ("k_scale", "v_scale", "q_scale")
 
 
 class DequantizedSource:
@@ -47,6 +49,7 @@ class DequantizedSource:
         self._current = ""
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
+        beside = set() if layout == "plain" else _entries_beside(stored)
         self.tensors: dict[str, TensorInfo] = {}
         for name, info in source.tensors.items():
             if name in by_codes:
@@ -55,7 +58,7 @@ class DequantizedSource:
                 for length in weight.shape:
                     size *= length
                 self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, size)
-            elif name not in gone and name.rpartition(".")[2] not in _BESIDE:
+            elif name not in gone and name not in beside:
                 self.tensors[name] = info
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
@@ -73,6 +76,14 @@ class DequantizedSource:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _entries_beside(weights: Iterable[str]) -> set[str]:
+    """The names that loaders' further scales of these weights may have."""
+    modules = {name.rpartition(".")[0] for name in weights}
+    found = {f"{module}.{last}".lstrip(".") for module in modules for last in _BESIDE}
+    above = {module.rpartition(".")[0] for module in modules}
+    return found | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
@@ -145,7 +156,9 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
     read = {weight.codes.name for weight in stored.values()}
     for name, info in source.tensors.items():
         is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
-        if info.dtype in BYTE_ELEMENTS and name not in read and not is_scale:
+        last = name.rpartition(".")[2]
+        is_packed = info.dtype in ("U8", "I32") and last in ("weight", "weight_packed")
+        if (info.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
                 f"{layout} has, as config.json says; fetch the checkpoint again"

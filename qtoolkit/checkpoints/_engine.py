@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero
+from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero, projection_of
 from qtoolkit.checkpoints._chunks import Chunk, Cut
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
 from qtoolkit.checkpoints._report import decibels
@@ -39,6 +39,7 @@ from qtoolkit.scaling.internal import (
 CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
 WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
 _COLUMNS = (128, 1024)  # of a tile with a scale for each column
+_KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
 
 Read = Callable[[int, memoryview], object]
@@ -84,6 +85,8 @@ class Sums:
     Attributes:
       signal, noise: Sums of x^2 and (x - y)^2 over elements with finite x and scale.
       nonfinite: How many elements are NaN or infinite.
+      overflowed: Of elements rounded to 16 bits without a scale, how many finite ones exceed the
+        largest number of the format, which they became.
       max_scale: The largest number that a code was multiplied with; 0 where there is no scale.
     """
 
@@ -91,11 +94,13 @@ class Sums:
     noise: float = 0.0
     nonfinite: int = 0
     max_scale: float = 0.0
+    overflowed: int = 0
 
     def add(self, other: "Sums") -> None:
         self.signal += other.signal
         self.noise += other.noise
         self.nonfinite += other.nonfinite
+        self.overflowed += other.overflowed
         self.max_scale = max(self.max_scale, other.max_scale)
 
     @property
@@ -348,7 +353,7 @@ class _Encoder:
             parts.append(np.asarray(done.codes))
             if scale is not None:
                 scale[tile.blocks - first] = np.asarray(done.scale).reshape(-1)[:units]
-            sums.append(_sums(tile, done, factor))
+            sums.append(_sums(tile, done, factor, spec))
         return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), sums
 
 
@@ -394,7 +399,7 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
     return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
 
 
-def _sums(tile: _Tile, done: "_Encoded", factor: float) -> Sums:
+def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat) -> Sums:
     """What quantizing did to a tile; `factor` is that of `_encoded`."""
     error = np.asarray(done.error).reshape(-1)
     signal, noise, nonfinite = float(done.signal), float(error @ error), 0
@@ -407,7 +412,18 @@ def _sums(tile: _Tile, done: "_Encoded", factor: float) -> Sums:
     unit = np.float32(0)
     if done.unit is not None:
         unit = np.fmax.reduce(np.asarray(done.unit).reshape(-1)[: len(tile.blocks)], initial=0)
-    return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit))
+    overflowed = 0
+    if _is_wide(spec):
+        with np.errstate(invalid="ignore"):  # of NaN
+            size = np.abs(tile.x.astype(np.float32))
+            is_over = np.isfinite(size) & (size > spec.element.max_finite)
+        overflowed = int(np.count_nonzero(is_over))
+    return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit), overflowed)
+
+
+def _is_wide(spec: BlockFormat) -> bool:
+    """Whether elements are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
+    return spec.scale is None and spec.element.bits >= 16
 
 
 def _factor(amax: np.ndarray) -> float:
@@ -507,8 +523,9 @@ def _encoded(
         unit = effective(scale, tensor_scale, spec)
         rate = unit * factor
     scales = Scales(scale, tensor_scale)
-    codes = block_codes(x, units, NEAREST, scales, nonzero)
-    q = element_values(scaled_values(x, units, scales), spec, NEAREST, None)
+    projection = _KEEPING_INF if _is_wide(spec) else NEAREST
+    codes = block_codes(x, units, projection, scales, nonzero)
+    q = element_values(scaled_values(x, units, scales), spec, projection, None)
     wide = exact_float32(x) * factor
     # The squares of errors are left to NumPy, which is faster: XLA's CPU would round a second
     # time for their sum. Of long sums it vectorizes none; short ones over rows it does.

@@ -54,10 +54,10 @@ def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
     return cut
 
 
-def shard_names(count: int) -> list[str]:
+def shard_names(count: int, base: str = "model") -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        return [f"{base}.safetensors"]
+    return [f"{base}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
 def check_paths(src: Path, dst: Path) -> None:
@@ -145,8 +145,9 @@ def write_folder(
     """
     target = check_folder(path, overwrite)
     with _partial_folder(target, path) as folder:
+        check_folder(path, overwrite)
         cut = shards(plan.tensors, limit)
-        names = shard_names(len(cut))
+        names = shard_names(len(cut), source.base)
         weight_map: dict[str, str] = {}
         total = 0
         for name, tensors in zip(names, cut, strict=True):
@@ -159,7 +160,7 @@ def write_folder(
             shutil.copyfile(os.path.join(source.path, name), os.path.join(folder, name))
         if len(names) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(os.path.join(folder, INDEX), index)
+            _write_json(os.path.join(folder, INDEX.replace("model", source.base, 1)), index)
         if source.config:
             name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
             _write_json(os.path.join(folder, name), new_config(source.config, plan))
@@ -195,6 +196,7 @@ def _partial_folder(target: str, path: Path) -> Iterator[str]:
     lock = os.open(folder, os.O_RDONLY)
     try:
         check_lock(lock, path)
+        _restore(folder, target)  # after a run that was killed between two renames
         for left in os.listdir(folder):  # by a run that was killed
             os.unlink(os.path.join(folder, left))
         try:
@@ -205,13 +207,24 @@ def _partial_folder(target: str, path: Path) -> Iterator[str]:
         os.close(lock)
 
 
+def _restore(folder: str, target: str) -> None:
+    """Gives the former content of `target` its name again where nothing has it."""
+    old = f"{folder}-old"
+    if os.path.isdir(old) and not os.path.lexists(target):
+        os.rename(old, target)
+
+
 def _replace(folder: str, target: str) -> None:
     """Gives `folder` the name `target`, whose former content, if any, is removed."""
     old = f"{folder}-old"
     shutil.rmtree(old, ignore_errors=True)
     if os.path.isdir(target):
         os.rename(target, old)
-    os.rename(folder, target)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        _restore(folder, target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -70,13 +70,21 @@ def _info(path: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Ten
     return TensorInfo(name, DTYPE_OF[dtype.name], tuple(map(int, shape)), 0, size)
 
 
-def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their paths, components joined by "."."""
+def flattened(path: Path, tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts by their paths, components joined by ".".
+
+    Raises:
+      CheckpointError: Two of them have one name.
+    """
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            leaves |= flattened(value, f"{name}.")
-        else:
-            leaves[name] = value
+        found = flattened(path, value, f"{name}.") if isinstance(value, dict) else {name: value}
+        twice = sorted(found.keys() & leaves.keys())
+        if twice:
+            raise CheckpointError(
+                f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by "
+                "dots, expected one; rename one of them"
+            )
+        leaves |= found
     return leaves

@@ -25,15 +25,18 @@ class MsgpackFile(ArraySource):
         with open(path, "rb") as file:
             data = file.read()
         try:
-            tree = msgpack.unpackb(data, ext_hook=_leaf, raw=False, strict_map_key=False)
-        except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+            tree = _joined(msgpack.unpackb(data, ext_hook=_leaf, raw=False, strict_map_key=False))
+        except (
+            *(ValueError, TypeError, KeyError, AttributeError, MemoryError),
+            *(msgpack.UnpackException, RecursionError),
+        ) as error:
             raise CheckpointError(
                 f"{path}: neither safetensors nor Flax's msgpack ({shown(str(error))}); fetch or "
                 "write it again"
             ) from error
         if not isinstance(tree, dict):
             raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
-        arrays = {name: _array(path, name, leaf) for name, leaf in flattened(_joined(tree)).items()}
+        arrays = {name: _array(path, name, leaf) for name, leaf in flattened(path, tree).items()}
         described = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         super().__init__(path, described, arrays.__getitem__)
 

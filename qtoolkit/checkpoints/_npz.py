@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+import zlib
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
 from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import PICKLE
+
+# What reading a member may raise; NotImplementedError is a RuntimeError.
+_DAMAGES = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
 
 
 class NpzFile(ArraySource):
@@ -48,7 +52,7 @@ class NpzFile(ArraySource):
                     else np.lib.format.read_array_header_2_0
                 )
                 shape, _, dtype = read(file)
-        except (ValueError, zipfile.BadZipFile, OSError, RuntimeError) as error:
+        except _DAMAGES as error:
             raise CheckpointError(f"{path}: member {shown(member)}: {shown(str(error))}") from error
         if dtype.hasobject:
             raise CheckpointError(f"{path}: member {shown(member)} holds Python objects: {PICKLE}")
@@ -58,8 +62,11 @@ class NpzFile(ArraySource):
         try:
             with self._archive.open(f"{name}.npy") as file:
                 array = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{self.path}: tensor {shown(name)}: {error}") from error
+        except _DAMAGES as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)}: {shown(str(error))}; the file is damaged, "
+                "fetch or write it again"
+            ) from error
         return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 

@@ -19,8 +19,10 @@ from qtoolkit.checkpoints._header import (
 from qtoolkit.checkpoints._header import (
     layout as placed,
 )
+from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
+    EMBEDDING,
     SKIPPED,
     AxisChoice,
     Roles,
@@ -242,6 +244,7 @@ class _Planner:
             for info in self.source.tensors.values()
         )
         _check_names(self.source, tensors)
+        self._check_input_scales(tensors)
         used: dict[Scheme, list[str]] = {}
         for tensor in tensors:
             if tensor.scheme is not None:
@@ -268,7 +271,7 @@ class _Planner:
             format=given,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(given, word),
+            metadata=self._metadata(given, word, tensors),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
             dequantizes=getattr(self.source, "layout", ""),
@@ -339,6 +342,8 @@ class _Planner:
             spec = BlockFormat.tensor(fmt, scale=None)
             return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
         scheme = scheme_of(self.layout, fmt, self.scaling)
+        if self.input_scales is not None:
+            scheme = self.layout.static.get(scheme, scheme)
         stored = self._stored(info, scheme)
         shares = stored.spec.tensor_scale is not None
         return TensorPlan(
@@ -370,6 +375,12 @@ class _Planner:
                 f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
                 "or use --layout plain"
             )
+        if EMBEDDING.search(info.name):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
+                f"layout {self.layout.name} take quantized weights of linear layers only; keep it "
+                "by a rule or with --skip, or use --layout plain"
+            )
         if self.roles.outputs_last(info):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
@@ -386,7 +397,7 @@ class _Planner:
                 f"tensor {shown(info.name)}: {scheme.name} in layout {self.layout.name} has static "
                 "activation scales, expected one for "
                 f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
-                "use --scaling channel or --layout compressed-tensors, which need none"
+                + self._without_input_scales(scheme)
             )
         if given is not None and not (
             isinstance(given, int | float) and 0 < float(given) < float("inf")
@@ -395,6 +406,34 @@ class _Planner:
                 f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
             )
         return None if given is None else float(given)
+
+    def _without_input_scales(self, scheme: Scheme) -> str:
+        if self.layout.name == "compressed-tensors":
+            return "leave --input-scales out"
+        if _word(scheme) == "none":
+            return "use --layout compressed-tensors, which needs none"
+        return "use --scaling channel or --layout compressed-tensors, which need none"
+
+    def _check_input_scales(self, tensors: Sequence[TensorPlan]) -> None:
+        """Raises where input scales were given and are used nowhere, or name nothing."""
+        if self.input_scales is None:
+            return
+        if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
+            raise CheckpointError(
+                f"--input-scales: nothing in layout {self.layout.name} with this format and "
+                "scaling takes static activation scales, expected one that does; leave "
+                "--input-scales out, or use --scaling tensor with --layout modelopt or "
+                "compressed-tensors"
+            )
+        names = {name for info in tensors for name in (info.name, module_of(info.name))}
+        given = self.input_scales if isinstance(self.input_scales, Mapping) else {}
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
+            raise CheckpointError(
+                f"--input-scales: {shown(unknown[0])} is no module of the checkpoint, expected "
+                f"such as {some[:200]}; correct the name"
+            )
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
         wanted = self.keep_dtype if info.dtype in _SOURCES else None
@@ -409,7 +448,7 @@ class _Planner:
     def _error(self, info: TensorInfo, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
-    def _metadata(self, given: Any, word: str) -> dict[str, str]:
+    def _metadata(self, given: Any, word: str, tensors: Sequence[TensorPlan]) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
         if isinstance(given, Rules):
             named = given.map(lambda fmt: fmt.name)
@@ -418,7 +457,9 @@ class _Planner:
             about["format"] = given.name
         if self.layout.name != "plain":
             about["layout"] = self.layout.name
-        metadata = {**self.source.metadata}
+        changed = {t.name for t in tensors if t.action != "keep"}
+        changed |= getattr(self.source, "stored", {}).keys()
+        metadata = remaining_arrays(self.source.metadata, changed)
         if self.layout.linear_only:
             metadata["format"] = "pt"  # transformers asks for it
         if given is None:
@@ -445,6 +486,11 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
     Raises:
       CheckpointError: It has none; the message names the layouts that have one.
     """
+    if isinstance(of, BlockFormat) and scaling is not None:
+        raise CheckpointError(
+            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
+            "no --scaling; leave it out"
+        )
     needs = isinstance(of, BlockFormat) or of.needs_scale
     try:
         return layout.scheme(of, scaling if needs else None)

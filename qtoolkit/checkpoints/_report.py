@@ -21,7 +21,9 @@ class TensorReport:
       max_scale: The largest of its scales; None where it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
         `dequantize` gives; infinite where exact; None where kept, all zero or empty.
-      nonfinite: How many of its elements are NaN or infinite; 0 where kept.
+      nonfinite: How many of its elements are NaN or infinite; 0 where copied.
+      overflowed: How many finite elements exceed the largest number of float16 or bfloat16 that it
+        was rounded to, and became that number.
     """
 
     name: str
@@ -34,6 +36,7 @@ class TensorReport:
     max_scale: float | None = None
     sqnr_db: float | None = None
     nonfinite: int = 0
+    overflowed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Report:
         them or "nothing"; scaling is "none" where no scale is needed or the format says which.
       dequantized: The layout of a source that was quantized; "" where it was not.
       files: The names of the files of a folder; empty for a file.
+      left: What lay in a source folder and was not copied: subfolders, hidden files, other weights.
       loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
         config.json is then called qtoolkit_config.json.
       quantization_config: What loaders find in config.json, or have to, beside a single file.
@@ -60,6 +64,7 @@ class Report:
     scaling: str
     dequantized: str = ""
     files: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     loads_nowhere: bool = False
     quantization_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: tuple[TensorReport, ...]
@@ -92,6 +97,10 @@ class Report:
     @property
     def nonfinite(self) -> int:
         return sum(tensor.nonfinite for tensor in self.tensors)
+
+    @property
+    def overflowed(self) -> int:
+        return sum(tensor.overflowed for tensor in self.tensors)
 
     @property
     def mean_sqnr_db(self) -> float | None:

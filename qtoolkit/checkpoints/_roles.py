@@ -14,20 +14,26 @@ AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
 
 # Components of a name are parted by "." or "/". What is small and sensitive: tables of embeddings,
 # output layers and heads, norms, routers (a bare "gate" is one in mixture-of-experts models;
-# "gate_proj" is not), biases (of two dimensions in Flax attention), the state matrices and short
-# convolutions of state-space models, the vision and audio parts of language models, and the scales
-# of tensors that are quantized already.
+# "gate_proj" and GGUF's "ffn_gate" are not, its "ffn_gate_inp" is), biases (of two dimensions in
+# Flax attention), the state matrices and short convolutions of state-space models, the vision and
+# audio parts of language models, and the scales of tensors that are quantized already.
 DEFAULT_SKIP = (
     r"(^|[./])("
-    r"[^./]*embed[^./]*|wte|wpe|shared(?=[./](weight|embedding)$)"
+    r"[^./]*embe?d[^./]*|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"
     r"|([^./]*_)?head|([^./]*_)?classifier|score|qa_outputs|cls"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
-    r"|([^./]*_)?router|([^./]*_)?gate"
+    r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
     r"|a_log|([^./]*_)?conv1d|dt_bias"
     r"|vision_(tower|model|encoder)|visual|audio_(tower|encoder)|(multi_modal|mm)_projector"
     r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
     r")([./]|$)"
     r"|^output[./](weight|kernel)$"
+)
+# Weights that are looked up, not multiplied; "embed_out" is GPT-NeoX's output layer.
+EMBEDDING = re.compile(
+    r"(^|[./])((?!embed_out)[^./]*embe?d[^./]*|wte|wpe|shared|token_types|relative_attention_bias)"
+    r"[./]weight$",
+    re.IGNORECASE,
 )
 SKIPPED = re.compile(DEFAULT_SKIP, re.IGNORECASE)
 

@@ -211,17 +211,6 @@ def save(
     write_safetensors(path, infos, chunks, metadata, overwrite=overwrite)
 
 
-def load(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a safetensors file, 8-bit floats as ml_dtypes arrays, in the file's order.
-
-    Raises:
-      CheckpointError: The file is damaged, or holds elements narrower than a byte.
-      OSError: The file cannot be read.
-    """
-    with SafetensorsFile(path) as file:
-        return {name: file.read(name) for name in file.tensors}
-
-
 def _write_chunks(
     writer: Writer,
     path: Path,

@@ -56,6 +56,7 @@ class Folder:
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
+      base: What its weights are called without their ending; "model" where it has several files.
       copied: Names of the files that go with the weights: tokenizer, generation config and so on.
       left: Names of those that do not: weights of other kinds, folders.
 
@@ -71,6 +72,8 @@ class Folder:
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(os.path.join(path, config))
         files, index = _weight_files(path, names)
+        is_one = len(files) == 1 and not _SHARD.match(files[0])
+        self.base = files[0].removesuffix(".safetensors") if is_one else "model"
         self.copied = [
             name
             for name in names
@@ -88,7 +91,13 @@ class Folder:
             for name in files:
                 file = self._files[name] = SafetensorsFile(os.path.join(path, name))
                 for tensor in file.tensors.values():
-                    if index is not None and index.get(tensor.name) != name:
+                    if index is not None and tensor.name not in index:
+                        raise CheckpointError(
+                            f"{os.path.join(path, INDEX)}: tensor {shown(tensor.name)} of "
+                            f"{shown(name)} is not in it, expected every tensor; fetch both again, "
+                            "or delete the index where the folder holds all weights"
+                        )
+                    if index is not None and index[tensor.name] != name:
                         continue  # of a file that also holds others' tensors
                     if tensor.name in self.tensors:
                         raise CheckpointError(
@@ -179,8 +188,8 @@ def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, st
         )
     if len(files) == 1 and totals and totals != {1}:
         raise CheckpointError(
-            f"{path}: {files[0]} is one of {totals.pop()} files, and the others and {INDEX} are "
-            "missing; fetch them again"
+            f"{path}: {shown(files[0])} is one of {totals.pop()} files, and the others and "
+            f"{INDEX} are missing; fetch them again"
         )
     return files, None
 

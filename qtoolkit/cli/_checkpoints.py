@@ -204,10 +204,10 @@ def convert(
 ) -> None:
     """Quantize the weights of a checkpoint.
 
-    A folder becomes a folder that loaders of the layout open as it is: index, config.json and all
-    other files are written with the weights. A file becomes a safetensors file. What is quantized
-    in SRC is dequantized first. In the layout "plain" a tensor keeps its name and its scale is
-    NAME_scale: value = code * scale.
+    A folder becomes a folder that loaders of the layout open as it is: index, config.json and the
+    other files in it, but no subfolders, are written with the weights. A file becomes a
+    safetensors file. What is quantized in SRC is dequantized first. In the layout "plain" a tensor
+    keeps its name and its scale is NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
@@ -222,8 +222,10 @@ def convert(
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
         as_json = as_json or report == "json"
+        if dry_run and report == "md":
+            raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
         if dry_run:
-            _show_plan(src, dst, options, overwrite, as_json)
+            _show_plan(src, dst, options, overwrite, as_json, quiet)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
@@ -355,12 +357,14 @@ def _print_report(
 
 
 def _show_plan(
-    src: Path, dst: Path, options: dict[str, Any], overwrite: bool, as_json: bool
+    src: Path, dst: Path, options: dict[str, Any], overwrite: bool, as_json: bool, quiet: bool
 ) -> None:
     check_destination(src, dst, overwrite)
     with _opened(src) as opened:
         source = dequantized(opened)
         plan = checkpoints.make_plan(source, **options)
+        if quiet:
+            return
         if as_json:
             typer.echo(json.dumps(plan_data(plan), indent=2))
             return

@@ -60,8 +60,9 @@ def verify(
     converted: Annotated[Path, typer.Argument(metavar="CONVERTED", help="What came of it.")],
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Quantize SRC again and compare every byte with CONVERTED; write nothing.
+    """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
 
+    Input scales, config.json and other files than the weights are not compared.
     Formats and layout are read from CONVERTED, so that no options are needed; any program may have
     made it. Exits with 1 where something differs.
     """

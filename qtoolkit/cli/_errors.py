@@ -94,7 +94,10 @@ def failure(message: str, code: int) -> typer.Exit:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"qtoolkit: {' '.join(message.splitlines())}", err=True)
+    line = " ".join(message.splitlines())
+    # Names of files may hold what a terminal obeys.
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    typer.echo(f"qtoolkit: {line}", err=True)
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -12,6 +12,7 @@ from qtoolkit.checkpoints.internal import (
     Source,
     Stored,
     dequantized,
+    read_json,
     shown,
     statistics,
 )
@@ -88,13 +89,20 @@ def report_summary(report: Report) -> list[str]:
     lines = [
         f"{report.target}: {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
         *_dequantized(report.dequantized),
-        *_counts(
-            [tensor.reason for tensor in report.kept],
-            len(report.quantized),
-            report.bytes_before,
-            report.bytes_after,
-        ),
     ]
+    counts = _counts(
+        [tensor.reason for tensor in report.kept],
+        len(report.quantized),
+        report.bytes_before,
+        report.bytes_after,
+    )
+    if report.format == "nothing" and report.dequantized:
+        lines = [
+            f"{report.target}: {tensor_count(len(report.tensors))}, those in layout "
+            f"{report.dequantized} dequantized"
+        ]
+        counts = counts[-1:]
+    lines += counts
     if report.mean_sqnr_db is not None:
         worst = min(
             (tensor for tensor in report.quantized if tensor.sqnr_db is not None),
@@ -104,6 +112,15 @@ def report_summary(report: Report) -> list[str]:
         lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
     if report.nonfinite:
         lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
+    if report.overflowed:
+        lines.append(
+            f"  note       {report.overflowed:,} finite elements exceed the largest number of "
+            "their new dtype and became it"
+        )
+    if report.left:
+        some = ", ".join(map(shown, report.left[:5]))
+        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
+        lines.append(f"  not copied {some}{more}")
     return lines
 
 
@@ -143,9 +160,11 @@ def loading_lines(report: Report) -> list[str]:
     target = shown(report.target)
     if report.loads_nowhere:
         if report.files:
+            parked = "qtoolkit_config.json" in report.files
             return [
-                "no loader of models reads layout plain: a config.json is now called "
-                "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
+                "no loader of models reads layout plain: "
+                + ("config.json is now called qtoolkit_config.json; " if parked else "")
+                + f"`qtoolkit dequantize` undoes {'both' if parked else 'it'}"
             ]
         return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
     if not report.quantization_config:
@@ -153,15 +172,35 @@ def loading_lines(report: Report) -> list[str]:
     loaders = LAYOUTS[report.layout].loaders
     if report.files:
         if "transformers" not in loaders:
-            return [f'load it: vllm.LLM("{target}")']
-        return [f'load it: transformers.AutoModelForCausalLM.from_pretrained("{target}")']
+            return [f'load it (by its documentation, untested here): vllm.LLM("{target}")']
+        return [f'load it: transformers.{_model_class(report)}.from_pretrained("{target}")']
+    if "transformers" not in loaders:
+        loading = (
+            "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it writes "
+            "the further files that loaders ask for"
+        )
+    else:
+        loading = (
+            "load the folder with the class that its config.json names, such as "
+            "transformers.AutoModelForCausalLM.from_pretrained(FOLDER), the file named "
+            "model.safetensors"
+        )
     return [
         f"loaders ({loaders}) need this in the config.json beside it, or they read codes as "
         "weights without an error:",
         json.dumps({"quantization_config": report.quantization_config}, indent=2),
-        "load the folder: transformers.AutoModelForCausalLM.from_pretrained(FOLDER), with the file "
-        "named model.safetensors",
+        loading,
     ]
+
+
+def _model_class(report: Report) -> str:
+    """The class of transformers that the config.json of a written folder names."""
+    config = Path(report.target, "config.json")
+    named = read_json(config).get("architectures") if config.is_file() else None
+    first = named[0] if isinstance(named, list) and named else ""
+    if not isinstance(first, str) or not first.isidentifier():
+        return "AutoModel"
+    return "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
 
 
 def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:

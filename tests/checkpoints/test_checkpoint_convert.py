@@ -384,3 +384,22 @@ def test_rules_that_keep_everything_copy_the_file(tmp_path):
     found, report = converted(tmp_path, tensors, format=Rules({"weight": None}))
     assert (report.format, report.scaling, report.quantized) == ("nothing", "none", ())
     assert all(found[name].tobytes() == tensors[name].tobytes() for name in tensors)
+
+
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
+def test_casts_keep_inf_and_count_what_they_clamp(tmp_path, fmt):
+    """Oracle: `astype` of NumPy with ml_dtypes, its overflows clamped."""
+    largest = np.float32(ml_dtypes.finfo(fmt).max)
+    x = np.array([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1], np.float32)
+    expected = np.where(np.isinf(x), x, np.clip(x, -largest, largest)).astype(fmt)
+    tensors = {"bias": x, "a.weight": normal((8, 8))}
+    found, report = converted(tmp_path, tensors, keep_dtype=fmt)
+    assert_same_codes(found["bias"], expected)
+    assert (report.nonfinite, report.overflowed) == (3, 2)
+    save(tmp_path / SRC, {"w": x.reshape(2, 3)}, overwrite=True)
+    report = convert(
+        tmp_path / SRC, tmp_path / DST, format=fmt, allow_nonfinite=True, overwrite=True
+    )
+    assert_same_codes(load(tmp_path / DST)["w"], expected.reshape(2, 3))
+    assert (report.nonfinite, report.overflowed) == (3, 2)
+    assert not checkpoints.verify(tmp_path / SRC, tmp_path / DST).problems

@@ -416,3 +416,112 @@ def test_a_folder_that_no_loader_reads_has_no_config_that_says_otherwise(source,
     # Unless told otherwise, a model becomes one that loads.
     assert convert(source, tmp_path / "default").layout == "compressed-tensors"
     assert convert(source, tmp_path / "e5m2", format="e5m2").layout == "plain"
+
+
+def test_a_tensor_that_the_index_has_not_is_an_error(source, tmp_path):
+    index = json.loads((source / INDEX).read_text())
+    gone = next(iter(index["weight_map"]))
+    del index["weight_map"][gone]
+    write_json(source / INDEX, index)
+    with pytest.raises(CheckpointError, match=f"{gone} of .* is not in it, expected every tensor"):
+        open_source(source)
+
+
+def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
+    source, tmp_path, monkeypatch
+):
+    target = tmp_path / "dst"
+    convert(source, target)
+    before = (target / "model.safetensors").read_bytes()
+    rename = os.rename
+
+    def failing(a, b):
+        if str(b) == str(target) and not str(a).endswith("-old"):
+            raise OSError("rename failed")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="rename failed"):
+        convert(source, target, format="int8", overwrite=True)
+    assert (target / "model.safetensors").read_bytes() == before
+    monkeypatch.undo()
+    # As a run leaves it that is killed between the two renames.
+    os.rename(target, tmp_path / ".dst.qtoolkit-partial-old")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(source, target)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+
+
+def test_what_is_not_copied_is_named(source, tmp_path):
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    report = convert(source, tmp_path / "dst")
+    assert report.left == (".gitattributes", "1_Pooling", "pytorch_model.bin")
+    assert not {*report.left} & {*os.listdir(tmp_path / "dst")}
+
+
+@pytest.mark.parametrize("groups", [[1], {"g": "x"}, {"g": {"weights": "xy"}}])
+def test_groups_of_a_config_that_are_none_are_refused(source, tmp_path, groups):
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    write_json(source / "config.json", CONFIG | {"quantization_config": config})
+    with pytest.raises(CheckpointError, match=r"config_groups .* expected an object of groups"):
+        convert(source, tmp_path / "dst")
+
+
+def test_a_damaged_compressed_npz_is_named(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", w=rng.normal(size=(64, 64)).astype(np.float32))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[3000:3100] = b"\xff" * 100
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"tensor w: .* the file is damaged"):
+        convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "chunked",
+    [
+        {"chunks": {}, "shape": {}},
+        {"chunks": {"0": 1}},
+        {"chunks": 1, "shape": {"0": 3}},
+        {"chunks": {"1": 1}, "shape": {"0": 3}},
+    ],
+)
+def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
+    msgpack = pytest.importorskip("msgpack")
+    tree = {"a": {"__msgpack_chunked_array__": True, **chunked}}
+    (tmp_path / "a").write_bytes(msgpack.packb(tree))
+    with pytest.raises(CheckpointError, match="neither safetensors nor Flax's msgpack"):
+        open_source(tmp_path / "a")
+
+
+def test_two_arrays_of_msgpack_with_one_name_are_an_error(tmp_path):
+    msgpack = pytest.importorskip("msgpack")
+    (tmp_path / "a").write_bytes(msgpack.packb({"a.b": 1, "a": {"b": 2}}))
+    with pytest.raises(CheckpointError, match=r"tensor a\.b: two arrays have this name"):
+        open_source(tmp_path / "a")
+
+
+def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "a\x1b[31m.safetensors").write_bytes(b"x")
+    command = [sys.executable, "-m", "qtoolkit", "inspect", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "\\x1b[31m" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_a_single_file_of_weights_keeps_its_name(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    name = "diffusion_pytorch_model"
+    x = np.ones((64, 64), np.float32)
+    save(folder / f"{name}.safetensors", {"a.weight": x, "b.weight": x})
+    assert convert(folder, tmp_path / "one").files == (f"{name}.safetensors",)
+    assert convert(folder, tmp_path / "two", max_shard_size=5000).files == (
+        f"{name}-00001-of-00002.safetensors",
+        f"{name}-00002-of-00002.safetensors",
+        f"{name}.safetensors.index.json",
+    )

@@ -17,6 +17,7 @@ from qtoolkit.checkpoints import (
     dequantize_checkpoint,
     load,
     save,
+    verify,
 )
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -310,7 +311,7 @@ def test_rules_make_groups_of_compressed_tensors(tmp_path):
     [
         ("plain", {"format": "mxfp4"}, "plain: cannot hold mxfp4; use --layout compressed-tensors"),
         (COMPRESSED, {"format": "e5m2"}, "cannot hold e5m2; use --layout plain, or one of e4m3fn"),
-        (COMPRESSED, {"format": "mxfp4", "scaling": "channel"}, "cannot hold mxfp4 with --scaling"),
+        (COMPRESSED, {"format": "mxfp4", "scaling": "channel"}, "mxfp4 is a block format, whose"),
         ("finegrained-fp8", {"scaling": "tensor"}, "cannot hold e4m3fn with --scaling tensor"),
         ("modelopt", {"format": "nvfp4"}, r"NVFP4 .* static activation scales.*--input-scales"),
         ("modelopt", {"format": "nvfp4", "input_scales": -1.0}, "input scale -1.0, expected"),
@@ -395,3 +396,76 @@ def test_packed_integers_are_not_taken_for_those_of_other_widths(tmp_path):
     dequantize_checkpoint(folder, tmp_path / "wide")
     found = load(tmp_path / "wide" / "model.safetensors")["a.weight"]
     np.testing.assert_array_equal(found, codes.astype(np.float32) - 128)
+
+
+def test_only_scales_beside_quantized_weights_are_left_out(tmp_path):
+    """A cache's scales stand in the attention; others are parameters of the model."""
+    src, out = tmp_path / "src", tmp_path / "out"
+    src.mkdir()
+    x = np.ones((128, 128), np.float32)
+    others = {"model.layers.0.self_attn.k_scale": f32([2]), "model.head.output_scale": f32([3])}
+    save(src / "model.safetensors", {K: x, **others})
+    (src / "config.json").write_text("{}")
+    convert(src, out, layout="compressed-tensors", format="e4m3fn")
+    dequantize_checkpoint(out, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")
+    assert set(found) == {K, "model.head.output_scale"}
+    convert(src, tmp_path / "plain", layout="plain")
+    dequantize_checkpoint(tmp_path / "plain", tmp_path / "wide2")
+    assert set(load(tmp_path / "wide2" / "model.safetensors")) == {K, *others}
+
+
+def test_static_input_scales_of_compressed_tensors_stand_in_the_config(tmp_path):
+    """Oracle: the preset FP8 of compressed-tensors, quantization/quant_scheme.py."""
+    config = config_of(
+        tmp_path, "compressed-tensors", "e4m3fn", scaling="tensor", input_scales=0.25
+    )
+    assert config["config_groups"]["group_0"]["input_activations"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "strategy": "tensor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "scales", "message"),
+    [
+        ("tensor", {"model.layers.0.self_attn.q_prj": 1.0}, "q_prj is no module .* such as model"),
+        ("tensor", {"model.layers.0.self_attn.q_proj": 1.0}, "FP8 .* expected one for .*k_proj"),
+        ("channel", 1.0, "nothing in layout compressed-tensors .* takes static"),
+    ],
+)
+def test_input_scales_that_do_not_fit_are_refused(tmp_path, scaling, scales, message):
+    if "no module" in message:
+        scales |= {name.removesuffix(".weight"): 1.0 for name in (Q, K, V)}
+    save(tmp_path / "src", weights())
+    options = {"layout": "compressed-tensors", "scaling": scaling, "input_scales": scales}
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "src", tmp_path / "dst", **options)
+
+
+def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+
+    def refused(message, algorithm, tensors):
+        save(folder / "model.safetensors", tensors, overwrite=True)
+        config = {"quant_method": "modelopt", "quant_algo": algorithm}
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+        with pytest.raises(CheckpointError, match=message):
+            dequantize_checkpoint(folder, tmp_path / "out")
+
+    packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
+    refused("quant_algo W4A16_AWQ in config.json, expected FP8, ", "W4A16_AWQ", packed)
+    refused("a.weight: U8 without the scales", "NVFP4", packed)
+    scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
+    refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "channel", "block"])
+def test_an_empty_weight_is_verified(tmp_path, scaling):
+    save(tmp_path / "src", {"a.weight": np.zeros((0, 64), np.float32)})
+    convert(tmp_path / "src", tmp_path / "dst", scaling=scaling)
+    assert not verify(tmp_path / "src", tmp_path / "dst").problems

@@ -14,7 +14,14 @@ import pytest
 from flax import nnx
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize, load, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    convert,
+    dequantize,
+    dequantize_checkpoint,
+    load,
+    save,
+)
 from qtoolkit.scaling import QArray
 
 X = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
@@ -165,3 +172,31 @@ def written(path, arrays, text):
     metadata = {"qtoolkit_arrays": text}
     chunks = arrays.items()
     qt.checkpoints.write_safetensors(path, infos, chunks, metadata, overwrite=True)
+
+
+@pytest.mark.parametrize("step", ["convert", "dequantize"])
+def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step):
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    kept = qt.quantize(x, qt.BlockFormat.tensor("int4"))
+    first = qt.quantize(x, qt.BlockFormat.channel("e4m3fn", 0))
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save(a, {"w": first, "packed": kept})
+    value = np.asarray(first.dequantize())
+    if step == "convert":
+        convert(a, b, format="int8", scaling="channel", channel_axis="first")
+        scale = np.abs(value).max(1, keepdims=True) / np.float32(127)
+        assert load(b)["w"].dtype == np.int8
+        np.testing.assert_array_equal(load(b)["w"], np.rint(value / scale))
+        np.testing.assert_array_equal(load(b)["w_scale"], scale)
+    else:
+        dequantize_checkpoint(a, b)
+        np.testing.assert_array_equal(load(b)["w"], value)
+    np.testing.assert_array_equal(load(b)["packed"].dequantize(), kept.dequantize())
+
+
+def test_what_the_plain_layout_cannot_say_of_a_saved_qarray_is_refused(tmp_path):
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    path = tmp_path / "a.safetensors"
+    save(path, {"w": qt.quantize(x, qt.BlockFormat.channel("int8", zero_point=True))})
+    with pytest.raises(CheckpointError, match=r"w_zero_point.*load\(FILE\)\[NAME\]"):
+        dequantize_checkpoint(path, tmp_path / "out.safetensors")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
+from qtoolkit.formats import Rules
 
 # Of each model the weights of two or more dimensions, one layer of each kind: those of linear
 # layers, and those that stay wide. Sources: the files of TheBloke/Llama-2-7B, google-t5/t5-base,
@@ -79,6 +80,12 @@ MODELS = {
         """classifier.dense.weight classifier.out_proj.weight pre_classifier.weight
         classification_head.dense.weight classification_head.out_proj.weight score.weight
         head.weight""",
+    ),
+    "gguf": (
+        """blk.0.attn_q.weight blk.0.attn_output.weight blk.0.ffn_gate.weight blk.0.ffn_up.weight
+        blk.0.ffn_down.weight""",
+        """token_embd.weight position_embd.weight token_types.weight output.weight
+        blk.0.ffn_gate_inp.weight blk.0.ffn_gate_inp_shexp.weight""",
     ),
     "flax": (
         "params.blocks_0.attention.query.kernel params/Dense_0/kernel",
@@ -201,3 +208,15 @@ def test_fused_weights_share_the_second_scale_of_nvfp4(tmp_path):
     largest = [4, 4, 4, 8, 64, 64, 64, 128, 1024, 512, 1024]
     got = [float(found[name.removesuffix("weight") + "weight_global_scale"][0]) for name in names]
     np.testing.assert_allclose(got, [2688 / amax for amax in largest], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "transformer.wte", "token_embd"])
+def test_embeddings_by_a_rule_are_refused_where_loaders_take_linear_layers(tmp_path, name):
+    tensors = {f"{name}.weight": np.zeros((128, 128), np.float32)}
+    save(tmp_path / "f", tensors | {"embed_out.weight": np.zeros((128, 128), np.float32)})
+    with SafetensorsFile(tmp_path / "f") as source:
+        with pytest.raises(CheckpointError, match="a table of embeddings by its name"):
+            make_plan(source, format=Rules((), default="e4m3fn"), layout="compressed-tensors")
+        rules = Rules({"embed_out": "e4m3fn"})
+        plan = make_plan(source, format=rules, layout="compressed-tensors")
+    assert [t.name for t in plan.tensors if t.action == "quantize"] == ["embed_out.weight"]

@@ -36,6 +36,7 @@ def source(tmp_path):
     tensors = {WEIGHT: x, "model.norm.weight": np.ones(128, "bfloat16")}
     save(folder / "model.safetensors", tensors, {"format": "pt"})
     config = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": 128}
+    config["architectures"] = ["LlamaForCausalLM"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -102,12 +103,13 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
     result = run("dequantize", tmp_path / "dst", tmp_path / "back")
     assert result.exit_code == 0, result.output
-    assert "source     quantized (layout compressed-tensors), dequantized first" in result.stdout
+    assert ": 2 tensors, those in layout compressed-tensors dequantized" in result.stdout
     assert load(tmp_path / "back" / "model.safetensors")[WEIGHT].dtype.name == "bfloat16"
     wide = run("dequantize", tmp_path / "dst", tmp_path / "wide", "--dtype", "float32")
     assert wide.exit_code == 0
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
-    assert config == {"model_type": "llama", "dtype": "float32", "hidden_size": 128}
+    wanted = {"model_type": "llama", "dtype": "float32", "hidden_size": 128}
+    assert config == wanted | {"architectures": ["LlamaForCausalLM"]}
     again = run("convert", tmp_path / "dst", tmp_path / "again", *CT)
     assert "dequantized first" in again.stdout
     assert fails("dequantize", source, tmp_path / "no").startswith(
@@ -201,3 +203,36 @@ def test_a_dry_run_loads_nothing_heavy(source):
     )
     command = ["convert", str(source), "dst", *CT, "--dry-run"]
     subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_block_formats_take_no_scaling_and_remedies_work(source, tmp_path):
+    target = tmp_path / "dst"
+    options = ("convert", source, target, "--format", "nvfp4")
+    assert "nvfp4 is a block format" in fails(*options, "--scaling", "channel")
+    message = fails(*options, "--layout", "modelopt")
+    assert "or use --layout compressed-tensors, which needs none" in message
+
+
+def test_a_dry_run_heeds_quiet_and_refuses_a_report_in_markdown(source, tmp_path):
+    options = ("convert", source, tmp_path / "dst", "--dry-run")
+    assert run(*options, "-q").stdout == ""
+    assert "use --report json" in fails(*options, "--report", "md", code=2)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["BertForSequenceClassification"], "BertForSequenceClassification"),
+        (["LlamaForCausalLM"], "AutoModelForCausalLM"),
+        (None, "AutoModel"),
+    ],
+)
+def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save(folder / "model.safetensors", {"a.weight": np.ones((128, 128), np.float32)})
+    (folder / "config.json").write_text(json.dumps({"architectures": names, "x": 1}))
+    out = run("convert", folder, tmp_path / "dst").stdout
+    assert f"load it: transformers.{expected}.from_pretrained" in out
+    out = run("dequantize", tmp_path / "dst", tmp_path / "wide").stdout
+    assert "1 tensor, those in layout compressed-tensors dequantized" in out

@@ -52,6 +52,7 @@ FP8_CHANNEL = Scheme(
 FP8_TENSOR = Scheme(
     name="FP8", spec=by_tensor(E4M3FN), about="activations per token, or static with input scales"
 )
+FP8_STATIC = dataclasses.replace(FP8_TENSOR, about="static activations", needs_input_scale=True)
 FP8_BLOCK = Scheme(name="FP8_BLOCK", spec=by_block(E4M3FN), about="activations per 128 of a token")
 W8A8 = Scheme(name="W8A8", spec=by_channel(INT8), about="activations per token")
 MX8 = Scheme(name="MXFP8", spec=MXFP8_E4M3, about="activations in blocks of 32")
@@ -85,11 +86,12 @@ def store(
     elif element == E2M1FN:
         packing = "nibbles"
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
-    if input_scale is not None and scheme == FP8_TENSOR:
+    if scheme == FP8_STATIC:
+        assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
     counts = spec.scale_shape(info.shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
-    shape = (1,) if scheme == FP8_TENSOR else counts
+    shape = (1,) if scheme in (FP8_TENSOR, FP8_STATIC) else counts
     second = None
     if spec.tensor_scale is not None:
         second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
@@ -108,8 +110,9 @@ def store(
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
-    block = _block_structure(config)
-    widths = _widths(config)
+    weights = _weight_groups(config, where)
+    block = _block_structure(weights)
+    widths = _widths(weights)
     found = {}
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
@@ -215,23 +218,35 @@ def _grouped(
 _WIDTHS = ((4, 128), (4, 32), (8, 128))
 
 
-def _widths(config: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """What each group of the config says of weights."""
+    groups = config.get("config_groups") or {}
+    known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
+    found = [group.get("weights") or {} for group in groups.values()] if known else []
+    if not known or not all(isinstance(weights, dict) for weights in found):
+        raise CheckpointError(
+            f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
+            'of groups, {"group_0": {"weights": {...}}}; fetch the checkpoint again'
+        )
+    return found
+
+
+def _widths(groups: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int]]:
     """Bits and group size of packed integers, as the groups of the config have them.
 
     Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
     """
     found: list[tuple[int, int]] = []
-    for group in dict(config.get("config_groups") or {}).values():
-        weights = dict(dict(group).get("weights") or {})
+    for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type") == "int" and bits in (4, 8) and isinstance(length, int):
             found.append((bits, length))
     return found or _WIDTHS
 
 
-def _block_structure(config: Mapping[str, Any]) -> Sequence[int] | None:
-    for group in dict(config.get("config_groups") or {}).values():
-        block = dict(dict(group).get("weights") or {}).get("block_structure")
+def _block_structure(groups: Sequence[Mapping[str, Any]]) -> Sequence[int] | None:
+    for weights in groups:
+        block = weights.get("block_structure")
         if isinstance(block, list) and len(block) == 2:
             return block
     return None
@@ -300,7 +315,9 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
         "dynamic": True,
         "strategy": "token",
     }
-    if scheme == FP8_BLOCK:
+    if scheme == FP8_STATIC:
+        args |= {"dynamic": False, "strategy": "tensor"}
+    elif scheme == FP8_BLOCK:
         args |= {"strategy": "group", "group_size": 128}
     elif scheme == MX8:
         args |= {"strategy": "group", "group_size": 32}
@@ -311,7 +328,7 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
-    loaders="transformers with compressed-tensors, vLLM, SGLang",
+    loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),
@@ -319,4 +336,5 @@ LAYOUT = Layout(
     store=store,
     read=read,
     config=config,
+    static={FP8_TENSOR: FP8_STATIC},
 )

@@ -74,7 +74,7 @@ def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[st
 LAYOUT = Layout(
     name="finegrained-fp8",
     title="DeepSeek's blocks of 128x128: weight, weight_scale_inv",
-    loaders="transformers, vLLM, SGLang",
+    loaders="transformers; by their documentation (untested): vLLM, SGLang",
     schemes=(
         Scheme(name="blocks of 128x128", spec=by_block(E4M3FN)),
         Scheme(

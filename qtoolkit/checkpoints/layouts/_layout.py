@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class Layout:
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: The same -> further JSON files by name.
       linear_only: Whether it stores matrices [outputs, inputs] only.
+      static: For schemes that take static activation scales but need none, those that need them.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Layout:
         lambda used, kept: {}
     )
     linear_only: bool = True
+    static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a word for its scales; None: the layout's first.
@@ -146,7 +149,8 @@ def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: axis {axis} has "
                 f"{info.shape[axis]} elements, expected a multiple of {length} for {spec.name} in "
-                f"layout {layout}; leave it out with --skip, or use --scaling channel"
+                f"layout {layout}; leave it out with --skip"
+                + ("" if scaling_of(spec) is None else ", or use --scaling channel")
             )
 
 
@@ -195,7 +199,7 @@ def _blocks_by_shape(
     shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """The matrices of a weight and the blocks that scales of that shape belong to."""
-    size, count = _product(shape), _product(scale)
+    size, count = math.prod(shape), math.prod(scale)
     last = shape[-1] if shape else 1
     if not size:
         return (1, 0, 1), {"other_axes": None}
@@ -206,12 +210,12 @@ def _blocks_by_shape(
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []
     suffix = tuple(range(len(shape) - len(outputs), len(shape)))
     if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
-        columns = _product(shape[suffix[0] :])
+        columns = math.prod(shape[suffix[0] :])
         return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
     if len(shape) < 2 or len(scale) != len(shape) or scale[:-2] != shape[:-2]:
         return _batched_channels(shape, scale, where)
     rows, columns = shape[-2:]
-    matrices = (_product(shape[:-2]), rows, columns)
+    matrices = (math.prod(shape[:-2]), rows, columns)
     for lengths in (tuple(block) if block else BLOCK, (1, columns // max(scale[-1], 1))):
         if all(length >= 1 for length in lengths) and scale[-2:] == (
             -(-rows // lengths[0]),
@@ -232,13 +236,6 @@ def _batched_channels(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
         "per group or per block of 128x128; it cannot be read"
     )
-
-
-def _product(lengths: Sequence[int]) -> int:
-    product = 1
-    for length in lengths:
-        product *= length
-    return product
 
 
 def entry_beside(name: str, suffix: str) -> str:

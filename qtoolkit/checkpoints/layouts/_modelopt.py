@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._stored import constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
@@ -81,9 +81,25 @@ def store(
     )
 
 
+# What `quant_algo` of a config may be for the entries to mean what is read here.
+_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
+
+
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    algorithm = config.get("quant_algo")
+    if algorithm is not None and algorithm not in _READ:
+        raise CheckpointError(
+            f"{where}: quant_algo {shown(str(algorithm))} in config.json, expected "
+            f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
+        )
     found = {}
     for name, info in tensors.items():
+        if name.rpartition(".")[2] == "pre_quant_scale":
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)}: activations are multiplied by it (AWQ, "
+                "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
+                "the program that made it"
+            )
         if not name.endswith("weight"):
             continue
         scale_name, second_name = entry_beside(name, "weight_scale"), entry_beside(name, _SECOND)
@@ -140,7 +156,7 @@ def _algorithm(used: Mapping[Scheme, Sequence[str]]) -> str:
 LAYOUT = Layout(
     name="modelopt",
     title="that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale",
-    loaders="vLLM, TensorRT-LLM, SGLang",
+    loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
     store=store,
     read=read,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
@@ -75,13 +75,20 @@ def _channels(
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
-    return {
-        name: read_bytes_weight(tensors, name, name + SUFFIX, where)
-        for name, info in tensors.items()
-        if info.dtype in BYTE_ELEMENTS
-        and name + SUFFIX in tensors
-        and tensors[name + SUFFIX].dtype in FLOAT_SCALES
-    }
+    found = {}
+    for name, info in tensors.items():
+        scale = tensors.get(name + SUFFIX)
+        if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
+            continue
+        for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
+            if entry in tensors:
+                raise CheckpointError(
+                    f"{where}: tensor {shown(entry)}: layout plain has one scale a block and "
+                    "nothing beside it, expected no such tensor; dequantize the arrays in Python: "
+                    "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                )
+        found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where)
+    return found
 
 
 LAYOUT = Layout(
