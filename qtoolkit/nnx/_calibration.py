@@ -72,7 +72,8 @@ def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Any) -> Su
 
 
 def _called(graph: Any, state: Any, batch: Any) -> Any:
-    model: Any = nnx.merge(graph, state)
+    # Copied: under `jax.grad` the state is closed over, and a model may write its own.
+    model: Any = nnx.merge(graph, state, copy=True)
     if isinstance(batch, tuple):
         return model(*batch)
     return model(**batch) if isinstance(batch, dict) else model(batch)

@@ -46,7 +46,7 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _numerics(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Numerics:
     def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state), batch)
+        return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
     return numerics_of("numerics", loss, state, batch)
 
@@ -80,7 +80,7 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivity:
     def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state), batch)
+        return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
     return sensitivity_of("sensitivity", loss, state, batch)
 
