@@ -45,6 +45,13 @@ def calibrate(
         the message counts them; an unknown observer.
     """
     check_arguments("calibrate", wrapped, variables)
+    try:
+        hash(wrapped)
+    except TypeError as error:
+        raise TypeError(
+            f"calibrate: {type(wrapped).__name__} has an attribute that is no constant ({error}), "
+            "expected a module that hashes; give it a tuple in place of an array or a list"
+        ) from None
     summarize = functools.partial(_summary, wrapped, variables)
     return calibration_of(summarize, batches, observer, options)
 
@@ -97,5 +104,6 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
         for name, amax in calibration.amaxes(path).items():
             kept[name] = {AMAX: amax}
         state[key_of(path)] = kept
-    frozen = wrap(wrapped, rules.map(Recipe.frozen))
+    cache = getattr(wrapped, "qtoolkit_cache", None)
+    frozen = wrap(wrapped, rules.map(Recipe.frozen), kv_cache=cache)
     return frozen, {**variables, COLLECTION: state}

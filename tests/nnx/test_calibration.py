@@ -178,6 +178,8 @@ def test_bad_batches(wrapped, found):
         qt.nnx.calibrate(wrapped, BATCHES, "largest")
     with pytest.raises(ValueError, match="Net is not wrapped"):
         qt.nnx.calibrate(Net(), BATCHES)
+    with pytest.raises(TypeError, match="Percentile has no option 'fractoin', expected fraction"):
+        qt.nnx.calibrate(wrapped, BATCHES, "percentile", fractoin=0.9)
 
 
 class Stateful(nnx.Module):
@@ -215,3 +217,18 @@ def test_a_decoding_step_is_calibrated():
     found = qt.nnx.calibrate(model, [BATCHES[0][:1, None]])
     assert "query" in found.paths
     assert model.cache_index[...] == 0
+
+
+@pytest.mark.quick
+def test_scales_that_are_not_known_are_no_zeros():
+    x, layer = BATCHES[0], nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    unknown = qt.nnx.wrap(layer, INT8.frozen())
+    with pytest.raises(ValueError, match=r"not calibrated, .*Static\(\) .* write qtoolkit.nnx.fr"):
+        unknown(x)
+    assert np.isnan(call(unknown, x)).all()
+    both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
+    with pytest.raises(ValueError, match=r"not calibrated: \(model\):0 \(1 of its 2 operands\)"):
+        qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
+    served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
+    frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))
+    np.testing.assert_array_equal(call(frozen, x), call(served, x))
