@@ -154,7 +154,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
 
     A scale starts at 2 mean(|x|) / sqrt(Qp) of its operand, weights or activations, as LSQ has it;
     with an offset (LSQ+), scale and offset at the range of the operand and zero. Until then they
-    are NaN: the model raises where it is called eagerly, and gives NaN under `jit`. Scales that are numbers stay as they are.
+    are NaN: the model raises where it is called eagerly, and gives NaN under `jit`. Scales
+    that are numbers stay as they are.
 
     Args:
       wrapped: A model from `wrap`, which is changed.
