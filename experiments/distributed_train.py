@@ -5,7 +5,8 @@
     python experiments/distributed_train.py --coordinator host:1234 --processes 2 --process-id 0
     srun python experiments/distributed_train.py --cluster           Slurm, MPI, Kubernetes, TPU
 
-Claim: the losses are those of one device within 1e-5, whatever the mesh. The batch is split over
+Claim: over three steps, on 2 processes and on 8 devices, the losses are those of one device within
+1e-5 bits per byte. The batch is split over
 the mesh axis "data", the products of attention and MLP over "model". It is plain `jit` on arrays
 that are placed where they belong: scales of whole tensors, which all devices share, need nothing.
 The optimizer keeps its moments in E4M3 and is sharded as the parameters are.
@@ -50,7 +51,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def place(path: Any, x: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        spec = PLACES.lookup(name) or P()
+        spec = PLACES.lookup(name)
         parts = [1 if axis is None else mesh.shape[axis] for axis in spec]
         fits = len(parts) <= len(x.shape) and not any(
             n % part for n, part in zip(x.shape, parts, strict=False)

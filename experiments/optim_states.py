@@ -1,7 +1,7 @@
 """How far an optimizer with its moments in few bits stays from optax's: losses and bytes.
 
 Command: python experiments/optim_states.py [--steps 400] [--seeds 3] [--state e4m3fn ...]
-Claim: with moments in E4M3 (`qtoolkit.optim.quantize_state`) the validation loss, the mean of the
+Aim: with moments in E4M3 (`qtoolkit.optim.quantize_state`) the validation loss, the mean of the
 last five of twenty evaluations, is within 0.5 % of AdamW's, in at most 0.3 of the bytes.
 
 The model is the demo's byte-level transformer on CPython's help topics; the same initialisation and

@@ -6,7 +6,7 @@
 The GGUF file becomes a folder in bfloat16 (its blocks are dequantized by transformers); `qtoolkit
 convert` makes the other folders; each is loaded by `AutoModelForCausalLM.from_pretrained` with no
 further argument, activations quantized where the layout says so. The text is Python's own help
-topics. Claim: within 3 % of bfloat16 for FP8 by channel. No seed: nothing is random.
+topics. Aim: within 3 % of bfloat16 for FP8 by channel. No seed: nothing is random.
 """
 
 import argparse

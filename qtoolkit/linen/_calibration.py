@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
@@ -45,6 +46,13 @@ def calibrate(
         the message counts them; an unknown observer.
     """
     check_arguments("calibrate", wrapped, variables)
+    try:
+        hash(wrapped)
+    except TypeError as error:
+        raise TypeError(
+            f"calibrate: {type(wrapped).__name__} has an attribute that is no constant ({error}), "
+            "expected a module that hashes; give it a tuple in place of an array or a list"
+        ) from None
     summarize = functools.partial(_summary, wrapped, variables)
     return calibration_of(summarize, batches, observer, options)
 
@@ -76,7 +84,8 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params", or
         `calibration` no `Calibration`.
       ValueError: The module is not wrapped, or a product that ran was not calibrated: the message
-        names it. A layer that calibration never ran raises when it runs.
+        names it. A layer that calibration never ran raises when it runs; one of which it saw
+        one operand alone, by another recipe, gives NaN.
     """
     check_arguments("freeze", wrapped, variables)
     if not isinstance(calibration, Calibration):
@@ -95,7 +104,9 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
     for path in calibration.paths:
         kept = dict(state.get(key_of(path), {}))
         for name, amax in calibration.amaxes(path).items():
-            kept[name] = {AMAX: amax}
+            known = [(path, name, side) in calibration.keys for side in (0, 1)]
+            kept[name] = {AMAX: jnp.where(jnp.array([*known, True]), amax, jnp.float32(jnp.nan))}
         state[key_of(path)] = kept
-    frozen = wrap(wrapped, rules.map(Recipe.frozen))
+    cache = getattr(wrapped, "qtoolkit_cache", None)
+    frozen = wrap(wrapped, rules.map(Recipe.frozen), kv_cache=cache)
     return frozen, {**variables, COLLECTION: state}

@@ -72,8 +72,8 @@ def wrap(
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`,
-        what is said there.
+      ValueError: `module` is bound; a recipe has `Learned` scaling; `kv_cache` has scales that join
+        tokens; or, with `strict`, what is said there.
     """
     given: Any = module
     if not isinstance(given, nn.Module):
@@ -118,6 +118,7 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "__doc__": kind.__doc__,
         "qtoolkit_original": kind,
         "qtoolkit_rules": property(lambda _: rules),
+        "qtoolkit_cache": cache,
     }
     body["qtoolkit_rules"].fget.nowrap = True
     return type(kind.__name__, (kind,), body)
@@ -185,14 +186,25 @@ def _rules_of(module: Any) -> Rules[Recipe]:
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:
     if not isinstance(recipe, Rules):
-        return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
+        return Rules((), default=Recipe() if recipe is None else _checked(recipe))
     for key, _ in recipe.rules:
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
                 "of flax.linen.Module: nothing else has products"
             )
-    return recipe.map(functools.partial(check_recipe, "wrap"))
+    return recipe.map(_checked)
+
+
+def _checked(recipe: Any) -> Recipe:
+    found = check_recipe("wrap", recipe)
+    if any(found.learned):
+        raise ValueError(
+            "wrap: the recipe has Learned scaling, whose scales linen modules do not keep; "
+            "expected another, e.g. qtoolkit.recipes.w4a16, or a model of nnx: write "
+            "qtoolkit.nnx.wrap(model, qtoolkit.recipes.int4_lsq)"
+        )
+    return found
 
 
 def _is_nnx(module: Any) -> bool:

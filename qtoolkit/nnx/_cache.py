@@ -16,14 +16,16 @@ _CACHES = ("cached_key", "cached_value")
 
 def keep_cache(module: Any, fmt: BlockFormat) -> None:
     """Gives an attention module of a copied model a cache of its own, which is kept in `fmt`."""
+    if not keeps_cache(module):
+        kind: Any = type(module)
+        module.__class__ = caching_class(kind)
     setattr(module, _FORMAT, fmt)
-    kind: Any = type(module)
-    module.__class__ = caching_class(kind)
     for name in (*_CACHES, "cache_index"):
         variable = getattr(module, name)
         if variable is not None:
             metadata = variable.get_metadata()
             setattr(module, name, type(variable).from_metadata(variable.get_value(), metadata))
+    _widen(module)  # of another format before
     _narrow(module, {})
 
 

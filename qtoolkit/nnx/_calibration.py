@@ -12,7 +12,7 @@ from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import attach, found_at
+from qtoolkit.nnx._wrap import attach, found_at, product_states
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Summary,
@@ -21,7 +21,7 @@ from qtoolkit.products.internal import (
     first_scales,
     summary_of,
 )
-from qtoolkit.scaling import Bins
+from qtoolkit.scaling import Bins, QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -72,7 +72,8 @@ def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Any) -> Su
 
 
 def _called(graph: Any, state: Any, batch: Any) -> Any:
-    model: Any = nnx.merge(graph, state)
+    # Copied: under `jax.grad` the state is closed over, and a model may write its own.
+    model: Any = nnx.merge(graph, state, copy=True)
     if isinstance(batch, tuple):
         return model(*batch)
     return model(**batch) if isinstance(batch, dict) else model(batch)
@@ -92,8 +93,8 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
-      ValueError: The model is not wrapped, or some of its layers were not calibrated: the message
-        names them.
+      ValueError: The model is not wrapped, or some of its layers, or an operand of a product, were
+        not calibrated: the message names them.
     """
     check_wrapped("freeze", wrapped)
     if not isinstance(calibration, Calibration):
@@ -110,11 +111,14 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         seen.add(id(node))
         recipe = site.recipe.frozen()
-        if not recipe.is_calibrated:
+        needed = site.recipe.beside_stored(1) if _is_stored(node) else site.recipe
+        if not needed.frozen().is_calibrated:
             return node
         amaxes = calibration.amaxes(site.path)
+        missing.extend(calibration.partly_known(site.path, needed))
         if not amaxes:
-            missing.append(site.path)
+            if all(place.path != site.path for place in calibration.unreached):
+                missing.append(site.path)
             return node
         numbered = [int(name) for name in amaxes if name.isdigit()]
         attach(node, recipe, found_at(node, site.path), count=max(numbered, default=-1) + 1)
@@ -129,20 +133,17 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
     return model
 
 
+def _is_stored(layer: nnx.Module) -> bool:
+    """Whether a parameter of the layer itself is codes and scales, which need no calibration."""
+    params = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
+    return any(isinstance(value.get_value(), QArray) for value in params)
+
+
 def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
     """Writes what was found into the states of a layer's products."""
-    for number, kept in enumerate(_product_states(layer)):
+    for number, kept in enumerate(product_states(layer)):
         found = amaxes.get(str(number), jnp.zeros((3,), jnp.float32))
         kept.amax[...] = jnp.broadcast_to(found, kept.amax.shape)
-
-
-def _product_states(layer: Any) -> list[ProductState]:
-    """What the products of a layer keep, in their order."""
-    states: list[ProductState] = list(getattr(layer, "qtoolkit_products", ()))
-    for value in vars(layer).values():
-        if isinstance(value, StatefulProducts):
-            states += list(value.products)
-    return states
 
 
 def start_scales(wrapped: nnx.Module, batch: Any) -> None:
@@ -153,7 +154,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
 
     A scale starts at 2 mean(|x|) / sqrt(Qp) of its operand, weights or activations, as LSQ has it;
     with an offset (LSQ+), scale and offset at the range of the operand and zero. Until then they
-    are NaN, and so is what the model gives. Scales that are numbers stay as they are.
+    are NaN: the model raises where it is called eagerly, and gives NaN under `jit`. Scales
+    that are numbers stay as they are.
 
     Args:
       wrapped: A model from `wrap`, which is changed.
@@ -179,7 +181,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         site = None if isinstance(module, StatefulProducts) else site_of(module)
         if site is None:
             continue
-        for number, kept in enumerate(_product_states(module)):
+        for number, kept in enumerate(product_states(module)):
             for side in (0, 1):
                 _start(kept, side, values.get((site.path, str(number), side)), site.path, missing)
     check_calibrated("start_scales", dict.fromkeys(missing))

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from qtoolkit.nnx._report import site_of
+from qtoolkit.nnx._state import LsqScale
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import numerics_of, sensitivity_of
 
@@ -46,7 +48,7 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _numerics(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Numerics:
     def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state), batch)
+        return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
     return numerics_of("numerics", loss, state, batch)
 
@@ -70,9 +72,15 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
       plain and quantized.
 
     Raises:
-      TypeError, ValueError: As `numerics`.
+      TypeError, ValueError: As `numerics`; the model has stored kernels, from `quantize`, of which
+        no wide ones are known; or a learned scale has not been started.
     """
     check_wrapped("sensitivity", wrapped)
+    if any(bool(jnp.any(jnp.isnan(x))) for x in jax.tree.leaves(nnx.state(wrapped, LsqScale))):
+        raise ValueError(
+            "sensitivity: a learned scale has not been started, expected numbers; write "
+            "qtoolkit.nnx.start_scales(wrapped, batch)"
+        )
     graph, state = nnx.split(wrapped)
     return _sensitivity(graph, loss_fn, state, batch)
 
@@ -80,7 +88,7 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivity:
     def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state), batch)
+        return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
     return sensitivity_of("sensitivity", loss, state, batch)
 

@@ -55,7 +55,8 @@ def quantize(
       value is a `QArray`, a pytree. What is not stored is shared with `model`.
 
     Raises:
-      TypeError: As `wrap`.
+      TypeError: As `wrap`; or a kernel's scale is `Learned` (LSQ): such models are served as they
+        are.
       ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN; or
         `recipe` is None and `model` is not wrapped.
 
@@ -94,6 +95,12 @@ def _store(found: Found, known: dict[Any, Any]) -> bool:
     operand = site_of(layer).recipe.forward[1]
     if operand is None:
         return False
+    if operand.is_learned:
+        raise TypeError(
+            f"quantize: {found.shown}: {type(layer).__name__}.kernel has a learned scale, which is "
+            "not stored; expected a scale that follows from the kernel: serve the model from wrap "
+            "as it is, or write qtoolkit.nnx.quantize(model, qtoolkit.recipes.w4a16)"
+        )
     # A kernel of several layers stays one where they store it in the same way.
     name = id(kernel), operand, axes
     if name not in known:
@@ -112,6 +119,8 @@ def _kept(layer: Any) -> tuple[jax.Array | None, jax.Array | None]:
             kept: ProductState = value.products[0]
             history, key = getattr(kept, "history", None), getattr(kept, "key", None)
             amax = None if history is None else jnp.max(history[...], axis=-1)[..., 1]
+            if hasattr(kept, "amax"):
+                amax = kept.amax[..., 1]
             return amax, None if key is None else key[...]
     return None, None
 

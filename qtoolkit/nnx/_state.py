@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qtoolkit.products import Learned, Operand, Recipe
+from qtoolkit.products import Learned, Operand, Recipe, Static
 from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
@@ -38,7 +38,7 @@ class ProductState(nnx.Module):
         newest step first; absent where the recipe delays no scale.
       bad: uint32[...], the steps with an infinity or a NaN, which were left out.
       probe: float32[..., 3, buckets].
-      amax: float32[..., 3], what calibration found, of lhs, rhs, and 0.
+      amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; NaN before `freeze`.
       scales, offsets: float32[...] each, for lhs and rhs, where these are learned.
       key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
 
@@ -51,7 +51,9 @@ class ProductState(nnx.Module):
             self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
             self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
         if recipe.is_calibrated:
-            self.amax = ScalingState(jnp.zeros((*lead, 3), jnp.float32))
+            unknown = [o is not None and o.scaling == Static() for o in recipe.forward]
+            amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
+            self.amax = ScalingState(jnp.broadcast_to(amax, (*lead, 3)))
         if any(recipe.learned):
             self.scales = nnx.List([_started(LsqScale, o, lead) for o in recipe.forward])
             self.offsets = nnx.List([_started(LsqOffset, o, lead) for o in recipe.forward])
@@ -72,6 +74,13 @@ class ProductState(nnx.Module):
             probe = jnp.sum(probe.reshape(-1, *probe.shape[-2:]), axis=0)
         if hasattr(self, "amax"):
             amax = jnp.max(self.amax[...].reshape(-1, 3), axis=0)
+            if not isinstance(amax, jax.core.Tracer) and bool(jnp.any(jnp.isnan(amax))):
+                raise ValueError(
+                    "nnx: a layer is not calibrated, though its recipe has Static() scaling; "
+                    "expected scales from a calibration: wrap the model with a recipe without "
+                    "Static(), and write qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate("
+                    "wrapped, batches))"
+                )
         if hasattr(self, "key"):
             key = self.key[...].reshape(-1, 2)[0]
         return State(amax, probe, key, learned=self._learned())

@@ -182,6 +182,7 @@ def attach(
     """
     found = Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
+    before, states = site_of(layer), product_states(layer)
     for kind, (attribute, original, made, hooked) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
@@ -206,12 +207,38 @@ def attach(
         known = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
         if known and recipe.keeps_state:
             layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
+    if before is not None:
+        _keep_learned(before.recipe, states, recipe, product_states(layer))
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
+def product_states(layer: Any) -> list[ProductState]:
+    """What the products of a layer keep, in their order."""
+    states: list[ProductState] = list(getattr(layer, "qtoolkit_products", ()))
+    for value in vars(layer).values():
+        if isinstance(value, StatefulProducts):
+            states += list(value.products)
+    return states
+
+
+def _keep_learned(
+    before: Recipe, old: list[ProductState], recipe: Recipe, new: list[ProductState]
+) -> None:
+    """Shares learned scales, as parameters are, where the operand is scaled as it was."""
+    for mine, other in zip(new, old, strict=False):
+        for side in (0, 1):
+            is_same = recipe.learned[side] and recipe.forward[side] == before.forward[side]
+            for name in ("scales", "offsets"):
+                kept, made = getattr(other, name, ()), getattr(mine, name, ())
+                if is_same and len(kept) and len(made) and kept[side] is not None:
+                    made[side] = kept[side]
+
+
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
+    if isinstance(layer, nnx.MultiHeadAttention):
+        recipe = recipe.of_activations()
     if not recipe.keeps_state:
         return call
     return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))

@@ -38,7 +38,7 @@ def quantize_state(
     seed: int = 0,
     min_size: int = 4096,
 ) -> GradientTransformationExtraArgs:
-    """`tx` with its moments stored in few bits; its update computes in float32 as before.
+    """`tx` with its moments stored in few bits; its update takes them as float32.
 
         tx = qtoolkit.optim.quantize_state(optax.adamw(1e-3), "e4m3fn")
         state = tx.init(params)                               # 0.26 of the bytes of optax's own
@@ -103,11 +103,17 @@ def quantize_state(
         kept = leaves(state.inner)
         values = [_number(leaf.value) for leaf in kept]
         wide = _like(state.inner, values)
-        found, inner = extended.update(_unboxed(updates), wide, _unboxed(params), **extra)
+        given, params = _unboxed(updates), _unboxed(params)
+        found, inner = extended.update(given, wide, params, **extra)
+        if any(_is_narrow(leaf.value) for leaf in kept):
+            declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
+            of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
+            found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, of[0])
         updates = jax.tree.unflatten(jax.tree.structure(updates), jax.tree.leaves(found))
         cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
         step = state.step + jnp.uint32(1)
-        stored = _stored(inner, cut, rounding, state.seed, step)
+        dtypes = [leaf.value.dtype if isinstance(leaf.value, QArray) else None for leaf in kept]
+        stored = _stored(inner, cut, rounding, state.seed, step, dtypes)
         return updates, QuantizedState(state.seed, step, stored)
 
     return GradientTransformationExtraArgs(init, update)
@@ -138,7 +144,9 @@ def _stored(
     rounding: str | Stochastic,
     seed: jax.Array,
     step: jax.Array,
+    dtypes: list[Any] | None = None,
 ) -> Any:
+    """A state with its moments quantized, as arrays of `dtypes`; None: of their own."""
     found = leaves(state)
     if len(found) != len(cut):
         raise ValueError(
@@ -146,16 +154,17 @@ def _stored(
             f"expected the {len(cut)} of its init"
         )
     values = []
-    for (path, x, _), fmt in zip(found, cut, strict=True):
+    for (path, x, _), fmt, dtype in zip(found, cut, dtypes or [None] * len(cut), strict=True):
         if fmt is not None:
             is_random = isinstance(rounding, Stochastic)
-            x = _quantized(x, fmt, rounding, key_words(seed, step, path) if is_random else None)
+            key = key_words(seed, step, path) if is_random else None
+            x = _quantized(x, fmt, rounding, key, dtype or x.dtype)
         values.append(x)
     return _like(state, values)
 
 
 def _quantized(
-    x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None
+    x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None, dtype: Any
 ) -> QArray:
     """An infinity is stored as NaN, which every format keeps: what overflowed must not return."""
     wide = exact_float32(x)
@@ -167,15 +176,29 @@ def _quantized(
     codes = kept.codes
     if is_second:  # code 1 is the smallest positive value
         codes = jnp.where((codes == 0) & (wide > 0), np.ones((), codes.dtype), codes)
-    return QArray(codes, kept.scale, fmt, kept.tensor_scale, None, x.dtype, kept.lengths)
+    return QArray(codes, kept.scale, fmt, kept.tensor_scale, None, dtype, kept.lengths)
 
 
 def _number(value: Any) -> Any:
-    """What a leaf of the state stands for; of a second moment its root is stored."""
+    """What a leaf of the state stands for; of a second moment its root is stored.
+
+    In float32 whatever the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step
+    would be rounded to where it was, before anything is rounded stochastically.
+    """
     if not isinstance(value, QArray):
         return value
     x = value.dequantize(jnp.float32)
-    return (x if value.spec.element.signed else x * x).astype(value.dtype)
+    return x if value.spec.element.signed else x * x
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, QArray) and value.dtype != jnp.float32
+
+
+def _declared(value: Any) -> Any:
+    """What the transform itself would hold there."""
+    is_stored = isinstance(value, QArray)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_stored else value
 
 
 def _check_tables(rules: Rules[Any], rounding: str | Stochastic) -> None:

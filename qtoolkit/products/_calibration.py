@@ -1,6 +1,8 @@
 """Calibration: what the operands of a model's products were like over many batches."""
 
+import collections
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -129,6 +131,16 @@ class Calibration:
                 amaxes[side] = state.amax().reshape(())
         return {name: jnp.stack(amaxes) for name, amaxes in found.items()}
 
+    def partly_known(self, path: str, recipe: Recipe) -> tuple[str, ...]:
+        """Products of a layer with fewer known operands than `recipe` calibrates, for messages."""
+        needed = sum(o is not None and is_calibratable(o) for o in recipe.forward)
+        names = collections.Counter(name for where, name, _ in self.keys if where == path)
+        return tuple(
+            f"{Place(path, name)} ({known} of its {needed} operands)"
+            for name, known in names.items()
+            if known < needed
+        )
+
     def merge(self, other: "Calibration") -> "Calibration":
         """What both saw.
 
@@ -176,6 +188,7 @@ def calibration_of(
             f"calibrate: batches has type {type(batches).__name__}, expected an iterable of "
             "batches; write calibrate(wrapped, [batch])"
         )
+    _check_options(kind, options)
     bins = (options.get("bins") or Bins()) if issubclass(kind, _HISTOGRAMS) else None
     states: dict[tuple[str, str, int], Observer] = {}
     places: dict[Place, None] = {}
@@ -223,6 +236,17 @@ def _observer(given: Any) -> type[Observer]:
     if not (isinstance(kind, type) and issubclass(kind, Observer)):
         raise ValueError(f"calibrate: observer={given!r}, expected one of {known}")
     return kind
+
+
+def _check_options(kind: type[Observer], options: dict[str, Any]) -> None:
+    names = inspect.signature(kind.of).parameters
+    known = [name for name in names if name not in ("spec", "shape")]
+    wrong = [name for name in options if name not in known]
+    if wrong:
+        raise TypeError(
+            f"calibrate: {kind.__name__} has no option {wrong[0]!r}, expected "
+            f"{' or '.join(known) or 'none'}"
+        )
 
 
 def _started(kind: type[Observer], operand: Operand, options: dict[str, Any]) -> Observer:

@@ -140,8 +140,11 @@ class Numerics:
     @property
     def unreached(self) -> tuple[str, ...]:
         """Products that ran, but which no gradient of the loss reached: not measured."""
-        names = (Place(r.path, r.product) for r in self.rows if not float(r.tally.uses))
-        return tuple(dict.fromkeys(map(str, names)))
+        uses: dict[Place, float] = {}
+        for row in self.rows:
+            place = Place(row.path, row.product)
+            uses[place] = max(uses.get(place, 0.0), float(row.tally.uses))
+        return tuple(str(place) for place, most in uses.items() if not most)
 
     @property
     def notes(self) -> tuple[str, ...]:

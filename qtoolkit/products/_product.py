@@ -94,6 +94,9 @@ def quantized_product(
       is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
     """
     check_recipe(where, recipe)
+    for side, operand in enumerate((rhs, lhs) if is_swapped else (lhs, rhs)):
+        if isinstance(operand, QArray):
+            recipe = recipe.beside_stored(side)
 
     def compute(
         recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None
@@ -121,9 +124,6 @@ def _computed(
     extra: tuple[Array, ...],
     tap: Tap | None,
 ) -> Array:
-    for side, operand in enumerate((lhs, rhs)):
-        if isinstance(operand, QArray):
-            recipe = recipe.beside_stored(side)
     if recipe.is_delayed and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "

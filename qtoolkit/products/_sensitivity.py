@@ -14,6 +14,7 @@ from qtoolkit.products._numerics import scalar_loss
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.products._taps import Place, instrumented
+from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
 _WIDE = Recipe((None, None), None)
@@ -52,23 +53,28 @@ class Sensitivity:
         return tuple((self.paths[i], float(costs[i])) for i in order)
 
     def rules(self, keep: int = 1) -> Rules[Recipe]:
-        """The rules that leave the `keep` worst layers wide and quantize all others as before.
+        """The rules that leave the `keep` worst layers wide and quantize the others that ran.
+
+        Each layer has a rule of its own: what was wide stays so, and so does what did not run.
 
         Raises:
-          ValueError: `keep` is no number from 0 to the number of layers.
+          ValueError: `keep` is no number from 0 to the number of layers; or the model was frozen.
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or not 0 <= keep <= len(self.paths):
             raise ValueError(
                 f"rules: keep={keep!r}, expected an integer from 0 to {len(self.paths)}, the "
                 "number of layers"
             )
+        if any(recipe.is_calibrated for recipe in self.recipes):
+            raise ValueError(
+                "rules: the model was frozen, and its recipes have Static() scaling, expected one "
+                "that is not; write sensitivity(wrapped, batch, loss_fn) with the model from wrap"
+            )
         worst = [path for path, _ in self.ranking[:keep]]
         pairs: list[tuple[str, Recipe | None]] = [(_exactly(path), None) for path in worst]
-        others = {p: r for p, r in zip(self.paths, self.recipes, strict=True) if p not in worst}
-        recipes = list(others.values())
-        default = max(recipes, key=recipes.count) if recipes else None
-        pairs += [(_exactly(path), recipe) for path, recipe in others.items() if recipe != default]
-        return Rules(pairs, default=default)
+        others = zip(self.paths, self.recipes, strict=True)
+        pairs += [(_exactly(path), recipe) for path, recipe in others if path not in worst]
+        return Rules(pairs, default=None)
 
     def __str__(self) -> str:
         rows = [("layer", "loss added", "loss")]
@@ -118,6 +124,12 @@ def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) ->
     def loss(*arguments: Any) -> Any:
         return scalar_loss(where, function(*arguments))
 
+    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, QArray))
+    if any(isinstance(leaf, QArray) for leaf in leaves):
+        raise TypeError(
+            f"{where}: the model has stored kernels, from quantize, and no others to compare with; "
+            f"expected one from wrap: write {where}(wrap(model, recipe), ...) before quantize"
+        )
     finding = _Choosing(None)
     with instrumented(finding):
         jax.eval_shape(loss, *arguments)

@@ -217,7 +217,8 @@ def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
 
     Exact where one value lies in the outermost bucket. Of n with mean m and standard deviation s
     none is further out than m + s * sqrt(n - 1), which is taken, within the bucket: not too small,
-    and right to 1e-4 where all are alike.
+    and too large by the rounding of the float32 sums where all are alike: up to about 1e-4 for a
+    few values, 2.3e-3 for 48, never more than the width of the bucket.
     """
     counts, sums, squares = marks.reshape(3, -1)
     places = lax.broadcasted_iota(jnp.int32, counts.shape, 0)

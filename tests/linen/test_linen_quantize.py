@@ -150,3 +150,27 @@ def test_the_example():
     names["variables"] = model.init(jax.random.key(0), X)
     exec(textwrap.dedent("\n".join(lines[begin:end])), names)
     assert names["y"].shape == (4, 8)
+
+
+@pytest.mark.quick
+def test_freeze_keeps_the_cache_and_what_cannot_be_is_refused():
+    plain = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=True)
+    module = qt.linen.wrap(plain, Recipe((None, None), gradient=None), kv_cache="e4m3fn")
+    variables = module.init(jax.random.key(0), jnp.zeros((3, 4, 16)))
+    frozen, _ = qt.linen.freeze(module, variables, qt.products.Calibration((), ()))
+    cache = frozen.init(jax.random.key(0), jnp.zeros((3, 4, 16)))["cache"]
+    assert isinstance(cache["cached_key"], QArray)
+    with pytest.raises(
+        ValueError, match=r"wrap: the recipe has Learned scaling.*qtoolkit.nnx.wr"
+    ):
+        qt.linen.wrap(nn.Dense(8), qt.recipes.int4_lsq)
+    with pytest.raises(TypeError, match="calibrate: Dense has an attribute that is no constant"):
+        qt.linen.calibrate(nn.Dense(8, bias_init=np.ones(8)), {"params": {}}, [X])
+
+
+def test_an_operand_that_calibration_never_saw_gives_nan():
+    dense, x = nn.Dense(8), jnp.ones((2, 16))
+    both, one = (qt.linen.wrap(dense, Recipe(pair, None)) for pair in ("e4m3fn", ("e4m3fn", None)))
+    variables = dense.init(jax.random.key(0), x)
+    frozen, variables = qt.linen.freeze(both, variables, qt.linen.calibrate(one, variables, [x]))
+    assert np.isnan(frozen.apply(variables, x)).all()

@@ -178,3 +178,57 @@ def test_bad_batches(wrapped, found):
         qt.nnx.calibrate(wrapped, BATCHES, "largest")
     with pytest.raises(ValueError, match="Net is not wrapped"):
         qt.nnx.calibrate(Net(), BATCHES)
+    with pytest.raises(TypeError, match="Percentile has no option 'fractoin', expected fraction"):
+        qt.nnx.calibrate(wrapped, BATCHES, "percentile", fractoin=0.9)
+
+
+class Stateful(nnx.Module):
+    """Modules that write their own state in a call: statistics, and the count of a key."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.norm(self.linear(x)))
+
+
+@pytest.mark.quick
+def test_models_that_write_state_are_calibrated_and_measured():
+    model, x = qt.nnx.wrap(Stateful(), INT8), BATCHES[0]
+    found = qt.nnx.calibrate(model, [x])
+    np.testing.assert_allclose(found.amaxes("linear")["0"][0], np.max(np.abs(x)), rtol=1e-6)
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    assert not qt.nnx.numerics(model, x, loss).unreached
+    assert np.isfinite(qt.nnx.sensitivity(model, x, loss).wide)
+    assert not np.any(model.norm.mean[...])  # the state stays as it is
+    assert model.drop.rngs.count[...] == 0
+
+
+def test_a_decoding_step_is_calibrated():
+    attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+    attention.init_cache((1, 3, 8))
+    model = qt.nnx.wrap(attention, INT8)
+    found = qt.nnx.calibrate(model, [BATCHES[0][:1, None]])
+    assert "query" in found.paths
+    assert model.cache_index[...] == 0
+
+
+@pytest.mark.quick
+def test_scales_that_are_not_known_are_no_zeros():
+    x, layer = BATCHES[0], nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    unknown = qt.nnx.wrap(layer, INT8.frozen())
+    with pytest.raises(ValueError, match=r"not calibrated, .*Static\(\) .* write qtoolkit.nnx.fr"):
+        unknown(x)
+    assert np.isnan(call(unknown, x)).all()
+    both, one = qt.nnx.wrap(layer, INT8), qt.nnx.wrap(layer, qt.Recipe((INT8.forward[0], None)))
+    with pytest.raises(ValueError, match=r"not calibrated: \(model\):0 \(1 of its 2 operands\)"):
+        qt.nnx.freeze(both, qt.nnx.calibrate(one, [x]))
+    served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
+    frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))
+    np.testing.assert_array_equal(call(frozen, x), call(served, x))

@@ -105,3 +105,12 @@ def test_messages():
         model(jnp.ones((3, 2, FEATURES)))
     assert isinstance(model.cached_key.get_value(), QArray)  # as it was
     assert jax.tree.leaves(nnx.state(model, nnx.Cache))
+
+
+def test_a_cache_in_another_format_is_converted():
+    first = qt.nnx.wrap(attention(), WIDE, kv_cache="e4m3fn")
+    step(first, TOKENS[0])
+    second = qt.nnx.wrap(first, WIDE, kv_cache="int8")
+    assert second.cached_key.get_value().spec.element == qt.format("int8")
+    assert first.cached_key.get_value().spec.element == qt.format("e4m3fn")
+    np.testing.assert_allclose(step(second, TOKENS[1]), step(first, TOKENS[1]), atol=0.05)

@@ -133,3 +133,24 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="Learned scaling rounds to nearest"):
         Operand(INT4, qt.casts.Projection("toward_zero"), Learned())
     assert qt.recipes.from_json(qt.recipes.to_json(LSQ)) == LSQ
+
+
+@pytest.mark.quick
+def test_learned_scales_stay_when_a_model_is_frozen_or_wrapped_again():
+    recipe = Recipe((Operand(INT4, scaling=Learned()), qt.BlockFormat.tensor("int8")), None)
+    layer = layer_of(recipe)
+    qt.nnx.start_scales(layer, X)
+    scale = kept(layer).scales[0]
+    frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [X]))
+    assert kept(frozen).scales[0] is scale
+    assert kept(qt.nnx.wrap(layer, recipe)).scales[0] is scale
+    other = qt.nnx.wrap(layer, LSQ)  # another range: its kernel's has to be started
+    assert np.isnan(kept(other).scales[1][...])
+
+
+def test_a_learned_input_beside_another_kernel_in_attention():
+    recipe = Recipe((Operand(INT4, scaling=Learned()), "int8"), None)
+    made = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    model, x = qt.nnx.wrap(made, recipe), jax.random.normal(jax.random.key(0), (2, 3, 8))
+    qt.nnx.start_scales(model, x)
+    assert np.isfinite(model(x)).all()

@@ -270,7 +270,7 @@ def test_a_planted_outlier_ranks_first(run_example):
     assert found.wide < 1e-10
     np.testing.assert_allclose(found.quantized, loss(wrapped, x), rtol=1e-5)
     rules = found.rules(1)
-    assert rules == qt.Rules({"^bad$": None}, default=INT8)
+    assert rules == qt.Rules({"^bad$": None, "^good$": INT8, "^fine$": INT8})
     assert loss(qt.nnx.wrap(model, rules), x) < 0.2 * found.quantized
     assert "qtoolkit.Rules({'^bad$': None}, default=recipe)" in str(found)
     # By hand: that layer alone is wrapped.
@@ -279,3 +279,24 @@ def test_a_planted_outlier_ranks_first(run_example):
     run_example(qt.nnx.sensitivity, model=model, wrapped=wrapped, batch=x, loss_fn=loss)
     with pytest.raises(ValueError, match="keep=4, expected an integer from 0 to 3"):
         found.rules(4)
+
+
+@pytest.mark.quick
+def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused():
+    model, x = Planted(), X[:, :16]
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    wrapped = qt.nnx.wrap(model, qt.Rules({"good": None}, default=INT8))
+    rules = qt.nnx.sensitivity(wrapped, x, loss).rules(1)
+    assert rules.lookup(["good"], []) is None
+    assert sorted(map(str, (key for key, _ in rules.rules))) == ["^bad$", "^fine$"]
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [x]))
+    with pytest.raises(ValueError, match=r"rules: the model was frozen, .* write sensitivity"):
+        qt.nnx.sensitivity(frozen, x, loss).rules(1)
+    with pytest.raises(TypeError, match="stored kernels, from quantize, and no others to compare"):
+        qt.nnx.sensitivity(qt.nnx.quantize(wrapped), x, loss)
+    with pytest.raises(ValueError, match=r"scale has not been started, .*start_scales"):
+        qt.nnx.sensitivity(qt.nnx.wrap(model, qt.recipes.int4_lsq), x, loss)
+    assert qt.nnx.numerics(qt.nnx.quantize(model, INT8), x, loss).unreached == ()

@@ -231,3 +231,18 @@ def test_the_example():
     names = {"qtoolkit": qtoolkit, "nnx": nnx, "model": Small(nnx.Rngs(0)), "x": X}
     exec(example(qt.nnx.quantize), names)
     np.testing.assert_array_equal(names["y"].shape, X.shape)
+
+
+@pytest.mark.quick
+def test_a_frozen_model_is_served_with_its_scales():
+    wrapped = qt.nnx.wrap(Small(nnx.Rngs(0)), Recipe(qt.BlockFormat.tensor("int8"), gradient=None))
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [2 * X]))
+    served = qt.nnx.quantize(frozen)
+    call = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(call(served, X), call(frozen, X))
+
+
+def test_a_learned_kernel_scale_is_refused():
+    wrapped = qt.nnx.wrap(Small(nnx.Rngs(0)), qt.recipes.int4_lsq)
+    with pytest.raises(TypeError, match=r"kernel has a learned scale, .*; expected .* write qtool"):
+        qt.nnx.quantize(wrapped)

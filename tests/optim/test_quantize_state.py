@@ -561,3 +561,20 @@ def test_other_bad_arguments():
     tx = quantize_all(growing, "e4m3fn")
     with pytest.raises(ValueError, match="has 2 arrays after its update, expected the 1"):
         tx.update(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.quick
+def test_the_second_moment_of_bfloat16_parameters_moves():
+    """Oracle: 1 - 0.999**600. Rounded to bfloat16 in each step, it stands still at 0.25."""
+    tx = quantize_all(optax.scale_by_adam(), "e4m3fn")
+    params = {"kernel": jnp.zeros((4, 512), jnp.bfloat16)}
+    grads = {"kernel": jnp.ones((4, 512), jnp.bfloat16)}
+
+    @jax.jit
+    def run(state):
+        return jax.lax.fori_loop(0, 600, lambda _, s: tx.update(grads, s, params)[1], state)
+
+    root = run(tx.init(params)).inner.nu["kernel"].dequantize(jnp.float32)
+    np.testing.assert_allclose(np.mean(np.square(root)), 1 - 0.999**600, rtol=0.05)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["kernel"].dtype == jnp.bfloat16
