@@ -31,8 +31,8 @@ class MsgpackFile(ArraySource):
             *(msgpack.UnpackException, RecursionError),
         ) as error:
             raise CheckpointError(
-                f"{path}: neither safetensors nor Flax's msgpack ({shown(str(error))}); fetch or "
-                "write it again"
+                f"{path}: neither safetensors nor Flax's msgpack ({shown(str(error))}), expected a "
+                "checkpoint; fetch or write it again"
             ) from error
         if not isinstance(tree, dict):
             raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
