@@ -231,7 +231,8 @@ def _keep_learned(
         for side in (0, 1):
             is_same = recipe.learned[side] and recipe.forward[side] == before.forward[side]
             for name in ("scales", "offsets"):
-                kept, made = getattr(other, name, ()), getattr(mine, name, ())
+                kept: Any = getattr(other, name, ())
+                made: Any = getattr(mine, name, ())
                 if is_same and len(kept) and len(made) and kept[side] is not None:
                     made[side] = kept[side]
 
