@@ -413,7 +413,7 @@ def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat) -> Su
     if done.unit is not None:
         unit = np.fmax.reduce(np.asarray(done.unit).reshape(-1)[: len(tile.blocks)], initial=0)
     overflowed = 0
-    if _is_wide(spec):
+    if _is_cast(spec):
         with np.errstate(invalid="ignore"):  # of NaN
             size = np.abs(tile.x.astype(np.float32))
             is_over = np.isfinite(size) & (size > spec.element.max_finite)
@@ -421,7 +421,7 @@ def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat) -> Su
     return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit), overflowed)
 
 
-def _is_wide(spec: BlockFormat) -> bool:
+def _is_cast(spec: BlockFormat) -> bool:
     """Whether elements are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
     return spec.scale is None and spec.element.bits >= 16
 
@@ -523,7 +523,7 @@ def _encoded(
         unit = effective(scale, tensor_scale, spec)
         rate = unit * factor
     scales = Scales(scale, tensor_scale)
-    projection = _KEEPING_INF if _is_wide(spec) else NEAREST
+    projection = _KEEPING_INF if _is_cast(spec) else NEAREST
     codes = block_codes(x, units, projection, scales, nonzero)
     q = element_values(scaled_values(x, units, scales), spec, projection, None)
     wide = exact_float32(x) * factor

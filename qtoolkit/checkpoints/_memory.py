@@ -1,16 +1,15 @@
 """A source whose arrays are in memory, one after the other or all at once."""
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._safetensors import Closing, Path
 
 
-class ArraySource:
+class ArraySource(Closing):
     """A source that makes each array when it is asked for, and keeps the last.
 
     Args:
@@ -32,17 +31,6 @@ class ArraySource:
         }
         self._make = make
         self._last: tuple[str, np.ndarray] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         if self._last is None or self._last[0] != name:

@@ -9,7 +9,6 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -29,7 +28,20 @@ from qtoolkit.checkpoints._partial import PARTIAL, Writer, partial_file
 Path = str | os.PathLike[str]
 
 
-class SafetensorsFile:
+class Closing:
+    """What is closed at the end of a `with`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class SafetensorsFile(Closing):
     """An open safetensors file, its header read and checked. A context manager.
 
     Attributes:
@@ -60,17 +72,6 @@ class SafetensorsFile:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._file.close()

@@ -5,8 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from qtoolkit.checkpoints._header import (
     MAX_HEADER_BYTES,
@@ -14,7 +13,7 @@ from qtoolkit.checkpoints._header import (
     TensorInfo,
     shown,
 )
-from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile
+from qtoolkit.checkpoints._safetensors import Closing, Path, SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -50,7 +49,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Folder:
+class Folder(Closing):
     """An open folder in the way of Hugging Face: safetensors files, an index, `config.json`.
 
     Attributes:
@@ -111,17 +110,6 @@ class Folder:
             self.close()
             raise
         self.metadata = dict(next(iter(self._files.values())).metadata)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._home[name].read_into(name, start, buffer)

@@ -204,10 +204,10 @@ def convert(
 ) -> None:
     """Quantize the weights of a checkpoint.
 
-    A folder becomes a folder that loaders of the layout open as it is: index, config.json and the
-    other files in it, but no subfolders, are written with the weights. A file becomes a
-    safetensors file. What is quantized in SRC is dequantized first. In the layout "plain" a tensor
-    keeps its name and its scale is NAME_scale: value = code * scale.
+    A folder becomes a folder for the loaders of the layout (tested: transformers): index,
+    config.json and the other files in it, but no subfolders, are written with the weights. A file
+    becomes a safetensors file. What is quantized in SRC is dequantized first. In the layout "plain"
+    a tensor keeps its name and its scale is NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)

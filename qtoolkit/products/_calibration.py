@@ -15,7 +15,7 @@ from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Operand, Recipe, is_calibratable
-from qtoolkit.products._taps import Place, tapped
+from qtoolkit.products._taps import MODEL, Place, tapped
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
@@ -281,7 +281,7 @@ def _check_seen(states: dict[tuple[str, str, int], Observer]) -> None:
 
 def check_calibrated(where: str, missing: Iterable[str]) -> None:
     """Raises with the names of layers that nothing is known of."""
-    names = [path or "(model)" for path in missing]
+    names = [path or MODEL for path in missing]
     if names:
         some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")
         raise ValueError(

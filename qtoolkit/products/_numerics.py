@@ -16,7 +16,7 @@ import numpy as np
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
-from qtoolkit.products._taps import Place, tapped
+from qtoolkit.products._taps import MODEL, Place, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import LOWEST_EXPONENT, TALLY_SIZE, tally_of, tally_vector
 
@@ -78,7 +78,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """As text, under `HEADER`."""
-        names = (self.path or "(model)", self.product, self.operand, self.parts, self.fmt)
+        names = (self.path or MODEL, self.product, self.operand, self.parts, self.fmt)
         tally = self.tally
         if not float(tally.uses):
             return (*names, *("-",) * 6)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
-from qtoolkit.products._site import MODEL, Scope, place_of
+from qtoolkit.products._site import Scope, place_of
+from qtoolkit.products._taps import MODEL
 from qtoolkit.scaling import QArray
 
 # Their folders, not their names: a user's model may lie in a folder of the same name.

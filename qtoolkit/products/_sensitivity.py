@@ -13,7 +13,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.products._numerics import scalar_loss
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
-from qtoolkit.products._taps import Place, instrumented
+from qtoolkit.products._taps import MODEL, Place, instrumented
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
@@ -79,7 +79,7 @@ class Sensitivity:
     def __str__(self) -> str:
         rows = [("layer", "loss added", "loss")]
         rows += [
-            (path or "(model)", f"{cost:+.4g}", f"{self.wide + cost:.6g}")
+            (path or MODEL, f"{cost:+.4g}", f"{self.wide + cost:.6g}")
             for path, cost in self.ranking
         ]
         rows += [("(none quantized)", "", f"{self.wide:.6g}")]

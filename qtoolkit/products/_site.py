@@ -18,10 +18,9 @@ from qtoolkit.products._functions import conv_function, dot_function, einsum_fun
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
-from qtoolkit.products._taps import Place
+from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
 
-MODEL = "(model)"  # the path of the model itself
 _enclosing: contextvars.ContextVar[tuple["Site | None", State | None]] = contextvars.ContextVar(
     "site", default=(None, None)
 )

@@ -21,6 +21,9 @@ from qtoolkit.products._recipe import Recipe
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
 
+MODEL = "(model)"  # the path of the model itself
+
+
 class Place(NamedTuple):
     """Which product: the path of its layer, and its name there."""
 
@@ -28,7 +31,7 @@ class Place(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"{self.path or '(model)'}:{self.name}"
+        return f"{self.path or MODEL}:{self.name}"
 
 
 class Tap(Protocol):

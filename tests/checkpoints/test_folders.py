@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -488,7 +489,6 @@ def test_a_damaged_compressed_npz_is_named(tmp_path):
     ],
 )
 def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
-    msgpack = pytest.importorskip("msgpack")
     tree = {"a": {"__msgpack_chunked_array__": True, **chunked}}
     (tmp_path / "a").write_bytes(msgpack.packb(tree))
     with pytest.raises(CheckpointError, match="neither safetensors nor Flax's msgpack"):
@@ -496,7 +496,6 @@ def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
 
 
 def test_two_arrays_of_msgpack_with_one_name_are_an_error(tmp_path):
-    msgpack = pytest.importorskip("msgpack")
     (tmp_path / "a").write_bytes(msgpack.packb({"a.b": 1, "a": {"b": 2}}))
     with pytest.raises(CheckpointError, match=r"tensor a\.b: two arrays have this name"):
         open_source(tmp_path / "a")

@@ -92,7 +92,8 @@ def test_split_merge_and_export():
 
 
 def test_orbax(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
+    import orbax.checkpoint as checkpoint  # an extra of the tests
+
     served = qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS)
     with checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", nnx.state(served))
