@@ -16,8 +16,28 @@ import qtoolkit
 LAYERS = ("formats", "casts", "scaling", "gradients", "products")
 OPERATORS = ("onnx", "openvino", "pypto")
 
+GOLDEN = (5**0.5 - 1) / 2
+
 # For the meshes. By the configuration, not by XLA_FLAGS: child processes would inherit those.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test marked `sample(n)`, n stay; the others become exhaustive.
+
+    They are spread by the golden ratio: steps of a fixed length would meet only some values of a
+    parameter. A case that is named on the command line is a family of its own, and runs.
+    """
+    families: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            families.setdefault((str(item.path), item.originalname), []).append(item)
+    for family in families.values():
+        (count,) = family[0].get_closest_marker("sample").args
+        spread = sorted(range(len(family)), key=lambda i: i * GOLDEN % 1)
+        for i in spread[count:]:
+            family[i].add_marker("exhaustive")
 
 
 @pytest.fixture(autouse=True)

@@ -135,6 +135,7 @@ EDGES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_cast_to_16_bits_has_gradient_one_inside_and_zero_outside(name, saturation):

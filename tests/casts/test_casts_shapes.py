@@ -16,6 +16,7 @@ def _input(shape, source):
     return np.asarray(x, np.float32).astype(SOURCES[source])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_shape_of_numpy_and_jax_arrays(shape, source):
@@ -92,6 +93,7 @@ def test_another_promotion_mode_or_x64_changes_nothing():
             assert_same_bits(value, qt.decode(qt.encode(x, name), name), x)
 
 
+@pytest.mark.sample(21)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("source", [*DTYPES.values(), "float6_e2m3fn", "float6_e3m2fn"])
 def test_any_shape_of_any_dtype(shape, source):
@@ -114,6 +116,7 @@ def test_any_shape_of_any_dtype(shape, source):
         assert_same_bits(qt.encode(jnp.asarray(x), "e5m2"), expected)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.quick
 @pytest.mark.parametrize("fmt", SPECS)
 def test_any_shape_of_any_format(fmt):

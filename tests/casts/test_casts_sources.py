@@ -78,6 +78,7 @@ def _ties_of_wide_mantissas(spec) -> np.ndarray:
 COMPILED = {*SHIPPED, "e8m0fnu", "e2m1fn", "hifloat8", "nf4", "int4", "binary16p1se"}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FROM_FLOAT64)
 def test_float64_under_x64(name):
     """Ties +-1 ulp of float64 and of float32: a float32 in between would lose all of them."""
@@ -89,6 +90,7 @@ def test_float64_under_x64(name):
     assert_same_variants(got, every_code(x, spec, SOME), x, SOME)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FROM_FLOAT64)
 def test_numpy_float64_without_x64(name):
     """On the host, before anything narrows it."""

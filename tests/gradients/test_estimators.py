@@ -148,6 +148,7 @@ def assert_slope(rule, x, fmt):
     np.testing.assert_array_equal((got == 0)[ok], (expected.astype(x.dtype) == 0)[ok])
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e2m1fn", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("rule", SOFT, ids=repr)
@@ -181,6 +182,7 @@ def points(grid):
     return np.concatenate([x, tiny, special])
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("fmt", GRIDS)
 @pytest.mark.parametrize("rule", SOFT, ids=repr)
 def test_slopes_are_the_papers_at_ties_edges_and_subnormals(rule, fmt):
@@ -373,6 +375,7 @@ def derivatives(f, x, tangent):
     return reverse, forward
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("rule", [Ramp(0.25), DSQ(), EWGS(3), ReSTE()], ids=repr)
 def test_every_transformation_gives_the_same_derivative(rule, dtype):
@@ -448,6 +451,7 @@ def test_second_derivatives_stay_finite_where_gaps_are_subnormal():
         np.testing.assert_array_equal(h[~np.eye(3, dtype=bool)], np.zeros(6))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", SOFT, ids=repr)
 def test_jit_equals_eager(rule):
     x = jnp.asarray(points(GRIDS["e4m3fn"]))

@@ -44,6 +44,7 @@ def bits(x):
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.quick
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -68,6 +69,7 @@ COMPILED = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "bfloat16", "float16", "in
 COMPILED += ["e8m0fnu", "ue4m3", "e2m1fn", "int4", "bool", "nf4", "hifloat8", "float32"]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.quick
 @pytest.mark.parametrize("fmt", EVERY, ids=lambda fmt: fmt.name)
 def test_every_format_and_mode_equals_decode_of_encode(fmt):
@@ -93,6 +95,7 @@ def test_every_format_and_mode_equals_decode_of_encode(fmt):
         np.testing.assert_array_equal(bits(got), bits(expected), err_msg=str(h))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e8m0fnu", "bool", "nf4", "float32"])
 def test_float64(fmt):
     """Rounded once from float64; the slope's limits are float64's as well."""
@@ -121,6 +124,7 @@ def test_a_python_float_is_a_float64(fmt):
         assert jax.grad(lambda x: fake_cast(x, fmt))(1.3) == 1
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("fmt", "name"),
     [(E4M3FN, name) for name in MODES]

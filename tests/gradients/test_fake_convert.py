@@ -37,6 +37,7 @@ def assert_same_bits(got, expected):
     np.testing.assert_array_equal(np.asarray(got).view(width), expected.view(width))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fmt", "target", "largest"), TARGETS)
@@ -89,6 +90,7 @@ MODES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize(
     ("dtype", "fmt", "saturation"),
@@ -114,6 +116,7 @@ def assert_same_nan_or_bits(got, expected):
     assert_same_bits(np.asarray(got)[keep], expected[keep])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_has_the_same_slope(name):
     """dy/dx is the estimator's, one inside, zero outside, whatever the rounding."""
@@ -126,6 +129,7 @@ def test_every_mode_has_the_same_slope(name):
         np.testing.assert_array_equal(got, [1, 1, 0, 1, 0, 1, 0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODES)
 def test_gradients_by_scale_and_shift_in_every_mode(name):
     x = draw(np.float32, (40,), spread=300.0)

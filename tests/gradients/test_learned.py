@@ -82,6 +82,7 @@ def data(dtype, fmt):
     return x
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     [
@@ -153,6 +154,7 @@ def every_gradient(f, x, *parameters):
     return list(map(np.asarray, tangents(x, *parameters)))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fmt", INTEGERS)
 def test_gradients_case_by_case(fmt):
     """Oracle: equations 3 and 5 of LSQ in float64. Powers of two for scales: u is exact."""
@@ -199,6 +201,7 @@ def published(x, scale, fmt, offset=0.0):
     return inside.astype(float), np.where(inside, q - u, q), (~inside).astype(float), near, u
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("fmt", "shape"),
     [
@@ -369,6 +372,7 @@ def test_pact_gradients_against_finite_differences_of_a_smoothed_model():
     assert 0 < da.mean() < 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("bits", "dtype"),
     [(bits, np.float32) for bits in range(1, 9)] + [(5, dtype) for dtype in DTYPES[1:]],
@@ -529,6 +533,7 @@ def test_the_gradient_of_the_scale_is_summed_in_float32():
         assert alpha(jnp.ones(2**14, dtype))[0] == 2**14
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.7, 1e-40, -np.inf])
 def test_scales_that_training_made_zero_or_negative(scale):
     """They count as 2**-126: finite, no NaN, and gradients that make the scale grow again."""

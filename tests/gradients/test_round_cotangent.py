@@ -53,6 +53,7 @@ MODES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("fmt", ["e5m2", "int8"])
 def test_every_mode_rounds_the_cotangent(x, fmt, name):

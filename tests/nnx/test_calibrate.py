@@ -53,6 +53,7 @@ def found(wrapped):
 call = nnx.jit(lambda model, x: model(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -409,6 +409,7 @@ def moved(recipe, calibrate=False):
     return max(np.abs(out - outs[0]).max() for out in outs), np.abs(others[0] - others[1]).max()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "te_delayed_hybrid", "plain"])
 def test_which_scales_are_causal(name):
     recipe = Recipe(None, None) if name == "plain" else getattr(qt.recipes, name)
