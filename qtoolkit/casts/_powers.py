@@ -5,11 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._bits import FLOAT32_MANTISSA, exact_from_pattern, from_pattern, pattern, u32
-from qtoolkit.casts._floats import codes_of_exact
-from qtoolkit.casts._projection import UNCLAMPED
-from qtoolkit.formats import FLOAT32
+from qtoolkit.casts._bits import (
+    FLOAT32_MANTISSA,
+    INF,
+    MAGNITUDE,
+    NAN,
+    SIGN,
+    from_pattern,
+    pattern,
+    u32,
+)
 
+_HIDDEN = 1 << FLOAT32_MANTISSA  # the significand's leading one
 _SQRT2_FRACTION = 0x3504F3  # of sqrt(2) = 1 + f / 2**23, cut
 
 
@@ -28,9 +35,21 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
       x: float32, any shape; subnormals count.
       exponent: int32, broadcasts to the shape of `x`.
     """
-    exact = exact_from_pattern(pattern(x))
-    exact = exact._replace(exponent=exact.exponent + exponent)
-    return from_pattern(codes_of_exact(exact, FLOAT32, UNCLAMPED), jnp.float32)
+    bits = pattern(x)
+    magnitude = bits & u32(MAGNITUDE)
+    significand, field = _normalized(magnitude)
+    field += exponent
+    normal = (field << np.int32(FLOAT32_MANTISSA)).astype(jnp.uint32) + (significand - u32(_HIDDEN))
+    normal = jnp.where(field < 255, normal, u32(INF))
+    drop = jnp.clip(1 - field, 1, FLOAT32_MANTISSA + 2).astype(jnp.uint32)
+    subnormal = significand >> drop
+    rest = significand - (subnormal << drop)
+    is_up = rest + (subnormal & np.uint32(1)) > np.uint32(1) << (drop - np.uint32(1))
+    result = jnp.where(field > 0, normal, subnormal + is_up.astype(jnp.uint32))
+    stays = magnitude - np.uint32(1) >= u32(INF - 1)  # zero, infinity, NaN
+    result = jnp.where(stays, magnitude, result)
+    result = jnp.where(magnitude > u32(INF), u32(NAN), result)
+    return from_pattern(result | (bits & u32(SIGN)), jnp.float32)
 
 
 def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -38,9 +57,19 @@ def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Subnormals are normalized, too. Zero has some low exponent; infinities and NaNs have any.
     """
-    exact = exact_from_pattern(pattern(x))
-    fraction = exact.significand >> np.uint32(exact.top - FLOAT32_MANTISSA)
-    return exact.exponent, fraction & u32((1 << FLOAT32_MANTISSA) - 1)
+    significand, field = _normalized(pattern(x) & u32(MAGNITUDE))
+    return field - np.int32(127), significand - u32(_HIDDEN)
+
+
+def _normalized(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of patterns without sign: 2**23 <= significand < 2**24, uint32, and int32 exponent field.
+
+    The field of a subnormal number is below 1. Of zero it is -23.
+    """
+    shift = jnp.maximum(lax.clz(magnitude), np.uint32(8)) - np.uint32(8)  # of subnormals
+    significand = ((magnitude & u32(_HIDDEN - 1)) << shift) | u32(_HIDDEN)
+    field = jnp.maximum(magnitude >> np.uint32(FLOAT32_MANTISSA), np.uint32(1))
+    return significand, field.astype(jnp.int32) - shift.astype(jnp.int32)
 
 
 def floor_log2(x: jax.Array) -> jax.Array:

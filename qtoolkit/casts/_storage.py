@@ -6,9 +6,11 @@ widening follows. Reading and writing patterns is immune to both.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import codes_from_dtype, dtype_from_codes, from_pattern, pattern
+from qtoolkit.casts._powers import binary_parts, power_of_two
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
 from qtoolkit.casts._sources import codes_of, round_values, values_of
 from qtoolkit.formats import FLOAT32, FloatFormat, format
@@ -38,3 +40,28 @@ def from_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
         return x
     codes = x if fmt.dtype is None else codes_from_dtype(x, fmt)
     return values_of(codes, fmt, jnp.float32)
+
+
+def power_to_stored(exponent: jax.Array, is_nan: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`to_stored` of 2**exponent, which `fmt` and float32 hold, NaN where `is_nan`."""
+    if not _holds_exponents(fmt):
+        x = jnp.where(is_nan, np.float32(np.nan), power_of_two(exponent))
+        return to_stored(x, fmt)
+    codes = jnp.where(is_nan, np.int32(fmt.max_code + 1), exponent + np.int32(fmt.bias))
+    codes = codes.astype(fmt.code_dtype)
+    return codes if fmt.dtype is None else dtype_from_codes(codes, fmt)
+
+
+def power_from_stored(x: jax.Array, fmt: FloatFormat) -> tuple[jax.Array, jax.Array]:
+    """The exponent, int32, of a stored power of two, and whether it is NaN."""
+    if not _holds_exponents(fmt):
+        value = from_stored(x, fmt)
+        return binary_parts(value)[0], jnp.isnan(value)
+    codes = (x if fmt.dtype is None else codes_from_dtype(x, fmt)).astype(jnp.int32)
+    return codes - np.int32(fmt.bias), codes == np.int32(fmt.max_code + 1)
+
+
+def _holds_exponents(fmt: FloatFormat) -> bool:
+    """Whether a code is a biased exponent of float32, or the one NaN: E8M0."""
+    is_plain = fmt.mantissa_bits == 0 and not (fmt.has_zero or fmt.signed or fmt.has_inf)
+    return is_plain and fmt.has_nan and -149 <= fmt.min_exponent <= fmt.max_exponent <= 127

@@ -44,7 +44,14 @@ from qtoolkit.casts._sources import (
     round_values,
     values_of,
 )
-from qtoolkit.casts._storage import from_stored, in_dtype, rounded_to, to_stored
+from qtoolkit.casts._storage import (
+    from_stored,
+    in_dtype,
+    power_from_stored,
+    power_to_stored,
+    rounded_to,
+    to_stored,
+)
 from qtoolkit.casts._tree import leaf_path
 
 __all__ = [
@@ -89,7 +96,9 @@ __all__ = [
     "ordinal",
     "ordinal_of",
     "parameter",
+    "power_from_stored",
     "power_of_two",
+    "power_to_stored",
     "product",
     "projection_of",
     "quotient",

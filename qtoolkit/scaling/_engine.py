@@ -169,14 +169,14 @@ def operand_values(
     projection = projection.drawn(x.shape).reshaped(blocks.split)
 
     def rounded(u: Array, unscale: Map) -> Array:
-        return blocks.join(element_values(u, spec, projection, None))
-
-    def everything() -> Array:
-        q = _with_scales(blocks.split(x), spec, projection, scales, blocks, None, rounded)
-        wide = exact_float32(x)
+        q, wide = blocks.join(element_values(u, spec, projection, None)), exact_float32(x)
         return jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
 
-    return _once(everything, x, scales.scale), scales
+    def everything() -> Array:
+        return _with_scales(blocks.split(x), spec, projection, scales, blocks, None, rounded)
+
+    # Where scales are powers of two, `everything` is a branch already.
+    return everything() if spec.has_powers else _once(everything, x, scales.scale), scales
 
 
 def _once(make: Callable[[], Array], x: Array, scale: Array | None) -> Array:

@@ -14,7 +14,9 @@ from qtoolkit.casts.internal import (
     binary_parts,
     from_stored,
     is_zero,
+    power_from_stored,
     power_of_two,
+    power_to_stored,
     product,
     quotient,
     times_power_of_two,
@@ -64,7 +66,7 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
     if spec.rule != "amax":
-        return to_stored(_power_scale(amax, spec), spec.scale)
+        return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
     least = least_scale(spec.scale)
     if tensor_scale is None:
         return to_stored(_quotient_scale(amax, spec.largest, least), spec.scale)
@@ -137,8 +139,8 @@ def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
 def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
     """Of scales that are powers of two: the exponent of an element's unit, and which are NaN."""
     assert spec.scale is not None
-    value = from_stored(scale, spec.scale)
-    return binary_parts(value)[0] + np.int32(spec.element_exponent), jnp.isnan(value)
+    exponent, is_nan = power_from_stored(scale, spec.scale)
+    return exponent + np.int32(spec.element_exponent), is_nan
 
 
 def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
@@ -194,8 +196,8 @@ def kept_range(spec: BlockFormat) -> tuple[float, float]:
     return float(max(lowest - first / 2, -limit)), float(min(highest + last / 2, limit))
 
 
-def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """The power of two that the rule of `spec` gives for amax, as float32."""
+def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """The exponent of the power of two that the rule of `spec` gives for amax; any for a NaN."""
     assert spec.scale is not None
     amax_exponent, fraction = binary_parts(amax)
     exponent, significand = _binary(spec.largest)
@@ -211,8 +213,7 @@ def _power_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
             carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
             e += (fraction >= np.uint32(carries)).astype(jnp.int32)
     lowest, highest = _power_range(spec.scale)
-    e = jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
-    return jnp.where(jnp.isnan(amax), np.float32(np.nan), power_of_two(e))
+    return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
 
 
 def _power_range(fmt: FloatFormat) -> tuple[int, int]:
