@@ -103,6 +103,7 @@ def test_numpy_float64_without_x64(name):
         assert_same_bits(row, expected, x)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", ["float64", "int64", "uint64", "int33", "uint63"])
 @pytest.mark.parametrize("source", [np.float64, np.float32, np.int64, np.uint64, np.int32])
 def test_results_of_64_bits_under_x64(name, source):
@@ -160,6 +161,7 @@ NARROW_SOURCES = [name for name in DTYPES if name in FLOATS and FLOATS[name].bit
 TO = ["e4m3fn", "e5m2", "e8m0fnu", "e2m1fn", "float16", "bfloat16", "float32", "int8", "hifloat8"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("source", NARROW_SOURCES)
 def test_every_code_of_every_narrow_float_as_a_source(source):
     """FNUZ's one NaN has no sign to keep."""
@@ -207,6 +209,7 @@ SCALARS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.quick
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 @pytest.mark.parametrize("name", ["e4m3fn", "bfloat16", "float32", "int8", "nf4", "bool"])
@@ -221,6 +224,7 @@ def test_python_scalars_are_64_bit_numbers(name, enabled):
                 assert_same_bits(got, expected, np.asarray(scalar))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -240,6 +244,7 @@ def test_shapes_and_numpy_scalars(shape, dtype):
             assert_same_bits(qt.encode(x[()], name), expected, x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["e4m3fn", "float16", "int8", "posit8"])
 def test_strided_and_reversed_numpy_inputs(name):
     wide = _float64(SPECS[name])
@@ -265,6 +270,7 @@ def test_the_oracle_reads_every_source_exactly():
         np.testing.assert_array_equal(x.astype(np.float32)[finite], values64(spec)[finite])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("variant", ["A", "B", "C"])
 @pytest.mark.parametrize("name", ["e4m3fn", "e2m1fn", "bfloat16", "float16", "int8", "int32"])
 def test_stochastic_rounding_of_float64_far_below_one_step(name, variant):

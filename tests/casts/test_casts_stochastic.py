@@ -246,6 +246,7 @@ def test_numbers_round_up_as_often_as_they_should(name, bits):
     assert np.max(np.abs(statistics)) < bound(len(statistics))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("name", ["int8", "uint4", "int16"])
 def test_integers_round_up_as_often_as_they_should(name, saturation):
@@ -292,6 +293,7 @@ def test_at_the_edge_finite_saturation_clamps_whatever_the_bits(variant):
     np.testing.assert_array_equal(codes, np.full(x.shape, spec.max_code, np.uint8))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e3m2fn"])
 def test_the_mean_of_random_numbers_is_kept(name, variant):
@@ -328,6 +330,7 @@ def test_the_mean_of_random_numbers_is_kept(name, variant):
 # One key, one stream.
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["e4m3fn", "bfloat16", "int8", "e8m0fnu", "binary6p3se"])
 def test_key_and_random_bits_are_the_same_rounding(name):
@@ -478,6 +481,7 @@ def test_other_sources_draw_the_same_bits():
 # Random bits of the caller's own.
 
 
+@pytest.mark.sample(7)
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(), (1,), (35,), (6, 1), (1, 35), (6, 35)], ids=str)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])

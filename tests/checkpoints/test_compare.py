@@ -50,6 +50,7 @@ def model(folder):
     return folder
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("layout", "fmt", "scaling"), LAYOUTS)
 def test_what_was_converted_verifies_and_a_changed_byte_does_not(tmp_path, layout, fmt, scaling):
     src, dst = model(tmp_path / "src"), tmp_path / "dst"

@@ -52,6 +52,7 @@ def header(path):
     return json.loads(data[8 : 8 + length])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "spec",

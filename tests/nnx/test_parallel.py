@@ -82,6 +82,7 @@ def alone():
     return trained()[:2]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACES)
 def test_eight_devices_do_what_one_does(name, kind):

@@ -254,6 +254,7 @@ def test_stochastic_moments_are_right_on_average_and_never_repeat_bits():
         np.testing.assert_array_less(np.abs(draws.mean(0) - grads), 5 * deviation + rare)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest_even"])
 @pytest.mark.parametrize("spec", ["e4m3fn", "int8", "mxfp8_e4m3", "bfloat16"])

@@ -136,6 +136,7 @@ def test_code_histogram_sets_infinities_and_nans_apart():
     assert axes.get_title().startswith("int8 by tensor: 0 % saturated")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", ["e4m3fnuz", "int8", "nf4", "e8m0fnu"])
 def test_labels_are_the_values_below_their_bars(spec):
     axes = code_histogram(np.ones(64, np.float32), spec)

@@ -268,6 +268,7 @@ def plain_products(x, w, ct):
     return y, *back(ct)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are_not(fmt):
     """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""

@@ -394,6 +394,7 @@ def test_each_preset_has_an_oracle():
     assert set(PRESETS) | learned == set(recipes.__all__) - {"from_json", "to_json"}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.quick) if name == "mxfp8" else name
              for name in CASES],
@@ -414,6 +415,7 @@ OF_LAYERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("product", "name"), [(product, name) for product, names in OF_LAYERS.items() for name in names]
 )
@@ -430,6 +432,7 @@ TRANSFORMED = Operand(BlockFormat(element="float32", scale=None), transform=Hada
 EXACT = Recipe(TRANSFORMED, TRANSFORMED)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
@@ -567,6 +570,7 @@ POISONED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", POISONED)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are(name):
     """Oracle: the plain product, of one bad value in each operand, also in a block of zeros."""
@@ -594,6 +598,7 @@ NATIVE = Recipe(arithmetic="native")
 F8 = r"tensor<[0-9x]+xf8E\w+>"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("product", ["dot_general", "einsum", "conv", "ragged_dot"])
 def test_native_equals_emulated(product):
     """Products of 8-bit floats are exact in float32: only the order of sums may differ."""
@@ -618,6 +623,7 @@ def test_native_products_are_given_arrays_of_8_bit_floats(platform):
     assert sorted(found) == [["f8E4M3FN"] * 2, *[["f8E4M3FN", "f8E5M2"]] * 2]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", ["int8", "mxfp8", "e2m1fn", "bfloat16"])
 def test_what_cannot_be_native_is_emulated(spec):
     native = Recipe(spec, spec, arithmetic="native")

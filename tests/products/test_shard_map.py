@@ -53,6 +53,7 @@ DIFFERENTIABLE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
 def test_a_shard_gets_what_it_would_get_alone(name):
     function = WITHOUT_DERIVATIVE[name]
@@ -60,6 +61,7 @@ def test_a_shard_gets_what_it_would_get_alone(name):
     np.testing.assert_array_equal(_sharded(function), expected)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_values_and_derivatives_are_those_of_the_shard_alone(name):
     function = DIFFERENTIABLE[name]

@@ -24,6 +24,7 @@ def stored(operand, w=W, stacked=0):
     return stored_kernel("test", w, operand, Axes((0,), (1,)), stacked)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "name", ["te_current", "token_scaled", "weight_only_e4m3", "w4a16", "int8_qat", "deepseek_v3"]

@@ -116,11 +116,13 @@ def test_the_second_printed_example():
     np.testing.assert_array_equal(y, [127])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("source", "to"), PAIRS)
 def test_every_pair_in_every_mode(source, to):
     check(source, to)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("source", "to"), WRAPPING)
 def test_low_bits_without_saturation(source, to):
     check(source, to, saturates=False, satmode=OFF)
@@ -437,6 +439,7 @@ ROUNDINGS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("satmode", SaturationMode)
 @pytest.mark.parametrize(
     ("source", "to"),
@@ -463,6 +466,7 @@ def test_extended_small_floats(source, to, satmode):
         assert_same_bits(bits_of(y), expected, x)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("source", "to"),
     [

@@ -177,6 +177,7 @@ def test_blocks_by_hand():
 # Presets.
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", SOURCES)
 @pytest.mark.parametrize("name", MX)
 def test_mx(name, dtype):
@@ -342,6 +343,7 @@ def moderate(dtype, shape=(60, 41), special=True):
     return x.astype(SOURCES[dtype])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(4))
 def test_other_block_formats(part):
     chosen = list(OTHERS.values())[part::4]
@@ -443,6 +445,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_every_rounding_and_saturation(name):
     """All pairs in turn: each element has every rounding, and every saturation twice."""

@@ -64,6 +64,7 @@ def _assert_same_bits(got, wanted):
         np.testing.assert_array_equal(*(x.view(f"uint{8 * x.itemsize}") for x in (a, b)))
 
 
+@pytest.mark.sample(6)
 @every_kind
 @pytest.mark.parametrize(
     ("spec", "place"),

@@ -47,6 +47,7 @@ def same_bits(got, expected, where=""):
 # One result.
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ALL)
 def test_fake_quantize_is_quantize_and_dequantize(name):
     """Bit for bit, NaNs and infinities included; data and scales may be subnormal beside E8M0."""
@@ -67,6 +68,7 @@ def test_results_have_the_dtype_of_x(dtype):
         same_bits(y, qt.quantize(x, name).dequantize())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_group32", "uint8"])
 def test_the_same_bits_in_any_fusion(name):
     """Eager, jitted, mapped, and inside a larger computation; numpy does the rest of that."""
@@ -163,6 +165,7 @@ def test_zeros_stay_zeros(name):
     assert np.all((scale > 0) & (scale < 0x7F800000))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", list(ALL))
 def test_amax_keeps_its_gradient(name):
     """A scale that was rounded leaves the largest element of a block beyond the range by little."""
