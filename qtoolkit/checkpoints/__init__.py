@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
+from qtoolkit.checkpoints._parts import discard, finalize
 from qtoolkit.checkpoints._plan import (
     Plan,
     TensorPlan,
@@ -41,6 +42,8 @@ __all__ = [
     "convert",
     "dequantize",
     "dequantize_checkpoint",
+    "discard",
+    "finalize",
     "layout",
     "load",
     "make_plan",

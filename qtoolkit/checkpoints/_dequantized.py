@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import Folder, Source
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
