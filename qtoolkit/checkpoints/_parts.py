@@ -500,7 +500,7 @@ def _check_whole(place: _Place, job: Mapping[str, Any]) -> None:
         numbers = sorted({job["files"].index(name) % count for name in missing}) if count else []
         again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
         raise CheckpointError(
-            f"{place.path}: {len(missing)} of {len(records)} files are not there: "
+            f"{place.path}: missing are {len(missing)} of {len(records)} files: "
             f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; wait for their "
             f"shards, or run them again{again and ': '}{again}"
         )

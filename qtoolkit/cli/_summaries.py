@@ -88,6 +88,11 @@ def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
 
 def report_summary(report: Report) -> list[str]:
     """The lines that end a conversion."""
+    if report.shard and not report.files:
+        return [
+            f"{report.target}: shard {report.shard}: no file is left for it, there are more shards "
+            "than files; a smaller --max-shard-size makes more of these"
+        ]
     part = f" shard {report.shard}, {file_count(len(report.files))}:" if report.shard else ""
     lines = [
         f"{report.target}:{part} {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
