@@ -260,6 +260,8 @@ class _Remote:
                 shutil.copyfileobj(source, target, part)
                 target.close()
             except BaseException:
+                with contextlib.suppress(Exception):
+                    target.close()  # or it does so when it is collected, after `discard`
                 target.discard()
                 raise
             target.commit()
@@ -273,6 +275,14 @@ class _Remote:
             self._files.rm(str(path), recursive=True)
 
 
+# Packages of object stores raise these with nothing but the path.
+_CODES: dict[type, int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+}
+
+
 @contextlib.contextmanager
 def _one_line(url: Path) -> Iterator[None]:
     """Makes what a package of object stores raises an OSError of one line that names the URL."""
@@ -281,10 +291,14 @@ def _one_line(url: Path) -> Iterator[None]:
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
-        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-        raise OSError(error.errno or errno.EIO, shown(reason), str(url)) from error
+        code = error.errno or _CODES.get(type(error), errno.EIO)
+        known = error.strerror or (os.strerror(code) if type(error) in _CODES else str(error))
+        raise OSError(code, _line(known or type(error).__name__), str(url)) from error
     except Exception as error:
         if type(error).__module__ == "builtins":
             raise
-        reason = shown(" ".join(str(error).split()))
-        raise OSError(errno.EIO, f"{reason} ({type(error).__name__})", str(url)) from error
+        raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
+
+
+def _line(text: object) -> str:
+    return shown(" ".join(str(text).split()))
