@@ -65,7 +65,7 @@ def check_paths(src: Path, dst: Path) -> None:
             "result is not what you want"
         )
     inner, outer = (target, source) if len(target) > len(source) else (source, target)
-    if storage(src).is_folder(src) and inner.startswith(outer + "/"):
+    if inner.startswith(outer + "/") and storage(src).kind(src) == "folder":
         raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
 
 
@@ -80,7 +80,7 @@ def check_destination(src: Path, dst: Path, overwrite: bool) -> None:
       CheckpointError, OSError: As `check_paths`, `check_folder` or `check_target`.
     """
     check_paths(src, dst)
-    if storage(src).is_folder(src):
+    if storage(src).kind(src) == "folder":
         found = storage(src).entries(src)
         check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
     else:
@@ -102,12 +102,12 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
         if not os.access(parent, os.W_OK):
             raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
-    is_folder = place.is_folder(target)
-    if place.is_file(target) or (not is_url(path) and os.path.lexists(target) and not is_folder):
+    kind = place.kind(target)
+    if kind not in ("folder", ""):
         raise CheckpointError(
             f"{path}: is a file, expected the name of a folder, as the source is one"
         )
-    found = place.entries(target) if is_folder else {}
+    found = place.entries(target) if kind == "folder" else {}
     if UNDER_WAY in found or not found:
         return
     if not overwrite:

@@ -109,12 +109,12 @@ class _Place:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file that is there as it says."""
-        record, file = self._json(f"{name}.json"), join(self.content, name)
-        place = storage(file)
-        if record is None or not place.is_file(file):
+        record = self._json(f"{name}.json")
+        try:
+            whole = record is not None and _size(join(self.content, name)) == record.get("bytes")
+        except FileNotFoundError:
             return None
-        with contextlib.closing(place.open(file)) as opened:
-            return record if opened.size == record.get("bytes") else None
+        return record if whole else None
 
     def _json(self, name: str) -> dict[str, Any] | None:
         path = join(self.parts, name)
@@ -238,9 +238,9 @@ def discard(dst: Path) -> None:
 
 def _check_parts(place: _Place) -> dict[str, Any]:
     job = place.plan()
-    if job is not None and storage(place.path).is_folder(place.content):
+    if job is not None and storage(place.path).kind(place.content) == "folder":
         return job
-    there = storage(place.path).is_folder(place.target)
+    there = storage(place.path).kind(place.target) == "folder"
     raise CheckpointError(
         f"{place.path}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
@@ -256,7 +256,7 @@ def _job(
     files = dict(plan.files)
     if len(names) > 1:
         files[INDEX.replace("model", source.base, 1)] = None  # known when all files are there
-    if source.config:
+    if source.has_config:
         name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
         files[name] = new_config(source.config, plan)
     made = {
@@ -460,6 +460,10 @@ def _reports(place: _Place, job: Mapping[str, Any], name: str) -> list[TensorRep
     record = place.record(name)
     if record is None or record.get("made") != job["made"]:
         return None
+    return _tensors(record)
+
+
+def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
     return [TensorReport(**report) for report in record["tensors"]]
 
 
@@ -467,7 +471,7 @@ def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report
     """Writes index and config, and gives the folder its name."""
     own = _folders(job)
     check_folder(place.path, overwrite, own)
-    _check_whole(place, job)
+    reports = [report for record in _whole(place, job) for report in _tensors(record)]
     weight_map: dict[str, str] = {}
     total = 0
     for name in job["files"]:
@@ -478,7 +482,6 @@ def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report
     for name, value in job["json"].items():
         place.write(place.content, name, index if value is None else value)
     files = sorted((*job["files"], *job["copied"], *job["json"]))
-    reports = [report for name in job["files"] for report in _reports(place, job, name) or ()]
     if not is_url(place.path):
         _remove_strays(place.content, files)
         check_folder(place.path, overwrite, own)  # somebody else may have written it meanwhile
@@ -490,8 +493,8 @@ def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report
     return Report(**about)
 
 
-def _check_whole(place: _Place, job: Mapping[str, Any]) -> None:
-    """Raises where a file is missing, or is not of the plan."""
+def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of all files; raises where one is missing, or is not of the plan."""
     records = {name: place.record(name) for name in job["files"]}
     counts = {record["shards"] for record in records.values() if record is not None}
     missing = [name for name, record in records.items() if record is None]
@@ -499,18 +502,22 @@ def _check_whole(place: _Place, job: Mapping[str, Any]) -> None:
         count = counts.pop() if len(counts) == 1 else 0
         numbers = sorted({job["files"].index(name) % count for name in missing}) if count else []
         again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
+        one = len(missing) == 1
         raise CheckpointError(
-            f"{place.path}: missing are {len(missing)} of {len(records)} files: "
-            f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}; wait for their "
-            f"shards, or run them again{again and ': '}{again}"
+            f"{place.path}: missing {'is' if one else 'are'} {len(missing)} of "
+            f"{len(records)} files: {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
+            f"wait for {'its shard' if one else 'their shards'}, or run "
+            f"{'it' if one else 'them'} again{again and ': '}{again}"
         )
-    for name, record in records.items():
-        if record is not None and record.get("made") != job["made"]:
+    found = {name: record for name, record in records.items() if record is not None}
+    for name, record in found.items():
+        if record.get("made") != job["made"]:
             raise CheckpointError(
                 f"{place.path}: {name} is of another conversion than the others: "
                 f"{_difference(record.get('made'), job['made'])}; run its shard again with the "
                 "options and the source of the others"
             )
+    return [*found.values()]
 
 
 def _remove_strays(folder: str, files: Sequence[str]) -> None:

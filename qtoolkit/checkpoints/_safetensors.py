@@ -175,11 +175,11 @@ def write_safetensors(
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path to write `path` to; raises where that cannot work or would lose a file."""
     if is_url(path):
-        target, place = str(path), storage(path)
-        if place.is_folder(path):
-            raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", target)
-        _check_new(path, place.is_file(path), overwrite)
-        return target
+        kind = storage(path).kind(path)
+        if kind == "folder":
+            raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
+        _check_new(path, kind != "", overwrite)
+        return str(path)
     target = os.path.realpath(path)
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))

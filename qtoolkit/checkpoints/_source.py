@@ -57,7 +57,9 @@ class Folder(Closing):
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
+      has_config: Whether there is one.
       base: What its weights are called without their ending; "model" where it has several files.
+      files: Names of the files with its weights.
       copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
         config.json"): tokenizer, generation config and so on.
       left: Names of those that do not: hidden ones, weights of other kinds.
@@ -75,8 +77,10 @@ class Folder(Closing):
         names = [name for name, is_folder in found.items() if not is_folder]
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(join(path, config))
+        self.has_config = config is not None
         self.is_adapter = ADAPTER_CONFIG in names
         files, index = _weight_files(path, [*found])
+        self.files = files
         is_one = len(files) == 1 and not _SHARD.match(files[0])
         self.base = files[0].removesuffix(".safetensors") if is_one else "model"
         made = {*files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
@@ -275,10 +279,10 @@ def open_source(path: Path) -> Source:
       OSError: It cannot be read.
       ImportError: A package that reads it is missing.
     """
-    place = storage(path)
-    if place.is_folder(path):
+    what = storage(path).kind(path)
+    if what == "folder":
         return Folder(path)
-    if not place.is_file(path):  # missing, or a pipe: `SafetensorsFile` says so
+    if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
         return SafetensorsFile(path)
     with contextlib.suppress(PermissionError):
         kind = _sniffed(path, read_file(path, 512, whole=False))

@@ -12,11 +12,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 
 Path = str | os.PathLike[str]
+Kind = Literal["file", "folder", "other", ""]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _PART = 2**23  # bytes of one part of an upload; S3 asks for 5 MiB or more, of at most 10,000 parts
@@ -40,8 +41,8 @@ class Input(Protocol):
 class Storage(Protocol):
     """What is done with files and folders; each is named by its whole path."""
 
-    def is_folder(self, path: Path) -> bool: ...
-    def is_file(self, path: Path) -> bool: ...
+    def kind(self, path: Path) -> Kind:
+        """What is there; "" for nothing."""
 
     def entries(self, path: Path) -> dict[str, bool]:
         """The names in a folder, in order, and whether each is a folder."""
@@ -152,11 +153,12 @@ class _File:
 
 
 class _Disk:
-    def is_folder(self, path: Path) -> bool:
-        return os.path.isdir(path)
-
-    def is_file(self, path: Path) -> bool:
-        return os.path.isfile(path)
+    def kind(self, path: Path) -> Kind:
+        if os.path.isdir(path):
+            return "folder"
+        if os.path.isfile(path):
+            return "file"
+        return "other" if os.path.lexists(path) else ""
 
     def entries(self, path: Path) -> dict[str, bool]:
         with os.scandir(path) as found:
@@ -223,13 +225,13 @@ class _Remote:
         except ValueError as error:
             raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error
 
-    def is_folder(self, path: Path) -> bool:
+    def kind(self, path: Path) -> Kind:
         with _one_line(path):
-            return self._files.isdir(str(path))
-
-    def is_file(self, path: Path) -> bool:
-        with _one_line(path):
-            return self._files.isfile(str(path))
+            try:
+                found = self._files.info(str(path))
+            except FileNotFoundError:
+                return ""
+        return "folder" if found["type"] == "directory" else "file"
 
     def entries(self, path: Path) -> dict[str, bool]:
         with _one_line(path):
@@ -252,8 +254,12 @@ class _Remote:
             self._files.pipe_file(str(path), data)
 
     def upload(self, file: str, path: Path) -> None:
+        size = os.path.getsize(file)
         with _one_line(path), open(file, "rb") as source:
-            part = max(_PART, -(-os.path.getsize(file) // 9_000))
+            if size <= _PART:
+                self._files.pipe_file(str(path), source.read())
+                return
+            part = max(_PART, -(-size // 9_000))
             # A file that is closed counts as whole, also after an error: not until `commit`.
             target = self._files.open(str(path), "wb", block_size=part, autocommit=False)
             try:

@@ -483,6 +483,36 @@ def test_what_is_not_copied_is_named(source, tmp_path):
         convert(source, tmp_path / "dst", overwrite=True)
 
 
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
+def test_without_config_json_loaders_would_take_codes_for_weights(source, tmp_path, layout):
+    os.unlink(source / "config.json")
+    message = rf"(src|dst): no config\.json, and loaders of layout {layout} .* fetch it, use --la"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "dst", layout=layout)
+    assert os.listdir(tmp_path) == ["src"]
+    assert convert(source, tmp_path / "dst").loads_nowhere
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "dst", tmp_path / "again", layout=layout)  # dequantized first
+    # The file itself is converted: the summary prints the config.
+    file = tmp_path / "dst" / "model.safetensors"
+    assert convert(file, tmp_path / "file", layout=layout).quantization_config
+
+
+def test_an_adapter_is_refused_with_what_to_do(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    name = "base_model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save(folder / "adapter_model.safetensors", {name: np.ones((8, 64), np.float32)})
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
+    message = r"adapter: the weights of an adapter .*merge_and_unload.*adapter_model\.safetensors"
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["adapter"]
+    # What is only rounded loads, under its own name.
+    report = convert(folder, tmp_path / "half", format="bfloat16")
+    assert report.files == ("adapter_config.json", "adapter_model.safetensors")
+
+
 def test_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
     (source / "2_Dense").mkdir()
     save(source / "2_Dense" / "model.safetensors", {"linear.weight": np.ones((4, 4))})

@@ -181,7 +181,7 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
     damaged = tmp_path / PARTS / "checkpoint" / FILES[1]
     os.truncate(damaged, 1000)
     shard(source, tmp_path / "dst", 2, 3)
-    with pytest.raises(CheckpointError, match=rf"missing are 1 of 3 files: {FILES[1]};"):
+    with pytest.raises(CheckpointError, match=rf"missing is 1 of 3 files: {FILES[1]};"):
         finalize(tmp_path / "dst")
     assert shard(source, tmp_path / "dst", 1, 3).resumed == ()
     finalize(tmp_path / "dst")
