@@ -128,12 +128,14 @@ class Plan:
     @property
     def format_names(self) -> str:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
-        used = dict.fromkeys(
-            tensor.spec.name
-            if tensor.scheme and is_named(tensor.spec)
-            else tensor.spec.element.name
+        specs = dict.fromkeys(
+            (tensor.spec, tensor.scheme is not None)  # few of them: a name takes long to find
             for tensor in self.tensors
             if tensor.spec is not None and tensor.action == "quantize"
+        )
+        used = dict.fromkeys(
+            (spec if has_scheme and is_named(spec) else spec.element).name
+            for spec, has_scheme in specs
         )
         if not used and isinstance(self.format, Format | BlockFormat):
             return self.format.name
