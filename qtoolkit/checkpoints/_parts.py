@@ -133,7 +133,7 @@ def check_shard(shard: Shard | None) -> None:
     """Raises ValueError where this is no shard."""
     if shard is None:
         return
-    numbers = len(shard) == 2 and all(type(n) is int for n in shard)
+    numbers = isinstance(shard, tuple) and len(shard) == 2 and all(type(n) is int for n in shard)
     if not numbers or not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
 
@@ -172,7 +172,7 @@ def write_folder(
 
     Raises:
       CheckpointError, OSError: As `write_safetensors`; files of another plan are there. Nothing is
-        left but, of shards, the files that are whole.
+        left but whole files, of shards or of an earlier run of the same plan.
     """
     cut = shards(plan.tensors, limit)
     job = _job(source, plan, cut, report)
@@ -181,14 +181,17 @@ def write_folder(
     with _sweeping(place):
         check_folder(path, overwrite, own)
     with _locked(place, shared=shard is not None):
+        check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
+        there = place.plan()
+        is_new = there is None or there.get("made") != job["made"]
         try:
-            check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
-            _begin(place, job, overwrite, shard)
+            if is_new:
+                _begin(place, there, job, overwrite, shard)
             resumed = _write(place, source, job, cut, plan, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
         except BaseException:
-            if shard is None:
+            if shard is None and is_new:  # what others have written for this plan stays
                 _remove(place, job)
             raise
     return dataclasses.replace(
@@ -350,13 +353,16 @@ def _open_locked(place: _Place, shared: bool) -> int:
         os.close(lock)
 
 
-def _begin(place: _Place, job: Mapping[str, Any], overwrite: bool, shard: Shard | None) -> None:
-    """Writes the plan, unless it is there; one process removes the parts of another plan."""
-    there = place.plan()
+def _begin(
+    place: _Place,
+    there: Mapping[str, Any] | None,
+    job: Mapping[str, Any],
+    overwrite: bool,
+    shard: Shard | None,
+) -> None:
+    """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
     if not is_url(place.path):
         os.makedirs(place.content, exist_ok=True)
-    if there is not None and there.get("made") == job["made"]:
-        return
     if shard is not None and there is not None:
         raise CheckpointError(
             f"{place.path}: files of another conversion are there: "

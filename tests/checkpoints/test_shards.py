@@ -243,13 +243,23 @@ def test_parts_of_another_conversion(source, tmp_path, monkeypatch, change, diff
         discard(tmp_path / "dst")
 
 
-def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp_path):
+def fail(*_, **__):
+    raise OSError(28, "no space")
+
+
+def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp_path, monkeypatch):
     shard(source, tmp_path / "dst", 0)
     paths = [tmp_path / PARTS / "checkpoint" / FILES[i] for i in (0, 2)]
     before = [os.stat(path).st_mtime_ns for path in paths]
     report = shard(source, tmp_path / "dst", 0)
     assert report.resumed == (FILES[0], FILES[2])
     assert [tensor.sqnr_db for tensor in report.quantized]
+    # One process alone goes on, and leaves them as they were where it fails.
+    with monkeypatch.context() as patched:
+        patched.setattr(parts_module, "write_safetensors", fail)
+        with pytest.raises(OSError, match="no space"):
+            convert(source, tmp_path / "dst", max_shard_size=SIZE)
+    assert set(FILES) & {*os.listdir(tmp_path / PARTS / "checkpoint")} == {FILES[0], FILES[2]}
     done = convert(source, tmp_path / "dst", max_shard_size=SIZE)
     assert done.resumed == (FILES[0], FILES[2])
     assert [os.stat(tmp_path / "dst" / path.name).st_mtime_ns for path in paths] == before
@@ -367,7 +377,7 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard):
     assert sorted(os.listdir(tmp_path)) == ["dst", "one", "src"]
 
 
-@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0,), ("0", "2"), (0.0, 1)])
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0,), ("0", "2"), (0.0, 1), "0/2", 1])
 def test_shards_that_are_none(source, tmp_path, shard):
     with pytest.raises(ValueError, match=r"shard=.*, expected \(index, count\) with 0 <= index <"):
         convert(source, tmp_path / "dst", shard=shard)
