@@ -4,19 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
+from qtoolkit.checkpoints._dequantized import dequantize
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
-from qtoolkit.checkpoints._plan import (
-    Plan,
-    TensorPlan,
-    dequantize,
-    make_plan,
-    safetensors_dtype,
-)
+from qtoolkit.checkpoints._parts import discard, finalize
+from qtoolkit.checkpoints._plan import Plan, TensorPlan, make_plan
 from qtoolkit.checkpoints._pytrees import load, save
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import open_source
+from qtoolkit.checkpoints._targets import safetensors_dtype
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
@@ -41,6 +38,8 @@ __all__ = [
     "convert",
     "dequantize",
     "dequantize_checkpoint",
+    "discard",
+    "finalize",
     "layout",
     "load",
     "make_plan",

@@ -10,8 +10,8 @@ import numpy as np
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import decibels
-from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import Source, open_source
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
 

@@ -1,6 +1,7 @@
 """`convert` and `dequantize_checkpoint`: a source planned, quantized as a stream, written."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -11,13 +12,15 @@ import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
-from qtoolkit.checkpoints._folder import byte_count, check_destination, write_folder
+from qtoolkit.checkpoints._folder import byte_count, check_destination
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
 from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import Folder, Source, open_source
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
@@ -41,6 +44,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
+    shard: Shard | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -53,14 +57,19 @@ def convert(
     same bytes.
 
     Args:
-      src: A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack, GGUF.
-      dst: The folder or file to write; not `src`. It appears when it is whole.
+      src: A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack, GGUF. Folders
+        and safetensors files may also be URLs, such as "s3://bucket/model", which fsspec reads.
+      dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
+        folder behind a URL each file does, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
       max_shard_size: Bytes of a file of a folder, or such as "5GB".
       allow_nonfinite: Whether weights with NaN or Inf are written. Inf saturates, but stays in
         float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
         hence its whole block, becomes NaN.
       overwrite: Whether `dst` may be replaced.
+      shard: (index, count), index from 0 on: which part of the files of a folder is written, for
+        instance `(jax.process_index(), jax.process_count())`. Each process is given the same other
+        arguments; then `finalize(dst)` makes the checkpoint. Files that are there are kept.
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
       progress: Called with (name, bytes written, bytes to write in all).
@@ -70,11 +79,14 @@ def convert(
 
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights have NaN
-        or Inf, or `make_plan` raises it. Nothing is written.
+        or Inf, `src` is a file and there is a shard, or `make_plan` raises it. Nothing is written,
+        of shards no file that is not whole.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`; or `max_shard_size` or `workers` is out of range.
+      TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard` or `workers` is out of
+        range.
     """
     limit = byte_count(max_shard_size)
+    check_shard(shard)
     workers = _workers(workers)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
@@ -90,7 +102,7 @@ def convert(
             input_scales=input_scales,
         )
         work = _Work(source, plan, allow_nonfinite, progress, workers)
-        return _written(dst, opened, work, limit, overwrite)
+        return _written(dst, opened, work, limit, overwrite, shard)
 
 
 def dequantize_checkpoint(
@@ -100,12 +112,13 @@ def dequantize_checkpoint(
     dtype: FormatLike | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    shard: Shard | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Writes the weights that a quantized checkpoint stands for, streaming.
 
     Args:
-      src, dst, max_shard_size, overwrite, progress: As in `convert`. GGUF is quantized, too.
+      src, dst, max_shard_size, overwrite, shard, progress: As in `convert`. GGUF is quantized, too.
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
 
@@ -114,6 +127,7 @@ def dequantize_checkpoint(
       OSError, ValueError, TypeError: As `convert`.
     """
     limit = byte_count(max_shard_size)
+    check_shard(shard)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
@@ -124,7 +138,7 @@ def dequantize_checkpoint(
             )
         plan = make_plan(source, format=None, keep_dtype=dtype)
         work = _Work(source, plan, True, progress, _workers(None))
-        return _written(dst, opened, work, limit, overwrite)
+        return _written(dst, opened, work, limit, overwrite, shard)
 
 
 def _workers(count: int | None) -> int:
@@ -135,29 +149,35 @@ def _workers(count: int | None) -> int:
     return count
 
 
-def _written(dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bool) -> Report:
+def _written(
+    dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bool, shard: Shard | None
+) -> Report:
     plan = work.plan
-    if isinstance(opened, Folder):
-        files = write_folder(
-            dst, opened, plan, work.chunks, work.finish, limit=limit, overwrite=overwrite
-        )
-    else:
-        files = ()
-        chunks = work.chunks(plan.tensors, work.finish)
-        write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
-    return Report(
+    report = Report(
         source=str(opened.path),
         target=str(dst),
         layout=plan.layout,
         format=plan.format_names,
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
-        files=files,
         left=tuple(opened.left) if isinstance(opened, Folder) else (),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
-        tensors=tuple(work.reports),
+        tensors=(),
     )
+    if isinstance(opened, Folder):
+        return write_folder(
+            dst, opened, plan, work, report, limit=limit, overwrite=overwrite, shard=shard
+        )
+    if shard is not None:
+        raise CheckpointError(
+            f"{opened.path}: is a file, which becomes one file, and shards are files of a folder; "
+            "leave --shard out"
+        )
+    work.start(plan.tensors)
+    chunks = work.chunks(plan.tensors, work.finish)
+    write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
+    return dataclasses.replace(report, tensors=tuple(work.reports))
 
 
 def entries(
@@ -223,12 +243,16 @@ class _Work:
         self._allow_nonfinite = allow_nonfinite
         self._progress = progress
         self._done = 0
-        self._total = sum(tensor.nbytes for tensor in plan.tensors)
+        self._total = 0
         self._groups: dict[str, list[TensorPlan]] = {}
         for tensor in plan.tensors:
             if tensor.group:
                 self._groups.setdefault(tensor.group, []).append(tensor)
         self._amaxes: dict[str, float] = {}
+
+    def start(self, tensors: Sequence[TensorPlan]) -> None:
+        """Says what will be written, for `progress`."""
+        self._total = sum(tensor.nbytes for tensor in tensors)
 
     def chunks(
         self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
@@ -242,10 +266,19 @@ class _Work:
                     self._progress(shown(tensor.name), self._done, self._total)
         finish()
 
+    def accepts(self, reports: Sequence[TensorReport]) -> bool:
+        """Whether weights with these reports may be written."""
+        return not self._bad(reports)
+
+    def _bad(self, reports: Sequence[TensorReport]) -> list[TensorReport]:
+        if self._allow_nonfinite:
+            return []
+        return [r for r in reports if r.nonfinite and r.action == "quantize"]
+
     def finish(self) -> None:
         """Raises where weights had NaN or Inf and may not."""
-        bad = [r for r in self.reports if r.nonfinite and r.action == "quantize"]
-        if not bad or self._allow_nonfinite:
+        bad = self._bad(self.reports)
+        if not bad:
             return
         named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""

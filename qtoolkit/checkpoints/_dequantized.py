@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._source import Folder, Source
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
@@ -34,6 +34,7 @@ class DequantizedSource:
       path, tensors, metadata: As `Source` says.
       layout: The layout of the quantized weights, for a message.
       stored: How they lie in the source, by name.
+      source: As it is, quantized.
     """
 
     def __init__(self, source: Source, layout: str, stored: Mapping[str, Stored]) -> None:
@@ -42,7 +43,7 @@ class DequantizedSource:
         self.config = getattr(source, "config", {})
         self.layout = layout
         self.stored = dict(stored)
-        self._source = source
+        self.source = source
         self._values = {
             name: Values(weight, source.read_into) for name, weight in self.stored.items()
         }
@@ -63,19 +64,19 @@ class DequantizedSource:
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         if name not in self._values:
-            self._source.read_into(name, start, buffer)
+            self.source.read_into(name, start, buffer)
             return
         if name != self._current and self._current:  # let the scales of the last one go
-            self._values[self._current] = Values(self.stored[self._current], self._source.read_into)
+            self._values[self._current] = Values(self.stored[self._current], self.source.read_into)
         self._current = name
         self._values[name].read_into(start, memoryview(buffer))
 
     def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of an entry of a stored weight on."""
-        self._source.read_into(name, start, buffer)
+        self.source.read_into(name, start, buffer)
 
     def close(self) -> None:
-        self._source.close()
+        self.source.close()
 
 
 def _entries_beside(weights: Iterable[str]) -> set[str]:
@@ -84,6 +85,12 @@ def _entries_beside(weights: Iterable[str]) -> set[str]:
     found = {f"{module}.{last}".lstrip(".") for module in modules for last in _BESIDE}
     above = {module.rpartition(".")[0] for module in modules}
     return found | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
+
+
+def folder_of(source: Source) -> Folder | None:
+    """The folder that a source is, dequantized or not; None of a file."""
+    inner = source.source if isinstance(source, DequantizedSource) else source
+    return inner if isinstance(inner, Folder) else None
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
@@ -163,3 +170,33 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
                 f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
                 f"{layout} has, as config.json says; fetch the checkpoint again"
             )
+
+
+def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The float32 values of what `convert` has quantized in the plain layout.
+
+    Args:
+      tensors: Arrays by name, as `load` returns them.
+
+    Returns:
+      The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
+      code * scale in float32, and the scale left out.
+    """
+    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    infos = {
+        name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
+        for name, array in arrays.items()
+        if array.dtype.name in DTYPE_OF
+    }
+
+    def read(name: str, start: int, buffer: memoryview) -> None:
+        data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        buffer[:] = data[start : start + len(buffer)].data
+
+    found = LAYOUTS["plain"].read({}, infos, "dequantize")
+    gone = {entry.name for stored in found.values() for entry in stored.entries}
+    values = {name: array for name, array in arrays.items() if name not in gone or name in found}
+    for name, stored in found.items():
+        values[name] = np.empty(stored.shape, np.float32)
+        Values(stored, read).read_into(0, values[name].reshape(-1).view(np.uint8).data)
+    return values

@@ -6,7 +6,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
-from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._storage import Path
 
 
 class GgufFile(ArraySource):

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Closing, Path
+from qtoolkit.checkpoints._safetensors import Closing
+from qtoolkit.checkpoints._storage import Path
 
 
 class ArraySource(Closing):

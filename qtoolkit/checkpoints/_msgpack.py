@@ -7,7 +7,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource, flattened
-from qtoolkit.checkpoints._safetensors import Path
+from qtoolkit.checkpoints._storage import Path
 
 # Source: flax/serialization.py, _MsgpackExtType, _chunk.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3

@@ -8,8 +8,8 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
-from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import PICKLE
+from qtoolkit.checkpoints._storage import Path
 
 # What reading a member may raise; NotImplementedError is a RuntimeError.
 _DAMAGES = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)

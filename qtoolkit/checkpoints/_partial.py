@@ -44,7 +44,7 @@ def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
         yield descriptor, name
     finally:
         with contextlib.suppress(OSError):
-            if _is_at(descriptor, name):  # not after it was renamed
+            if is_at(descriptor, name):  # not after it was renamed
                 os.unlink(name)
         os.close(descriptor)
 
@@ -57,7 +57,7 @@ def _open_locked(name: str, path: object) -> int:
         try:
             check_lock(descriptor, path)
             # Whoever held the lock until now may have given the file its final name meanwhile.
-            if _is_at(descriptor, name):
+            if is_at(descriptor, name):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -65,23 +65,29 @@ def _open_locked(name: str, path: object) -> int:
         os.close(descriptor)
 
 
-def _is_at(descriptor: int, name: str) -> bool:
+def is_at(descriptor: int, name: str) -> bool:
+    """Whether an open file or folder still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(name, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
 
-def check_lock(descriptor: int, path: object) -> None:
+def check_lock(descriptor: int, path: object, *, shared: bool = False) -> None:
     """Locks an open file or folder for as long as this process has it open.
 
     Where the file system has no locks, nothing happens.
+
+    Args:
+      descriptor: Of the file or folder.
+      path: What a message calls it.
+      shared: Whether others may have such a lock, too.
 
     Raises:
       CheckpointError: Another process has it.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise CheckpointError(
             f"{path}: another conversion is writing it; wait for it, or choose another name"

@@ -6,19 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._dequantized import DequantizedSource
-from qtoolkit.checkpoints._header import (
-    DTYPE_OF,
-    CheckpointError,
-    TensorInfo,
-    shown,
-)
-from qtoolkit.checkpoints._header import (
-    layout as placed,
-)
+from qtoolkit.checkpoints._dequantized import DequantizedSource, folder_of
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
@@ -30,33 +21,28 @@ from qtoolkit.checkpoints._roles import (
     module_of,
     unused_patterns,
 )
-from qtoolkit.checkpoints._source import Source
-from qtoolkit.checkpoints._stored import Entry, Stored, Values
-from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme, _plain
-from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, SCALINGS, spelling
-from qtoolkit.formats import (
-    BFLOAT16,
-    BLOCK_FORMATS,
-    FLOAT16,
-    FLOAT32,
-    FORMATS,
-    BlockFormat,
-    Format,
-    FormatLike,
-    Rules,
-    SpecLike,
+from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder, Source
+from qtoolkit.checkpoints._storage import join
+from qtoolkit.checkpoints._stored import Entry, Stored
+from qtoolkit.checkpoints._targets import (
+    WIDE,
+    dtype_of,
+    is_named,
+    model_dtype,
+    resolve_target,
+    safetensors_dtype,
+    scheme_of,
+    wide_dtype,
+    word_of,
 )
-from qtoolkit.formats import format as resolve
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import SCALINGS
+from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
 InputScales = float | Mapping[str, float]
 
 _SOURCES = ("F32", "F16", "BF16")
-_WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
-_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
-_PLAIN = LAYOUTS["plain"]
-# What codes of a byte or 16-bit floats are: what the plain layout holds.
-TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,10 +128,14 @@ class Plan:
     @property
     def format_names(self) -> str:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
-        used = dict.fromkeys(
-            tensor.spec.name if tensor.scheme and _named(tensor.spec) else tensor.spec.element.name
+        specs = dict.fromkeys(
+            (tensor.spec, tensor.scheme is not None)  # few of them: a name takes long to find
             for tensor in self.tensors
             if tensor.spec is not None and tensor.action == "quantize"
+        )
+        used = dict.fromkeys(
+            (spec if has_scheme and is_named(spec) else spec.element).name
+            for spec, has_scheme in specs
         )
         if not used and isinstance(self.format, Format | BlockFormat):
             return self.format.name
@@ -186,7 +176,8 @@ def make_plan(
       input_scales: Static activation scales by module, or one for all, where a layout asks.
 
     Raises:
-      CheckpointError: The layout cannot hold the format or one of the tensors; a tensor to be
+      CheckpointError: The layout cannot hold the format or one of the tensors; the source is a
+        folder that loaders would misread without config.json, or an adapter's; a tensor to be
         quantized is float64 (by a rule: neither float32 nor float16 nor bfloat16); a name is taken;
         a regular expression is invalid or, like a rule, matches nothing; outputs are not known.
       TypeError: A rule has a class as its key, or a value that is no format.
@@ -202,7 +193,28 @@ def make_plan(
         )
     chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
     planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
-    return planner.plan(format, skip)
+    plan = planner.plan(format, skip)
+    _check_loads(folder_of(source), plan)
+    return plan
+
+
+def _check_loads(folder: Folder | None, plan: Plan) -> None:
+    """Raises where loaders would take the codes in a folder for weights, without an error."""
+    if folder is None or not any(tensor.stored is not None for tensor in plan.tensors):
+        return
+    itself = ""
+    if len(folder.files) == 1:
+        itself = f", or give the file itself: {join(folder.path, folder.files[0])}"
+    if folder.is_adapter:
+        raise CheckpointError(
+            f"{folder.path}: the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load "
+            f"their codes as weights; merge it into its model first (merge_and_unload){itself}"
+        )
+    if plan.quantization_config and not folder.has_config:
+        raise CheckpointError(
+            f"{folder.path}: no {CONFIG}, and loaders of layout {plan.layout} learn from it that "
+            f"weights are codes; fetch it, use --layout plain{itself}"
+        )
 
 
 class _Planner:
@@ -224,7 +236,7 @@ class _Planner:
         if isinstance(source, DequantizedSource):
             self.config = source.config
         self.roles = Roles(source.tensors, self.config, channel_axis)
-        self.keep_dtype = None if keep_dtype is None else _wide_dtype(keep_dtype)
+        self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
         self.input_scales = input_scales
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
@@ -262,7 +274,7 @@ class _Planner:
                 f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
                 "compressed-tensors holds several"
             )
-        words = {_word(tensor.scheme) for tensor in tensors if tensor.scheme is not None}
+        words = {word_of(tensor.scheme) for tensor in tensors if tensor.scheme is not None}
         scaled = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
         word = words.pop() if len(words) == 1 else (self.scaling or "tensor") if scaled else "none"
         kept = _kept_modules(tensors) if used else []
@@ -310,7 +322,7 @@ class _Planner:
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
         if position is None and info.dtype not in (*_SOURCES, "F64"):
             return None, f"dtype {info.dtype}"
-        if fmt is not None and _dtype_of(fmt) == info.dtype:
+        if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
         if is_plain and len(info.shape) < 2:
             return None, "fewer than two dimensions"
@@ -358,7 +370,7 @@ class _Planner:
         )
 
     def _stored(self, info: TensorInfo, scheme: Scheme) -> Stored:
-        by_channel = _word(scheme) == "channel" and len(info.shape) > 1
+        by_channel = word_of(scheme) == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
@@ -410,7 +422,7 @@ class _Planner:
     def _without_input_scales(self, scheme: Scheme) -> str:
         if self.layout.name == "compressed-tensors":
             return "leave --input-scales out"
-        if _word(scheme) == "none":
+        if word_of(scheme) == "none":
             return "use --layout compressed-tensors, which needs none"
         return "use --scaling channel or --layout compressed-tensors, which need none"
 
@@ -442,7 +454,7 @@ class _Planner:
             wanted = model_dtype(self.config)
         if wanted is None or wanted == info.dtype:
             return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
-        spec = BlockFormat.tensor(_WIDE[wanted], scale=None)
+        spec = BlockFormat.tensor(WIDE[wanted], scale=None)
         return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
 
     def _error(self, info: TensorInfo, message: str) -> CheckpointError:
@@ -478,153 +490,6 @@ def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scalin
         except CheckpointError:
             return "plain"
     return loaded.name
-
-
-def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
-    """The scheme of a layout for a format and a word for its scales.
-
-    Raises:
-      CheckpointError: It has none; the message names the layouts that have one.
-    """
-    if isinstance(of, BlockFormat) and scaling is not None:
-        raise CheckpointError(
-            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
-            "no --scaling; leave it out"
-        )
-    needs = isinstance(of, BlockFormat) or of.needs_scale
-    try:
-        return layout.scheme(of, scaling if needs else None)
-    except CheckpointError as error:
-        if layout is _PLAIN and isinstance(of, Format):
-            safetensors_dtype(of)  # says why
-        others = [
-            other.name
-            for other in LAYOUTS.values()
-            if other is not layout and any(_holds(s.spec, of) for s in other.schemes)
-        ]
-        if not others:
-            raise
-        raise CheckpointError(
-            f"layout {layout.name}: cannot hold {of.name}"
-            + ("" if scaling is None else f" with --scaling {scaling}")
-            + f"; use --layout {' or '.join(others)}, or one of {', '.join(layout.spellings())}"
-        ) from error
-
-
-def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
-    return spec == of if isinstance(of, BlockFormat) else spec.element == of
-
-
-def resolve_target(of: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `of` spells.
-
-    Raises:
-      ValueError, TypeError: As `qtoolkit.format`.
-    """
-    if isinstance(of, BlockFormat):
-        return of
-    if isinstance(of, str) and of.lower() in _BLOCKS:
-        return _BLOCKS[of.lower()]
-    return resolve(of)
-
-
-def target_names() -> tuple[str, ...]:
-    """Every format that some layout holds, as `--format` takes it."""
-    names = dict.fromkeys(
-        spelling(scheme.spec).split()[0] for layout in LAYOUTS.values() for scheme in layout.schemes
-    )
-    return tuple(names)
-
-
-def model_dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype that config.json names, as safetensors spells it; None where it names none."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for key in ("dtype", "torch_dtype"):
-            name = part.get(key)
-            if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):
-                return DTYPE_OF[name]
-    return None
-
-
-def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float32 values of what `convert` has quantized in the plain layout.
-
-    Args:
-      tensors: Arrays by name, as `load` returns them.
-
-    Returns:
-      The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
-      code * scale in float32, and the scale left out.
-    """
-    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
-    infos = {
-        name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
-        for name, array in arrays.items()
-        if array.dtype.name in DTYPE_OF
-    }
-
-    def read(name: str, start: int, buffer: memoryview) -> None:
-        data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-        buffer[:] = data[start : start + len(buffer)].data
-
-    found = _plain.read({}, infos, "dequantize")
-    gone = {entry.name for stored in found.values() for entry in stored.entries}
-    values = {name: array for name, array in arrays.items() if name not in gone or name in found}
-    for name, stored in found.items():
-        values[name] = np.empty(stored.shape, np.float32)
-        Values(stored, read).read_into(0, values[name].reshape(-1).view(np.uint8).data)
-    return values
-
-
-def safetensors_dtype(fmt: FormatLike) -> str:
-    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
-
-    Raises:
-      CheckpointError: It does not hold `fmt`.
-      ValueError, TypeError: As `qtoolkit.format`.
-    """
-    resolved = resolve(fmt)
-    dtype = resolved.dtype
-    if resolved in TARGETS:
-        assert dtype is not None
-        return DTYPE_OF[dtype.name]
-    if resolved.bits < 8:
-        reason = "its codes are narrower than a byte"
-    elif resolved not in FORMATS or dtype is None or dtype.name not in DTYPE_OF:
-        reason = "safetensors has no dtype for it"
-    else:
-        reason = "no weights are stored in it"
-    raise CheckpointError(
-        f"convert: format {resolved.name}: {reason}, expected one of "
-        f"{', '.join(target.name for target in TARGETS)}"
-    )
-
-
-def _wide_dtype(fmt: FormatLike) -> str:
-    resolved = resolve(fmt)
-    for dtype, known in _WIDE.items():
-        if known == resolved:
-            return dtype
-    raise CheckpointError(
-        f"--keep-dtype {resolved.name}: expected float32, bfloat16 or float16, for what is not "
-        "quantized"
-    )
-
-
-def _dtype_of(fmt: Format | BlockFormat) -> str | None:
-    """The dtype of an element format in files, as safetensors spells it; None without one."""
-    dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
-    return None if dtype is None else DTYPE_OF.get(dtype.name)
-
-
-def _named(spec: BlockFormat) -> bool:
-    return spec.name in _BLOCKS
-
-
-def _word(scheme: Scheme) -> str:
-    text = spelling(scheme.spec)
-    return text.partition("--scaling ")[2].removesuffix(")") or "none"
 
 
 def _formats(rules: Rules[Any]) -> list[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
-from qtoolkit.checkpoints._safetensors import Path, SafetensorsFile
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._storage import Path
 
 ARRAYS_KEY = "qtoolkit_arrays"
 _SCALES = ("scale", "tensor_scale", "zero_point")

@@ -49,8 +49,10 @@ class Report:
       format, scaling: What tensors were quantized to, by rules several names with commas between
         them or "nothing"; scaling is "none" where no scale is needed or the format says which.
       dequantized: The layout of a source that was quantized; "" where it was not.
-      files: The names of the files of a folder; empty for a file.
-      left: What lay in a source folder and was not copied: subfolders, hidden files, other weights.
+      files: The names of the files of a folder; empty for a file. Of a shard, its own.
+      shard: Which part of a conversion this is, "0/8"; empty where it is all of it.
+      resumed: Those of `files` that an earlier run had written already.
+      left: What lay in a source folder and was not copied: hidden files, other weights.
       loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
         config.json is then called qtoolkit_config.json.
       quantization_config: What loaders find in config.json, or have to, beside a single file.
@@ -64,6 +66,8 @@ class Report:
     scaling: str
     dequantized: str = ""
     files: tuple[str, ...] = ()
+    shard: str = ""
+    resumed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     loads_nowhere: bool = False
     quantization_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -7,9 +7,9 @@ do not all fit in memory. Nothing here maps files: mapped pages would count as m
 import contextlib
 import errno
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Self
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from qtoolkit.checkpoints._header import (
     shown,
 )
 from qtoolkit.checkpoints._partial import PARTIAL, Writer, partial_file
-
-Path = str | os.PathLike[str]
+from qtoolkit.checkpoints._storage import Path, is_url, naming, storage
 
 
 class Closing:
@@ -56,15 +55,13 @@ class SafetensorsFile(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _naming(path):
-            if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
-                # Opening a pipe or a device could wait for ever.
-                raise CheckpointError(f"{path}: is not a regular file; copy it to one first")
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._file = storage(path).open(path)
         try:
-            with _naming(path):
-                size = os.fstat(self._file.fileno()).st_size
-                length = header_length(path, self._file.read(8), size)
+            with naming(path):
+                size = self._file.size
+                prefix = bytearray(min(8, size))
+                self._fill(0, memoryview(prefix), "header")
+                length = header_length(path, bytes(prefix), size)
                 text = bytearray(length)
                 self._data = 8 + length
                 self._fill(8, memoryview(text), "header")
@@ -113,12 +110,12 @@ class SafetensorsFile(Closing):
             raise IndexError(
                 f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
             )
-        with _naming(self.path):
+        with naming(self.path):
             self._fill(self._data + info.start + start, memoryview(buffer), f"tensor {shown(name)}")
 
     def _fill(self, position: int, view: memoryview, what: str) -> None:
         while view:  # at a position, not from where the last read ended: threads share the file
-            count = os.preadv(self._file.fileno(), [view], position)
+            count = self._file.read_at(position, view)
             if not count:
                 raise CheckpointError(
                     f"{self.path}: {what}: the file ended {len(view)} bytes early; "
@@ -139,10 +136,11 @@ def write_safetensors(
 
     The file appears under its name when it is whole and on the disk; until then its data is in a
     partial file in the same folder, which any failure or interrupt removes, and a run after one
-    that was killed. It is locked: of two runs with the same target the second fails at once.
+    that was killed. It is locked: of two runs with the same target the second fails at once. What
+    goes to a URL is a temporary file of this machine first, and nothing is locked there.
 
     Args:
-      path: Where to.
+      path: Where to; a file or a URL.
       tensors: What the file will hold, as `layout` places it.
       chunks: (name, bytes or array) pairs: the next bytes of tensor `name`. Tensors may come in any
         order and interleaved. They are written while the next ones are made: a buffer that was
@@ -156,8 +154,15 @@ def write_safetensors(
       OSError: The file cannot be written; it names the file.
     """
     target = check_target(path, overwrite)
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as folder:
+            scratch = os.path.join(folder, "file.safetensors")
+            write_safetensors(scratch, tensors, chunks, metadata)
+            check_target(path, overwrite)
+            storage(path).upload(scratch, path)
+        return
     header = header_bytes(tensors, metadata)
-    with _naming(path), partial_file(target, path) as (file, temporary):
+    with naming(path, PARTIAL), partial_file(target, path) as (file, temporary):
         with Writer(file) as writer:
             writer.write(0, header)
             _write_chunks(writer, path, tensors, len(header), chunks)
@@ -169,6 +174,12 @@ def write_safetensors(
 
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path to write `path` to; raises where that cannot work or would lose a file."""
+    if is_url(path):
+        kind = storage(path).kind(path)
+        if kind == "folder":
+            raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
+        _check_new(path, kind != "", overwrite)
+        return str(path)
     target = os.path.realpath(path)
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
@@ -176,12 +187,16 @@ def check_target(path: Path, overwrite: bool) -> str:
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
     if os.path.exists(target) and not os.path.isfile(target):
         raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
-    if os.path.exists(target) and not overwrite:
+    _check_new(path, os.path.exists(target), overwrite)
+    return target
+
+
+def _check_new(path: Path, exists: bool, overwrite: bool) -> None:
+    if exists and not overwrite:
         raise CheckpointError(
             f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
             "or choose another name"
         )
-    return target
 
 
 def save(
@@ -242,18 +257,6 @@ def _as_bytes(chunk: Any) -> memoryview:
     if isinstance(chunk, np.ndarray):  # those of ml_dtypes have no buffer protocol
         chunk = chunk.reshape(-1).view(np.uint8)
     return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Gives every OSError the name that the user knows: not none, nor the temporary file's."""
-    try:
-        yield
-    except OSError as error:
-        ours = error.filename is None or PARTIAL in os.path.basename(str(error.filename))
-        if not ours or error.errno is None:  # a source read meanwhile has a name of its own
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _sync_folder(folder: str) -> None:

@@ -13,13 +13,15 @@ from qtoolkit.checkpoints._header import (
     TensorInfo,
     shown,
 )
-from qtoolkit.checkpoints._safetensors import Closing, Path, SafetensorsFile
+from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
+from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 # What config.json is called beside weights that no loader reads as they are, so that none tries:
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _MAX_JSON = 256 * 2**20
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
 # Weights of other systems and what belongs to the source's own weights: never copied.
@@ -55,9 +57,13 @@ class Folder(Closing):
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
+      has_config: Whether there is one.
       base: What its weights are called without their ending; "model" where it has several files.
-      copied: Names of the files that go with the weights: tokenizer, generation config and so on.
-      left: Names of those that do not: weights of other kinds, folders.
+      files: Names of the files with its weights.
+      copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
+        config.json"): tokenizer, generation config and so on.
+      left: Names of those that do not: hidden ones, weights of other kinds.
+      is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
 
     Raises:
       CheckpointError: No weights, a file is missing or damaged, the index is not true to the files
@@ -67,32 +73,30 @@ class Folder(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        names = sorted(os.listdir(path))
+        found = storage(path).entries(path)
+        names = [name for name, is_folder in found.items() if not is_folder]
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
-        self.config = {} if config is None else read_json(os.path.join(path, config))
-        files, index = _weight_files(path, names)
+        self.config = {} if config is None else read_json(join(path, config))
+        self.has_config = config is not None
+        self.is_adapter = ADAPTER_CONFIG in names
+        files, index = _weight_files(path, [*found])
+        self.files = files
         is_one = len(files) == 1 and not _SHARD.match(files[0])
         self.base = files[0].removesuffix(".safetensors") if is_one else "model"
-        self.copied = [
-            name
-            for name in names
-            if os.path.isfile(os.path.join(path, name))
-            and not _WEIGHTS.search(name)
-            and not name.startswith(".")
-            and name not in (CONFIG, PARKED_CONFIG)
-        ]
-        used = {*self.copied, *files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
-        self.left = [name for name in names if name not in used]
+        made = {*files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
+        copied, left = _others(path, found, _modules(path, names))
+        self.copied = [name for name in copied if name not in made]
+        self.left = [name for name in left if name not in made]
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, SafetensorsFile] = {}
         self.tensors: dict[str, TensorInfo] = {}
         try:
             for name in files:
-                file = self._files[name] = SafetensorsFile(os.path.join(path, name))
+                file = self._files[name] = SafetensorsFile(join(path, name))
                 for tensor in file.tensors.values():
                     if index is not None and tensor.name not in index:
                         raise CheckpointError(
-                            f"{os.path.join(path, INDEX)}: tensor {shown(tensor.name)} of "
+                            f"{join(path, INDEX)}: tensor {shown(tensor.name)} of "
                             f"{shown(name)} is not in it, expected every tensor; fetch both again, "
                             "or delete the index where the folder holds all weights"
                         )
@@ -126,10 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
       CheckpointError: It is none.
       OSError: It cannot be read.
     """
-    if os.path.getsize(path) > _MAX_JSON:
-        raise CheckpointError(f"{path}: {os.path.getsize(path):,} bytes, expected a JSON object")
-    with open(path, "rb") as file:
-        data = file.read(_MAX_JSON)
+    data = read_file(path, _MAX_JSON)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -139,10 +140,57 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _others(
+    path: Path, found: Mapping[str, bool], modules: set[str], prefix: str = ""
+) -> tuple[list[str], list[str]]:
+    """The files in a folder and those below that go with the weights; then those that do not.
+
+    A folder below of which nothing goes with them stands for what is in it.
+
+    Args:
+      path: The folder.
+      found: What is in the folder of that prefix, and whether it is a folder.
+      modules: Folders below, as seen from `path`, that are copied with their weights.
+      prefix: Of the names.
+    """
+    copied, left = [], []
+    for name, is_folder in found.items():
+        relative, where = prefix + name, join(path, *(prefix + name).split("/"))
+        # A linked folder may contain itself; a pipe would be waited for.
+        is_odd = not is_url(path) and (
+            os.path.islink(where) if is_folder else not os.path.isfile(where)
+        )
+        if is_odd or name.startswith("."):
+            left.append(relative)
+        elif is_folder:
+            more, without = _others(path, storage(path).entries(where), modules, f"{relative}/")
+            copied += more
+            left += without if more else [relative]
+        elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
+            left.append(relative)
+        else:
+            copied.append(relative)
+    return copied, left
+
+
+def _modules(path: Path, names: list[str]) -> set[str]:
+    """The folders of a model of sentence-transformers, whose modules have weights of their own."""
+    if "modules.json" not in names:
+        return set()
+    try:
+        modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
+        return {str(module["path"]) for module in modules if module["path"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{join(path, 'modules.json')}: {shown(str(error))}, expected a list of modules with "
+            "their paths; fetch it again"
+        ) from error
+
+
 def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index."""
     if INDEX in names:
-        where = os.path.join(path, INDEX)
+        where = join(path, INDEX)
         index = read_json(where).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             raise CheckpointError(
@@ -172,7 +220,7 @@ def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, st
         raise CheckpointError(
             f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
             f"together, expected one; fetch it again, or give one file: "
-            f"{os.path.join(path, files[0])}"
+            f"{join(path, files[0])}"
         )
     if len(files) == 1 and totals and totals != {1}:
         raise CheckpointError(
@@ -215,7 +263,7 @@ def _check_index(
     if absent:
         assert index is not None
         raise CheckpointError(
-            f"{os.path.join(path, INDEX)}: tensor {shown(absent[0])} "
+            f"{join(path, INDEX)}: tensor {shown(absent[0])} "
             + (f"and {len(absent) - 1} more are" if len(absent) > 1 else "is")
             + f" not in {shown(index[absent[0]])}, where it says; fetch both again"
         )
@@ -231,13 +279,17 @@ def open_source(path: Path) -> Source:
       OSError: It cannot be read.
       ImportError: A package that reads it is missing.
     """
-    if os.path.isdir(path):
+    what = storage(path).kind(path)
+    if what == "folder":
         return Folder(path)
-    if not os.path.isfile(path):  # missing, or a pipe: `SafetensorsFile` says so
+    if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
         return SafetensorsFile(path)
-    with contextlib.suppress(PermissionError), open(path, "rb") as file:
-        start = file.read(512)
-        kind = _sniffed(path, start, os.path.getsize(path))
+    with contextlib.suppress(PermissionError):
+        kind = _sniffed(path, read_file(path, 512, whole=False))
+        if kind != "safetensors" and is_url(path):
+            raise CheckpointError(
+                f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
+            )
         if kind == "gguf":
             from qtoolkit.checkpoints._gguf import GgufFile
 
@@ -253,7 +305,7 @@ def open_source(path: Path) -> Source:
     return SafetensorsFile(path)
 
 
-def _sniffed(path: Path, start: bytes, size: int) -> str:
+def _sniffed(path: Path, start: bytes) -> str:
     """The kind of a file from its first bytes; "safetensors" also for what nobody knows."""
     length = int.from_bytes(start[:8], "little")
     if len(start) > 8 and start[8:9] == b"{" and length <= MAX_HEADER_BYTES:
@@ -280,8 +332,7 @@ def _sniffed(path: Path, start: bytes, size: int) -> str:
 
 
 def _json_remedy(path: Path) -> str:
-    folder = os.path.dirname(os.path.abspath(path))
-    name = os.path.basename(path)
+    folder, _, name = (str(path) if is_url(path) else os.path.abspath(path)).rpartition("/")
     what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
     return f"{what}, which holds no weights; give the folder instead: {folder}"
 

@@ -11,8 +11,8 @@ from qtoolkit.checkpoints._convert import entries
 from qtoolkit.checkpoints._dequantized import DequantizedSource
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
-from qtoolkit.checkpoints._safetensors import Path
 from qtoolkit.checkpoints._source import Source
+from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.formats import BlockFormat
 from qtoolkit.formats import format as resolve

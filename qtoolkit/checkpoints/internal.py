@@ -3,22 +3,27 @@
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._folder import byte_count, check_destination
 from qtoolkit.checkpoints._header import shown
-from qtoolkit.checkpoints._plan import resolve_target, target_names
+from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._source import Source, read_json
+from qtoolkit.checkpoints._source import Folder, Source, read_json
 from qtoolkit.checkpoints._statistics import statistics
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
+from qtoolkit.checkpoints._targets import resolve_target, target_names
 from qtoolkit.checkpoints.layouts import SCALINGS
 
 __all__ = [
     "SCALINGS",
     "AxisChoice",
     "DequantizedSource",
+    "Folder",
     "Source",
     "Stored",
     "byte_count",
     "check_destination",
     "dequantized",
+    "join",
+    "part_names",
     "read_json",
     "resolve_target",
     "shown",

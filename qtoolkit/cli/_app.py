@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qtoolkit._version import __version__
-from qtoolkit.cli._checkpoints import convert, dequantize, inspect, layouts
+from qtoolkit.cli._checkpoints import convert, dequantize, finalize, inspect, layouts
 from qtoolkit.cli._compare import compare, verify
 from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
@@ -68,7 +68,7 @@ def _options(
     pass
 
 
-for _command in (convert, dequantize, inspect, layouts, compare, verify):
+for _command in (convert, dequantize, finalize, inspect, layouts, compare, verify):
     app.command()(_command)
 
 

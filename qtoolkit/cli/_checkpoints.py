@@ -1,7 +1,8 @@
-"""The commands for checkpoints: convert, dequantize, inspect, layouts."""
+"""The commands for checkpoints: convert, dequantize, finalize, inspect, layouts."""
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,9 +14,11 @@ from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
     AxisChoice,
+    Folder,
     byte_count,
     check_destination,
     dequantized,
+    part_names,
     read_json,
     resolve_target,
     shown,
@@ -26,6 +29,7 @@ from qtoolkit.cli._summaries import (
     LAYOUTS_HEADER,
     PLAN_HEADER,
     STATS_HEADER,
+    file_count,
     inspect_data,
     inspect_summary,
     inspect_table,
@@ -78,15 +82,33 @@ def _known_size(size: str) -> str:
     return size
 
 
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise failure(
+            f"--shard: {shown(text)!r}, expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8", 2
+        )
+    return int(found[1]), int(found[2])
+
+
 def _complete(choices: Sequence[str]) -> Any:
     return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
 
 
 _SRC = typer.Argument(
     metavar="SRC",
-    help="A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack or GGUF.",
+    help="A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack or GGUF. Folders "
+    "and safetensors may also be URLs: s3://bucket/model.",
 )
-_DST = typer.Argument(metavar="DST", help="The folder to write; of a file, the safetensors file.")
+_DST = typer.Argument(
+    metavar="DST", help="The folder to write; of a file, the safetensors file. Or its URL."
+)
+_SHARD = typer.Option(
+    metavar="I/N",
+    parser=_shard,
+    help="Write part I of N of the files of a folder, I from 0 on, as a job of an array; then "
+    "`qtoolkit finalize DST`.",
+)
 _OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
 _SHARD_SIZE = typer.Option(
     metavar="SIZE", callback=_known_size, help="Bytes of a file of a folder: 5GB, 500MiB."
@@ -111,8 +133,8 @@ _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tenso
 
 
 def convert(
-    src: Annotated[Path, _SRC],
-    dst: Annotated[Path, _DST],
+    src: Annotated[str, _SRC],
+    dst: Annotated[str, _DST],
     format: Annotated[
         str | None,
         typer.Option(
@@ -195,6 +217,7 @@ def convert(
         bool, typer.Option("--allow-nonfinite", help="Write weights with NaN or Inf, too.")
     ] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
+    shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, WORKERS] = None,
     dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
@@ -205,8 +228,8 @@ def convert(
     """Quantize the weights of a checkpoint.
 
     A folder becomes a folder for the loaders of the layout (tested: transformers): index,
-    config.json and the other files in it, but no subfolders, are written with the weights. A file
-    becomes a safetensors file. What is quantized in SRC is dequantized first. In the layout "plain"
+    config.json and the other files in it are written with the weights. A file becomes a safetensors
+    file. What is quantized in SRC is dequantized first. In the layout "plain"
     a tensor keeps its name and its scale is NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
@@ -225,7 +248,10 @@ def convert(
         if dry_run and report == "md":
             raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
         if dry_run:
-            _show_plan(src, dst, options, overwrite, as_json, quiet)
+            check_destination(src, dst, overwrite)
+            with _opened(src) as opened:
+                part = (shard, byte_count(max_shard_size))
+                _show_plan(opened, dst, options, part, as_json, quiet)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
@@ -234,6 +260,7 @@ def convert(
                 max_shard_size=max_shard_size,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
+                shard=shard,
                 workers=workers,
                 progress=callback,
                 **options,
@@ -242,8 +269,8 @@ def convert(
 
 
 def dequantize(
-    src: Annotated[Path, _SRC],
-    dst: Annotated[Path, _DST],
+    src: Annotated[str, _SRC],
+    dst: Annotated[str, _DST],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -256,6 +283,7 @@ def dequantize(
     ] = None,
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,
+    shard: Annotated[Any, _SHARD] = None,
     report: Annotated[str | None, _REPORT] = None,
     as_json: Annotated[bool, _JSON] = False,
     quiet: Annotated[bool, _QUIET] = False,
@@ -274,14 +302,40 @@ def dequantize(
                 dtype=dtype,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
+                shard=shard,
                 progress=callback,
             )
         as_json = as_json or report == "json"
         _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
 
 
+def finalize(
+    dst: Annotated[str, typer.Argument(metavar="DST", help="What all shards were given.")],
+    overwrite: Annotated[bool, _OVERWRITE] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Remove what the shards have written instead.")
+    ] = False,
+    report: Annotated[str | None, _REPORT] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    quiet: Annotated[bool, _QUIET] = False,
+    verbose: Annotated[bool, _VERBOSE] = False,
+) -> None:
+    """Make a checkpoint of what `convert --shard I/N` has written.
+
+    All files must be there, made with the same options of the same source. The result is byte for
+    byte what one process writes.
+    """
+    with one_line_errors(f"{dst} was not written"):
+        if discard:
+            checkpoints.discard(dst)
+            return
+        done = checkpoints.finalize(dst, overwrite=overwrite)
+        as_json = as_json or report == "json"
+        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+
+
 def inspect(
-    src: Annotated[Path, _SRC],
+    src: Annotated[str, _SRC],
     stats: Annotated[
         bool, typer.Option("--stats", help="Read the weights: range, deviation, zeros, NaN, Inf.")
     ] = False,
@@ -322,7 +376,7 @@ def layouts(
 
 
 @contextlib.contextmanager
-def _opened(src: Path) -> Iterator[Any]:
+def _opened(src: str) -> Iterator[Any]:
     source = checkpoints.open_source(src)
     try:
         yield source
@@ -357,20 +411,31 @@ def _print_report(
 
 
 def _show_plan(
-    src: Path, dst: Path, options: dict[str, Any], overwrite: bool, as_json: bool, quiet: bool
+    opened: Any,
+    dst: str,
+    options: dict[str, Any],
+    part: tuple[Any, int],
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    check_destination(src, dst, overwrite)
-    with _opened(src) as opened:
-        source = dequantized(opened)
-        plan = checkpoints.make_plan(source, **options)
-        if quiet:
-            return
-        if as_json:
-            typer.echo(json.dumps(plan_data(plan), indent=2))
-            return
-        table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
-        for line in plan_summary(plan, dst):
-            typer.echo(line)
+    plan = checkpoints.make_plan(dequantized(opened), **options)
+    if quiet:
+        return
+    if as_json:
+        typer.echo(json.dumps(plan_data(plan), indent=2))
+        return
+    table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
+    for line in plan_summary(plan, dst, _part(opened, plan, *part)):
+        typer.echo(line)
+
+
+def _part(opened: Any, plan: checkpoints.Plan, shard: Any, limit: int) -> str:
+    """What a shard would write."""
+    if shard is None or not isinstance(opened, Folder):
+        return ""
+    names, count = part_names(plan, opened, limit, shard)
+    listed = f": {', '.join(map(shown, names))}" if names else ""
+    return f"{shard[0]}/{shard[1]} writes {len(names)} of {file_count(count)}{listed}"
 
 
 def _read_rules(file: Path) -> Rules[Any]:
@@ -386,4 +451,4 @@ def _read_rules(file: Path) -> Rules[Any]:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-__all__ = ["convert", "dequantize", "inspect", "layouts"]
+__all__ = ["convert", "dequantize", "finalize", "inspect", "layouts"]

@@ -29,8 +29,8 @@ def _image(path: Path | None) -> Path | None:
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A folder or file: the reference.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another version of it.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A folder or file: the reference.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another version of it.")],
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", callback=_image, help="Draw the SQNR of each tensor, too."),
@@ -56,8 +56,8 @@ def compare(
 
 
 def verify(
-    src: Annotated[Path, typer.Argument(metavar="SRC", help="What was converted.")],
-    converted: Annotated[Path, typer.Argument(metavar="CONVERTED", help="What came of it.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="What was converted.")],
+    converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="What came of it.")],
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.

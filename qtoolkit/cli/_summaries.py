@@ -2,8 +2,8 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report, TensorPlan
@@ -12,6 +12,7 @@ from qtoolkit.checkpoints.internal import (
     Source,
     Stored,
     dequantized,
+    join,
     read_json,
     shown,
     statistics,
@@ -69,8 +70,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_summary(plan: Plan, dst: Path) -> list[str]:
-    """The lines under the table of a plan."""
+def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
+    """The lines under the table of a plan; `part` is what there is to say of a shard."""
     return [
         f"{dst}: {plan.format_names}{_scaling(plan.scaling)}{_layout(plan.layout)}; a dry run, "
         "nothing was written",
@@ -81,13 +82,20 @@ def plan_summary(plan: Plan, dst: Path) -> list[str]:
             sum(tensor.source.nbytes for tensor in plan.tensors),
             sum(tensor.nbytes for tensor in plan.tensors),
         ),
+        *([f"  shard      {part}"] if part else []),
     ]
 
 
 def report_summary(report: Report) -> list[str]:
     """The lines that end a conversion."""
+    if report.shard and not report.files:
+        return [
+            f"{report.target}: shard {report.shard}: no file is left for it, there are more shards "
+            "than files; a smaller --max-shard-size makes more of these"
+        ]
+    part = f" shard {report.shard}, {file_count(len(report.files))}:" if report.shard else ""
     lines = [
-        f"{report.target}: {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
+        f"{report.target}:{part} {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
         *_dequantized(report.dequantized),
     ]
     counts = _counts(
@@ -98,7 +106,7 @@ def report_summary(report: Report) -> list[str]:
     )
     if report.format == "nothing" and report.dequantized:
         lines = [
-            f"{report.target}: {tensor_count(len(report.tensors))}, those in layout "
+            f"{report.target}:{part} {tensor_count(len(report.tensors))}, those in layout "
             f"{report.dequantized} dequantized"
         ]
         counts = counts[-1:]
@@ -117,7 +125,9 @@ def report_summary(report: Report) -> list[str]:
             f"  note       {report.overflowed:,} finite elements exceed the largest number of "
             "their new dtype and became it"
         )
-    if report.left:
+    if report.resumed:
+        lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
+    if report.left and not report.shard:
         some = ", ".join(map(shown, report.left[:5]))
         more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
         lines.append(f"  not copied {some}{more}")
@@ -158,6 +168,8 @@ def report_markdown(report: Report) -> str:
 def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
     target = shown(report.target)
+    if report.shard:
+        return [f"when all shards are done: qtoolkit finalize {shlex.quote(target)}"]
     if report.loads_nowhere:
         if report.files:
             parked = "qtoolkit_config.json" in report.files
@@ -195,8 +207,8 @@ def loading_lines(report: Report) -> list[str]:
 
 def _model_class(report: Report) -> str:
     """The class of transformers that the config.json of a written folder names."""
-    config = Path(report.target, "config.json")
-    named = read_json(config).get("architectures") if config.is_file() else None
+    config = join(report.target, "config.json")
+    named = read_json(config).get("architectures") if "config.json" in report.files else None
     first = named[0] if isinstance(named, list) and named else ""
     if not isinstance(first, str) or not first.isidentifier():
         return "AutoModel"
@@ -360,6 +372,11 @@ def _counts(reasons: Sequence[str], quantized: int, before: int, after: int) -> 
 def tensor_count(count: int) -> str:
     """1 tensor, 2,000 tensors."""
     return f"{count:,} tensor{'' if count == 1 else 's'}"
+
+
+def file_count(count: int) -> str:
+    """1 file, 20 files."""
+    return f"{count:,} file{'' if count == 1 else 's'}"
 
 
 def dimensions(shape: tuple[int, ...]) -> str:

@@ -455,11 +455,74 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
 
 
 def test_what_is_not_copied_is_named(source, tmp_path):
-    (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text("{}")
+    for name in (
+        "1_Pooling/config.json",
+        "onnx/model.onnx",
+        ".cache/a",
+        "a/b/merges.txt",
+        "a/c.bin",
+    ):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    (source / "loop").symlink_to(source)
+    os.mkfifo(source / "pipe")
     report = convert(source, tmp_path / "dst")
-    assert report.left == (".gitattributes", "1_Pooling", "pytorch_model.bin")
-    assert not {*report.left} & {*os.listdir(tmp_path / "dst")}
+    assert report.left == (
+        *(".cache", ".gitattributes", "a/c.bin", "loop", "onnx", "pipe", "pytorch_model.bin"),
+    )
+    for name in ("1_Pooling/config.json", "a/b/merges.txt"):
+        assert name in report.files
+        assert (tmp_path / "dst" / name).read_text() == name
+    assert sorted(os.listdir(tmp_path / "dst")) == [
+        *("1_Pooling", "a", "config.json", "model.safetensors", "tokenizer.json")
+    ]
+    # What a conversion has written can be replaced, with the folders in it.
+    convert(source, tmp_path / "dst", overwrite=True)
+    (tmp_path / "dst" / "thesis").mkdir()
+    with pytest.raises(CheckpointError, match=r"holds the folder thesis, so it is no checkpoint"):
+        convert(source, tmp_path / "dst", overwrite=True)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
+def test_without_config_json_loaders_would_take_codes_for_weights(source, tmp_path, layout):
+    os.unlink(source / "config.json")
+    message = rf"(src|dst): no config\.json, and loaders of layout {layout} .* fetch it, use --la"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "dst", layout=layout)
+    assert os.listdir(tmp_path) == ["src"]
+    assert convert(source, tmp_path / "dst").loads_nowhere
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "dst", tmp_path / "again", layout=layout)  # dequantized first
+    # The file itself is converted: the summary prints the config.
+    file = tmp_path / "dst" / "model.safetensors"
+    assert convert(file, tmp_path / "file", layout=layout).quantization_config
+
+
+def test_an_adapter_is_refused_with_what_to_do(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    name = "base_model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save(folder / "adapter_model.safetensors", {name: np.ones((8, 64), np.float32)})
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA"})
+    message = r"adapter: the weights of an adapter .*merge_and_unload.*adapter_model\.safetensors"
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["adapter"]
+    # What is only rounded loads, under its own name.
+    report = convert(folder, tmp_path / "half", format="bfloat16")
+    assert report.files == ("adapter_config.json", "adapter_model.safetensors")
+
+
+def test_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
+    (source / "2_Dense").mkdir()
+    save(source / "2_Dense" / "model.safetensors", {"linear.weight": np.ones((4, 4))})
+    modules = [{"idx": 0, "path": ""}, {"idx": 1, "path": "2_Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    assert "2_Dense/model.safetensors" in convert(source, tmp_path / "dst").files
+    assert load(tmp_path / "dst" / "2_Dense" / "model.safetensors")["linear.weight"].sum() == 16
+    (source / "modules.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"modules\.json: .*expected a list of modules"):
+        convert(source, tmp_path / "no")
 
 
 @pytest.mark.parametrize("groups", [[1], {"g": "x"}, {"g": {"weights": "xy"}}])

@@ -1,0 +1,553 @@
+"""A folder written file by file, by one process or by many at a time, and made whole. No JAX here.
+
+Beside the target lies, until it is whole, a folder of parts: what all processes agree on in
+`plan.json`; each finished file with a record of it. A file whose record is of the same plan is not
+written again. What makes a plan the same: version, options, and the source, of which 1,024 tensors
+are sampled. Behind a URL nothing can be renamed: there, files have their final names from the
+start, and index and config.json, without which no loader opens them, come last.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._folder import (
+    UNDER_WAY,
+    check_folder,
+    new_config,
+    shard_names,
+    shards,
+)
+from qtoolkit.checkpoints._header import CheckpointError
+from qtoolkit.checkpoints._header import layout as placed
+from qtoolkit.checkpoints._partial import check_lock, is_at, partial_name
+from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._source import CONFIG, INDEX, PARKED_CONFIG, Folder
+from qtoolkit.checkpoints._storage import Path, copy, is_url, join, read_file, storage
+
+Shard = tuple[int, int]
+
+_PLAN = "plan.json"
+_MAX_JSON = 2**30
+_SAMPLED = 1024  # tensors of a source
+_SAMPLE = 1024  # bytes of each
+_READERS = 16  # threads that wait for a source behind a URL
+# What a plan is made of, and how a message says that it differs.
+_DIFFERENCES = {
+    "qtoolkit": "qtoolkit {0}, here {1}",
+    "format": "format {0}, here {1}",
+    "scaling": "scaling {0}, here {1}",
+    "layout": "layout {0}, here {1}",
+    "files": "{0} files, here {1}",
+    "source": "another source",
+    "options": "other options",
+}
+
+
+class Work(Protocol):
+    """What makes the bytes of tensors.
+
+    Attributes:
+      reports: Of the tensors done so far.
+    """
+
+    reports: list[TensorReport]
+
+    def start(self, tensors: Sequence[TensorPlan]) -> None:
+        """Says what will be asked for."""
+
+    def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, Any]]:
+        """What is written for some tensors."""
+
+    def accepts(self, reports: Sequence[TensorReport]) -> bool:
+        """Whether tensors with these reports may be written."""
+
+    def finish(self) -> None:
+        """Raises where some of `reports` may not be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a folder comes to be.
+
+    Attributes:
+      path: As the user calls it.
+      target: Its real name.
+      parts: The folder of plan and records.
+      content: The folder with its files until it is whole.
+    """
+
+    path: Path
+    target: str
+    parts: str
+    content: str
+
+    @classmethod
+    def of(cls, path: Path) -> "_Place":
+        if is_url(path):
+            target = str(path).rstrip("/")
+            return cls(path, target, join(target, UNDER_WAY), target)
+        target = os.path.realpath(path)
+        parts = partial_name(target)
+        return cls(path, target, parts, os.path.join(parts, "checkpoint"))
+
+    @property
+    def old(self) -> str:
+        """Where a former content of the target lies between two renames."""
+        return f"{self.parts}-old"
+
+    def plan(self) -> dict[str, Any] | None:
+        return self._json(_PLAN)
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """The record of a file that is there as it says."""
+        record = self._json(f"{name}.json")
+        try:
+            whole = record is not None and _size(join(self.content, name)) == record.get("bytes")
+        except FileNotFoundError:
+            return None
+        return record if whole else None
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        path = join(self.parts, name)
+        try:
+            value = json.loads(read_file(path, _MAX_JSON))
+        except (FileNotFoundError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def write(self, folder: str, name: str, value: Any) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        storage(folder).write(join(folder, name), text.encode())
+
+
+def check_shard(shard: Shard | None) -> None:
+    """Raises ValueError where this is no shard."""
+    if shard is None:
+        return
+    numbers = isinstance(shard, tuple) and len(shard) == 2 and all(type(n) is int for n in shard)
+    if not numbers or not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
+
+
+def part_names(plan: Plan, source: Folder, limit: int, shard: Shard) -> tuple[list[str], int]:
+    """The names of the files that a shard writes, and how many there are in all."""
+    names = shard_names(len(shards(plan.tensors, limit)), source.base)
+    return names[shard[0] :: shard[1]], len(names)
+
+
+def write_folder(
+    path: Path,
+    source: Folder,
+    plan: Plan,
+    work: Work,
+    report: Report,
+    *,
+    limit: int,
+    overwrite: bool,
+    shard: Shard | None,
+) -> Report:
+    """Writes a converted checkpoint, which appears when it is whole; or the files of a shard.
+
+    Args:
+      path: The folder to write.
+      source: Where the config and other files come from.
+      plan: What is written.
+      work: What makes it.
+      report: Of the conversion, still without files and tensors.
+      limit: Bytes of a file, about.
+      overwrite: Whether a checkpoint of that name may be replaced.
+      shard: Which part of the files is written, for `finalize`; None: all, and they are finalized.
+
+    Returns:
+      The report, with files and tensors.
+
+    Raises:
+      CheckpointError, OSError: As `write_safetensors`; files of another plan are there. Nothing is
+        left but whole files, of shards or of an earlier run of the same plan.
+    """
+    cut = shards(plan.tensors, limit)
+    job = _job(source, plan, cut, report)
+    place = _Place.of(path)
+    own = _folders(job)
+    with _sweeping(place):
+        check_folder(path, overwrite, own)
+    with _locked(place, shared=shard is not None):
+        check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
+        there = place.plan()
+        is_new = there is None or there.get("made") != job["made"]
+        try:
+            if is_new:
+                _begin(place, there, job, overwrite, shard)
+            resumed = _write(place, source, job, cut, plan, work, shard)
+            if shard is None:
+                return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
+        except BaseException:
+            if shard is None and is_new:  # what others have written for this plan stays
+                _remove(place, job)
+            raise
+    return dataclasses.replace(
+        report,
+        files=tuple(job["files"][shard[0] :: shard[1]]),
+        shard=f"{shard[0]}/{shard[1]}",
+        resumed=resumed,
+        tensors=tuple(work.reports),
+    )
+
+
+def finalize(dst: Path, *, overwrite: bool = False) -> Report:
+    """Makes a checkpoint of the files that shards have written: `convert(shard=...)`.
+
+    It is byte for byte what one process writes. Neither the source nor JAX is needed.
+
+    Args:
+      dst: What all of them were given.
+      overwrite: Whether `dst` may be replaced.
+
+    Returns:
+      What all of them have done.
+
+    Raises:
+      CheckpointError: A file is missing, or of other options, another source or version than the
+        rest; a shard is still at work; `dst` exists. Everything stays as it was.
+      OSError: A file cannot be read or written; it names the file.
+    """
+    place = _Place.of(dst)
+    with _sweeping(place):
+        _check_parts(place)
+        with _locked(place, shared=False):
+            return _finalized(place, _check_parts(place), overwrite)
+
+
+def discard(dst: Path) -> None:
+    """Removes what shards have written that is not finalized.
+
+    Raises:
+      CheckpointError: There is nothing, or a shard is still at work.
+    """
+    place = _Place.of(dst)
+    _check_parts(place)
+    with _locked(place, shared=False):
+        _remove(place, _check_parts(place))
+
+
+def _check_parts(place: _Place) -> dict[str, Any]:
+    job = place.plan()
+    if job is not None and storage(place.path).kind(place.content) == "folder":
+        return job
+    there = storage(place.path).kind(place.target) == "folder"
+    raise CheckpointError(
+        f"{place.path}: no parts of a conversion"
+        + (", but the folder itself: it is finalized already" if there else "")
+        + "; expected what `qtoolkit convert SRC DST --shard I/N` writes, with this DST"
+    )
+
+
+def _job(
+    source: Folder, plan: Plan, cut: Sequence[Sequence[TensorPlan]], report: Report
+) -> dict[str, Any]:
+    """What all processes agree on, as JSON; "made" says whether two of them are the same."""
+    names = shard_names(len(cut), source.base)
+    files = dict(plan.files)
+    if len(names) > 1:
+        files[INDEX.replace("model", source.base, 1)] = None  # known when all files are there
+    if source.has_config:
+        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
+        files[name] = new_config(source.config, plan)
+    made = {
+        "qtoolkit": __version__,
+        "format": plan.format_names,
+        "scaling": plan.scaling,
+        "layout": plan.layout,
+        "files": len(names),
+        "source": _source_digest(source),
+        "options": _digest(repr(cut), json.dumps([dict(plan.metadata), files], sort_keys=True)),
+    }
+    return {
+        "made": made,
+        "files": names,
+        "copied": source.copied,
+        "json": files,
+        "report": dataclasses.asdict(report),
+    }
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _source_digest(source: Folder) -> str:
+    """A sum of the headers, of samples of the weights, and of the names of the other files."""
+    infos = [info for info in source.tensors.values() if info.nbytes]
+    step = max(len(infos) / _SAMPLED, 1)
+    chosen = [infos[int(i * step)] for i in range(min(len(infos), _SAMPLED))]
+
+    def sample(info: Any) -> str:
+        data = bytearray(min(_SAMPLE, info.nbytes))
+        source.read_into(info.name, (info.nbytes - len(data)) // 2, data)
+        return data.hex()
+
+    if is_url(source.path):
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            samples = [*pool.map(sample, chosen)]
+    else:
+        samples = [*map(sample, chosen)]
+    return _digest(repr([*source.tensors.values()]), repr(source.copied), *samples)
+
+
+def _folders(job: Mapping[str, Any]) -> set[str]:
+    """The folders in a checkpoint."""
+    return {name.partition("/")[0] for name in job["copied"] if "/" in name}
+
+
+@contextlib.contextmanager
+def _sweeping(place: _Place) -> Iterator[None]:
+    """Removes, after a failure, the records of a run that was killed when it was all but done."""
+    try:
+        yield
+    except CheckpointError:
+        content, plan = place.content, os.path.join(place.parts, _PLAN)
+        if not is_url(place.path) and os.path.isfile(plan) and not os.path.isdir(content):
+            storage(plan).remove_folder(place.parts)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(place: _Place, *, shared: bool) -> Iterator[None]:
+    """Has the folder of parts for itself, or shared with others; behind a URL there is no lock."""
+    if is_url(place.path):
+        yield
+        return
+    lock = _open_locked(place, shared)
+    try:
+        _restore(place)  # after a run that was killed between two renames
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(place.parts)  # where it is empty
+        os.close(lock)
+
+
+def _open_locked(place: _Place, shared: bool) -> int:
+    while True:
+        os.makedirs(place.parts, exist_ok=True)
+        try:
+            lock = os.open(place.parts, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            check_lock(lock, place.path, shared=shared)
+            if is_at(lock, place.parts):  # whoever had the lock may have removed it
+                return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _begin(
+    place: _Place,
+    there: Mapping[str, Any] | None,
+    job: Mapping[str, Any],
+    overwrite: bool,
+    shard: Shard | None,
+) -> None:
+    """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
+    if not is_url(place.path):
+        os.makedirs(place.content, exist_ok=True)
+    if shard is not None and there is not None:
+        raise CheckpointError(
+            f"{place.path}: files of another conversion are there: "
+            f"{_difference(there.get('made'), job['made'])}; finalize it, give the same options "
+            "and source, or remove them: qtoolkit finalize DST --discard"
+        )
+    if shard is None:
+        _clear(place, there, overwrite)
+    elif is_url(place.path):
+        found = storage(place.path).entries(place.target)
+        if found and UNDER_WAY not in found:
+            raise CheckpointError(
+                f"{place.path}: exists already, and shards cannot replace what lies behind a URL; "
+                "remove it, or choose another name"
+            )
+    place.write(place.parts, _PLAN, job)
+
+
+def _difference(there: Any, here: Mapping[str, Any]) -> str:
+    there = there if isinstance(there, dict) else {}
+    for key, text in _DIFFERENCES.items():
+        if there.get(key) != here[key]:
+            return text.format(there.get(key), here[key])
+    return "other options"
+
+
+def _clear(place: _Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
+    """Removes what is left of another conversion."""
+    if is_url(place.path):
+        if there is not None:
+            _remove(place, there)
+        elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
+            storage(place.path).remove_folder(place.target)
+        return
+    storage(place.parts).remove_folder(place.content)
+    for name in os.listdir(place.parts):
+        os.unlink(os.path.join(place.parts, name))
+    os.mkdir(place.content)
+
+
+def _remove(place: _Place, job: Mapping[str, Any]) -> None:
+    """Removes all files of a conversion that is under way."""
+    if is_url(place.path) and place.plan() is not None:
+        for name in (*job["files"], *job["copied"], *job["json"]):
+            storage(place.path).remove(join(place.content, *name.split("/")))
+    storage(place.path).remove_folder(place.parts)
+
+
+def _write(
+    place: _Place,
+    source: Folder,
+    job: Mapping[str, Any],
+    cut: Sequence[Sequence[TensorPlan]],
+    plan: Plan,
+    work: Work,
+    shard: Shard | None,
+) -> tuple[str, ...]:
+    """Writes the files of a shard that are not there; returns the names of those that are."""
+    index, count = shard or (0, 1)
+    mine = dict(zip(job["files"], cut, strict=True))
+    mine = {name: mine[name] for name in job["files"][index::count]}
+    kept = {name: reports for name in mine if (reports := _reports(place, job, name)) is not None}
+    kept = {name: reports for name, reports in kept.items() if work.accepts(reports)}
+    work.start([tensor for name in mine if name not in kept for tensor in mine[name]])
+    for name, tensors in mine.items():
+        if name in kept:
+            work.reports += kept[name]
+            continue
+        if name == job["files"][0]:
+            for other in source.copied:
+                names = other.split("/")
+                copy(join(source.path, *names), join(place.content, *names))
+        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
+        file, done = join(place.content, name), len(work.reports)
+        write_safetensors(file, outputs, work.chunks(tensors), plan.metadata, overwrite=True)
+        reports = work.reports[done:]
+        if work.accepts(reports):
+            place.write(
+                place.parts,
+                f"{name}.json",
+                {
+                    "made": job["made"],
+                    "shards": count,
+                    "bytes": _size(file),
+                    "tensors": [dataclasses.asdict(report) for report in reports],
+                },
+            )
+        else:
+            storage(file).remove(file)
+    work.finish()
+    return tuple(kept)
+
+
+def _size(file: str) -> int:
+    with contextlib.closing(storage(file).open(file)) as opened:
+        return opened.size
+
+
+def _reports(place: _Place, job: Mapping[str, Any], name: str) -> list[TensorReport] | None:
+    """The reports of a file that is there as the plan has it; else None."""
+    record = place.record(name)
+    if record is None or record.get("made") != job["made"]:
+        return None
+    return _tensors(record)
+
+
+def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
+    return [TensorReport(**report) for report in record["tensors"]]
+
+
+def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report:
+    """Writes index and config, and gives the folder its name."""
+    own = _folders(job)
+    check_folder(place.path, overwrite, own)
+    reports = [report for record in _whole(place, job) for report in _tensors(record)]
+    weight_map: dict[str, str] = {}
+    total = 0
+    for name in job["files"]:
+        with SafetensorsFile(join(place.content, name)) as file:
+            weight_map |= dict.fromkeys(file.tensors, name)
+            total += sum(info.nbytes for info in file.tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for name, value in job["json"].items():
+        place.write(place.content, name, index if value is None else value)
+    files = sorted((*job["files"], *job["copied"], *job["json"]))
+    if not is_url(place.path):
+        _remove_strays(place.content, files)
+        check_folder(place.path, overwrite, own)  # somebody else may have written it meanwhile
+        _replace(place)
+    storage(place.path).remove_folder(place.parts)
+    about: dict[str, Any] = dict(job["report"])
+    about |= {key: tuple(value) for key, value in about.items() if isinstance(value, list)}
+    about |= {"target": str(place.path), "files": tuple(files), "tensors": tuple(reports)}
+    return Report(**about)
+
+
+def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records of all files; raises where one is missing, or is not of the plan."""
+    records = {name: place.record(name) for name in job["files"]}
+    counts = {record["shards"] for record in records.values() if record is not None}
+    missing = [name for name, record in records.items() if record is None]
+    if missing:
+        count = counts.pop() if len(counts) == 1 else 0
+        numbers = sorted({job["files"].index(name) % count for name in missing}) if count else []
+        again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
+        one = len(missing) == 1
+        raise CheckpointError(
+            f"{place.path}: missing {'is' if one else 'are'} {len(missing)} of "
+            f"{len(records)} files: {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
+            f"wait for {'its shard' if one else 'their shards'}, or run "
+            f"{'it' if one else 'them'} again{again and ': '}{again}"
+        )
+    found = {name: record for name, record in records.items() if record is not None}
+    for name, record in found.items():
+        if record.get("made") != job["made"]:
+            raise CheckpointError(
+                f"{place.path}: {name} is of another conversion than the others: "
+                f"{_difference(record.get('made'), job['made'])}; run its shard again with the "
+                "options and the source of the others"
+            )
+    return [*found.values()]
+
+
+def _remove_strays(folder: str, files: Sequence[str]) -> None:
+    """Removes what a process that was killed has left half-written beside the files."""
+    expected = {name.partition("/")[0] for name in files}
+    for name in os.listdir(folder):
+        if name not in expected:
+            os.unlink(os.path.join(folder, name))
+
+
+def _restore(place: _Place) -> None:
+    """Gives the former content of the target its name again where nothing has it."""
+    if os.path.isdir(place.old) and not os.path.lexists(place.target):
+        os.rename(place.old, place.target)
+
+
+def _replace(place: _Place) -> None:
+    """Gives the content the name of the target, whose former content, if any, is removed."""
+    storage(place.old).remove_folder(place.old)
+    if os.path.isdir(place.target):
+        os.rename(place.target, place.old)
+    try:
+        os.rename(place.content, place.target)
+    except BaseException:
+        _restore(place)
+        raise
+    storage(place.old).remove_folder(place.old)

@@ -1,0 +1,310 @@
+"""Where checkpoints lie, in folders of this machine or behind URLs: opened, listed, written.
+
+URLs are read and written by fsspec. What is written behind one appears when it is whole, as
+object stores do it: s3://, gs://, az://. No JAX here.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Literal, Protocol
+
+from qtoolkit.checkpoints._header import CheckpointError, shown
+
+Path = str | os.PathLike[str]
+Kind = Literal["file", "folder", "other", ""]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_PART = 2**23  # bytes of one part of an upload; S3 asks for 5 MiB or more, of at most 10,000 parts
+
+
+class Input(Protocol):
+    """An open file, read at positions, by several threads at a time.
+
+    Attributes:
+      size: Its bytes.
+    """
+
+    size: int
+
+    def read_at(self, position: int, view: memoryview) -> int:
+        """Fills the start of `view`; returns how many bytes, 0 at the end of the file."""
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """What is done with files and folders; each is named by its whole path."""
+
+    def kind(self, path: Path) -> Kind:
+        """What is there; "" for nothing."""
+
+    def entries(self, path: Path) -> dict[str, bool]:
+        """The names in a folder, in order, and whether each is a folder."""
+
+    def open(self, path: Path) -> Input: ...
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Writes a small file: there is all of it, or none."""
+
+    def upload(self, file: str, path: Path) -> None:
+        """Copies a file of this machine: there is all of it, or none."""
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, if it is there."""
+
+    def remove_folder(self, path: Path) -> None:
+        """Removes a folder and what is in it, if it is there."""
+
+
+def is_url(path: Path) -> bool:
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def join(path: Path, *names: str) -> str:
+    """The path of something in a folder."""
+    if is_url(path):
+        return "/".join((str(path).rstrip("/"), *names))
+    return os.path.join(path, *names)
+
+
+def storage(path: Path) -> Storage:
+    """What reads and writes `path`.
+
+    Raises:
+      CheckpointError: A URL that no installed package reads.
+    """
+    return _Remote(str(path)) if is_url(path) else _Disk()
+
+
+def read_file(path: Path, limit: int, *, whole: bool = True) -> bytes:
+    """A file of at most `limit` bytes; or, if not the whole is asked for, the start of any file.
+
+    Raises:
+      CheckpointError: The whole is longer.
+    """
+    with contextlib.closing(storage(path).open(path)) as file:
+        if whole and file.size > limit:
+            raise CheckpointError(f"{path}: {file.size:,} bytes, expected at most {limit:,}")
+        data = memoryview(bytearray(min(file.size, limit)))
+        done = 0
+        while done < len(data) and (count := file.read_at(done, data[done:])):
+            done += count
+        return bytes(data[:done])
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copies a file from anywhere to anywhere."""
+    if not is_url(source) and not is_url(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        shutil.copyfile(source, target)
+    elif not is_url(source):
+        storage(target).upload(str(source), target)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            local = os.path.join(folder, "file")
+            with open(local, "wb") as file:
+                _copy_into(source, file)
+            storage(target).upload(local, target)
+
+
+def _copy_into(source: Path, file: BinaryIO) -> None:
+    with contextlib.closing(storage(source).open(source)) as opened:
+        buffer = memoryview(bytearray(min(_PART, opened.size)))
+        done = 0
+        while count := opened.read_at(done, buffer):
+            file.write(buffer[:count])
+            done += count
+
+
+@contextlib.contextmanager
+def naming(path: Path, ours: str = "") -> Iterator[None]:
+    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it."""
+    try:
+        yield
+    except OSError as error:
+        is_ours = bool(ours) and ours in os.path.basename(str(error.filename))
+        if (error.filename is not None and not is_ours) or error.errno is None:
+            raise  # a source read meanwhile has a name of its own
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class _File:
+    """A file of this machine. Not mapped: mapped pages would count as memory in use."""
+
+    def __init__(self, path: Path) -> None:
+        with naming(path):
+            if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
+                # Opening a pipe or a device could wait for ever.
+                raise CheckpointError(f"{path}: is not a regular file; copy it to one first")
+            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
+            self.size = os.fstat(self._file.fileno()).st_size
+
+    def read_at(self, position: int, view: memoryview) -> int:
+        return os.preadv(self._file.fileno(), [view], position)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Disk:
+    def kind(self, path: Path) -> Kind:
+        if os.path.isdir(path):
+            return "folder"
+        if os.path.isfile(path):
+            return "file"
+        return "other" if os.path.lexists(path) else ""
+
+    def entries(self, path: Path) -> dict[str, bool]:
+        with os.scandir(path) as found:
+            return dict(sorted((entry.name, entry.is_dir()) for entry in found))
+
+    def open(self, path: Path) -> Input:
+        return _File(path)
+
+    def write(self, path: Path, data: bytes) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            self.remove(temporary)
+
+    def upload(self, file: str, path: Path) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        shutil.copyfile(file, path)
+
+    def remove(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Object:
+    """An object behind a URL, read by ranges."""
+
+    def __init__(self, files: Any, url: str) -> None:
+        self._files, self._url = files, url
+        with _one_line(url):
+            self.size = int(files.info(url)["size"])
+
+    def read_at(self, position: int, view: memoryview) -> int:
+        stop = min(position + len(view), self.size)
+        if position >= stop:
+            return 0
+        with _one_line(self._url):
+            data = self._files.cat_file(self._url, start=position, end=stop)
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None: ...
+
+
+class _Remote:
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+
+            # What others write there meanwhile must be seen.
+            self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except ImportError as error:
+            raise CheckpointError(
+                f"{url}: {error}; install what reads it: pip install 'qtoolkit[remote]'"
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error
+
+    def kind(self, path: Path) -> Kind:
+        with _one_line(path):
+            try:
+                found = self._files.info(str(path))
+            except FileNotFoundError:
+                return ""
+        return "folder" if found["type"] == "directory" else "file"
+
+    def entries(self, path: Path) -> dict[str, bool]:
+        with _one_line(path):
+            try:
+                found = self._files.ls(str(path), detail=True)
+            except FileNotFoundError:  # a folder is there with the first object in it
+                return {}
+        named = {
+            item["name"].rstrip("/").rpartition("/")[2]: item["type"] == "directory"
+            for item in found
+            if item["name"].strip("/") != self._files._strip_protocol(str(path)).strip("/")
+        }
+        return dict(sorted(named.items()))
+
+    def open(self, path: Path) -> Input:
+        return _Object(self._files, str(path))
+
+    def write(self, path: Path, data: bytes) -> None:
+        with _one_line(path):
+            self._files.pipe_file(str(path), data)
+
+    def upload(self, file: str, path: Path) -> None:
+        size = os.path.getsize(file)
+        with _one_line(path), open(file, "rb") as source:
+            if size <= _PART:
+                self._files.pipe_file(str(path), source.read())
+                return
+            part = max(_PART, -(-size // 9_000))
+            # A file that is closed counts as whole, also after an error: not until `commit`.
+            target = self._files.open(str(path), "wb", block_size=part, autocommit=False)
+            try:
+                shutil.copyfileobj(source, target, part)
+                target.close()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    target.close()  # or it does so when it is collected, after `discard`
+                target.discard()
+                raise
+            target.commit()
+
+    def remove(self, path: Path) -> None:
+        with _one_line(path), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(str(path))
+
+    def remove_folder(self, path: Path) -> None:
+        with _one_line(path), contextlib.suppress(FileNotFoundError):
+            self._files.rm(str(path), recursive=True)
+
+
+# Packages of object stores raise these with nothing but the path.
+_CODES: dict[type, int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+}
+
+
+@contextlib.contextmanager
+def _one_line(url: Path) -> Iterator[None]:
+    """Makes what a package of object stores raises an OSError of one line that names the URL."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except OSError as error:
+        code = error.errno or _CODES.get(type(error), errno.EIO)
+        known = error.strerror or (os.strerror(code) if type(error) in _CODES else str(error))
+        raise OSError(code, _line(known or type(error).__name__), str(url)) from error
+    except Exception as error:
+        if type(error).__module__ == "builtins":
+            raise
+        raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
+
+
+def _line(text: object) -> str:
+    return shown(" ".join(str(text).split()))

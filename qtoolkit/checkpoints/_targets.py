@@ -1,0 +1,145 @@
+"""What tensors can become: formats, the schemes of layouts that hold them, dtypes. No JAX here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, spelling
+from qtoolkit.formats import (
+    BFLOAT16,
+    BLOCK_FORMATS,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    BlockFormat,
+    Format,
+    FormatLike,
+    SpecLike,
+)
+from qtoolkit.formats import format as resolve
+
+WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+# What codes of a byte or 16-bit floats are: what the plain layout holds.
+TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
+
+
+def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+    """The scheme of a layout for a format and a word for its scales.
+
+    Raises:
+      CheckpointError: It has none; the message names the layouts that have one.
+    """
+    if isinstance(of, BlockFormat) and scaling is not None:
+        raise CheckpointError(
+            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
+            "no --scaling; leave it out"
+        )
+    needs = isinstance(of, BlockFormat) or of.needs_scale
+    try:
+        return layout.scheme(of, scaling if needs else None)
+    except CheckpointError as error:
+        if layout.name == "plain" and isinstance(of, Format):
+            safetensors_dtype(of)  # says why
+        others = [
+            other.name
+            for other in LAYOUTS.values()
+            if other is not layout and any(_holds(s.spec, of) for s in other.schemes)
+        ]
+        if not others:
+            raise
+        raise CheckpointError(
+            f"layout {layout.name}: cannot hold {of.name}"
+            + ("" if scaling is None else f" with --scaling {scaling}")
+            + f"; use --layout {' or '.join(others)}, or one of {', '.join(layout.spellings())}"
+        ) from error
+
+
+def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
+    return spec == of if isinstance(of, BlockFormat) else spec.element == of
+
+
+def resolve_target(of: SpecLike) -> Format | BlockFormat:
+    """The format or published block format that `of` spells.
+
+    Raises:
+      ValueError, TypeError: As `qtoolkit.format`.
+    """
+    if isinstance(of, BlockFormat):
+        return of
+    if isinstance(of, str) and of.lower() in _BLOCKS:
+        return _BLOCKS[of.lower()]
+    return resolve(of)
+
+
+def target_names() -> tuple[str, ...]:
+    """Every format that some layout holds, as `--format` takes it."""
+    names = dict.fromkeys(
+        spelling(scheme.spec).split()[0] for layout in LAYOUTS.values() for scheme in layout.schemes
+    )
+    return tuple(names)
+
+
+def model_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that config.json names, as safetensors spells it; None where it names none."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = part.get(key)
+            if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):
+                return DTYPE_OF[name]
+    return None
+
+
+def safetensors_dtype(fmt: FormatLike) -> str:
+    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
+
+    Raises:
+      CheckpointError: It does not hold `fmt`.
+      ValueError, TypeError: As `qtoolkit.format`.
+    """
+    resolved = resolve(fmt)
+    dtype = resolved.dtype
+    if resolved in TARGETS:
+        assert dtype is not None
+        return DTYPE_OF[dtype.name]
+    if resolved.bits < 8:
+        reason = "its codes are narrower than a byte"
+    elif resolved not in FORMATS or dtype is None or dtype.name not in DTYPE_OF:
+        reason = "safetensors has no dtype for it"
+    else:
+        reason = "no weights are stored in it"
+    raise CheckpointError(
+        f"convert: format {resolved.name}: {reason}, expected one of "
+        f"{', '.join(target.name for target in TARGETS)}"
+    )
+
+
+def wide_dtype(fmt: FormatLike) -> str:
+    """The dtype of one of the wide formats, as safetensors spells it."""
+    resolved = resolve(fmt)
+    for dtype, known in WIDE.items():
+        if known == resolved:
+            return dtype
+    raise CheckpointError(
+        f"--keep-dtype {resolved.name}: expected float32, bfloat16 or float16, for what is not "
+        "quantized"
+    )
+
+
+def dtype_of(fmt: Format | BlockFormat) -> str | None:
+    """The dtype of an element format in files, as safetensors spells it; None without one."""
+    dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
+    return None if dtype is None else DTYPE_OF.get(dtype.name)
+
+
+def is_named(spec: BlockFormat) -> bool:
+    """Whether it is a published block format."""
+    return spec.name in _BLOCKS
+
+
+def word_of(scheme: Scheme) -> str:
+    """The word for the scales of a scheme; "none" where there is none."""
+    text = spelling(scheme.spec)
+    return text.partition("--scaling ")[2].removesuffix(")") or "none"

@@ -1,0 +1,335 @@
+"""Checkpoints behind URLs: a real S3 server in this process, moto's, and fsspec's memory.
+
+Oracle: the same conversion between folders of this machine.
+"""
+
+import json
+import sys
+import threading
+
+import boto3
+import fsspec
+import numpy as np
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+from typer.testing import CliRunner
+
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    SafetensorsFile,
+    compare,
+    convert,
+    dequantize_checkpoint,
+    discard,
+    finalize,
+    load,
+    save,
+    verify,
+)
+from qtoolkit.checkpoints import _parts as parts_module
+from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.cli._app import app
+
+SIZE = "40KB"  # two matrices of codes to a file
+UNDER_WAY = ".qtoolkit-partial/"
+
+
+@pytest.fixture(scope="module")
+def server():
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    yield "http://{}:{}".format(*running.get_host_and_port())
+    running.stop()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch):
+    """The client of a server with an empty bucket "bkt", which s3:// URLs lead to."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bkt")
+    yield client
+    for key in keys(client):
+        client.delete_object(Bucket="bkt", Key=key)
+    s3fs.S3FileSystem.clear_instance_cache()
+    client.close()
+
+
+def keys(client, prefix=""):
+    found = client.list_objects_v2(Bucket="bkt", Prefix=prefix).get("Contents", [])
+    return [item["Key"] for item in found]
+
+
+def objects(client, prefix):
+    return {
+        key.removeprefix(prefix): client.get_object(Bucket="bkt", Key=key)["Body"].read()
+        for key in keys(client, prefix)
+    }
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.exhaustive)])
+def store(request):
+    """The URL of an empty bucket."""
+    if request.param == "s3":
+        request.getfixturevalue("bucket")
+        yield "s3://bkt"
+        return
+    yield "memory://bkt"
+    memory = fsspec.filesystem("memory")
+    memory.rm("/", recursive=True)
+
+
+def found(url):
+    """Every object below a URL and its bytes."""
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return {name.removeprefix(root).lstrip("/"): files.cat_file(name) for name in files.find(root)}
+
+
+def put(url, data):
+    files, path = fsspec.core.url_to_fs(url)
+    files.pipe_file(path, data)
+
+
+def delete(url):
+    files, path = fsspec.core.url_to_fs(url)
+    files.rm_file(path)
+
+
+def contents(path):
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "src"
+    (folder / "1_Pooling").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.{i}.mlp.{x}_proj.weight": rng.normal(size=(128, 128)).astype("float32")
+        for i in range(2)
+        for x in ("up", "gate", "down")
+    }
+    save(folder / "model.safetensors", tensors)
+    config = {"model_type": "llama", "hidden_size": 128, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def expected(source, tmp_path):
+    convert(source, tmp_path / "one", max_shard_size=SIZE)
+    return contents(tmp_path / "one")
+
+
+def upload(client, folder, prefix):
+    for name, data in contents(folder).items():
+        client.put_object(Bucket="bkt", Key=prefix + name, Body=data)
+
+
+def test_a_folder_from_and_to_a_bucket(bucket, source, expected, tmp_path):
+    upload(bucket, source, "src/")
+    report = convert("s3://bkt/src", "s3://bkt/models/dst/", max_shard_size=SIZE)
+    assert set(report.files) == expected.keys()
+    assert objects(bucket, "models/dst/") == expected
+    convert("s3://bkt/src", tmp_path / "down", max_shard_size=SIZE)
+    assert contents(tmp_path / "down") == expected
+    # The other commands read URLs, too.
+    assert verify("s3://bkt/src", "s3://bkt/models/dst").problems == ()
+    assert compare(source, "s3://bkt/models/dst").only_a == ()
+    dequantize_checkpoint("s3://bkt/models/dst", tmp_path / "wide")
+    dequantize_checkpoint(tmp_path / "down", tmp_path / "wide2")
+    assert contents(tmp_path / "wide") == contents(tmp_path / "wide2")
+
+
+def test_shards_through_a_bucket(store, source, expected):
+    for index in (1, 0):
+        convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(index, 2))
+    # Whole files are there, but nothing that makes a loader open them.
+    visible = found(f"{store}/dst").keys()
+    assert not {"config.json", "model.safetensors.index.json"} & visible
+    with pytest.raises(CheckpointError, match="files of another conversion are there: scaling ch"):
+        convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2), scaling="tensor")
+    report = convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2))
+    assert len(report.resumed) == 2
+    delete(f"{store}/dst/model-00002-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing is 1 of 3 files: .*--shard 1/2"):
+        finalize(f"{store}/dst")
+    convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(1, 2))
+    finalize(f"{store}/dst")
+    assert found(f"{store}/dst") == expected
+    with pytest.raises(CheckpointError, match=r"no parts of a conversion, .* finalized already"):
+        finalize(f"{store}/dst")
+    message = "exists already, and shards cannot replace what lies behind a URL"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, f"{store}/dst", shard=(0, 2), overwrite=True)
+    assert found(f"{store}/dst") == expected
+    convert(source, f"{store}/other", max_shard_size=SIZE, shard=(0, 2))
+    discard(f"{store}/other")
+    assert found(f"{store}/other") == {}
+
+
+def test_config_is_last_and_nothing_is_visible_before_it_is_whole(
+    store, source, expected, monkeypatch
+):
+    seen = []
+    for name in ("write", "upload"):
+        original = getattr(storage_module._Remote, name)
+
+        def recorded(self, first, second, original=original):
+            before = found(f"{store}/dst")
+            original(self, first, second)
+            seen.append(before)
+
+        monkeypatch.setattr(storage_module._Remote, name, recorded)
+    convert(source, f"{store}/dst", max_shard_size=SIZE)
+    assert len(seen) >= len(expected)
+    for before in seen:
+        assert "config.json" not in before
+        for name, data in before.items():
+            assert name.startswith(UNDER_WAY) or data == expected[name]
+    assert found(f"{store}/dst") == expected
+
+
+def test_large_files_go_up_in_parts_and_a_failure_leaves_none(bucket, tmp_path, monkeypatch):
+    x = np.random.default_rng(0).integers(0, 256, 11 * 2**20, np.uint8)
+    save("s3://bkt/big.safetensors", {"x": x})
+    head = bucket.head_object(Bucket="bkt", Key="big.safetensors")
+    assert head["ETag"].strip('"').endswith("-2")  # S3's mark of two parts
+    np.testing.assert_array_equal(load("s3://bkt/big.safetensors")["x"], x)
+    with SafetensorsFile("s3://bkt/big.safetensors") as file:
+        assert file.read_bytes("x", 9 * 2**20, 9 * 2**20 + 5) == x[9 * 2**20 :][:5].tobytes()
+    with pytest.raises(CheckpointError, match=r"s3://bkt/big.safetensors: exists already"):
+        save("s3://bkt/big.safetensors", {"x": x})
+    with pytest.raises(IsADirectoryError, match="expected a file name"):
+        save("s3://bkt", {"x": x})
+    copyfileobj = storage_module.shutil.copyfileobj
+
+    def failing(source, target, length):
+        copyfileobj(source, target, length)
+        raise OSError(5, "broken pipe")
+
+    monkeypatch.setattr(storage_module.shutil, "copyfileobj", failing)
+    with pytest.raises(OSError, match="broken pipe") as caught:
+        save("s3://bkt/none.safetensors", {"x": x})
+    assert caught.value.filename == "s3://bkt/none.safetensors"
+    assert keys(bucket, "none") == []
+    assert "Uploads" not in bucket.list_multipart_uploads(Bucket="bkt")
+
+
+def test_failures_of_one_process_leave_nothing_and_kills_what_is_kept(
+    store, source, expected, monkeypatch
+):
+    upload_file = storage_module._Remote.upload
+
+    def failing(self, file, path):
+        if path.endswith("00002-of-00003.safetensors"):
+            raise OSError(28, "no space", path)
+        upload_file(self, file, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage_module._Remote, "upload", failing)
+        with pytest.raises(OSError, match="no space"):
+            convert(source, f"{store}/dst", max_shard_size=SIZE)
+        assert found(store) == {}
+        # As SIGKILL leaves it: nothing is cleaned up.
+        patched.setattr(parts_module, "_remove", lambda *_: None)
+        with pytest.raises(OSError, match="no space"):
+            convert(source, f"{store}/dst", max_shard_size=SIZE)
+    assert "dst/model-00001-of-00003.safetensors" in found(store)
+    report = convert(source, f"{store}/dst", max_shard_size=SIZE)
+    assert report.resumed == ("model-00001-of-00003.safetensors",)
+    assert found(f"{store}/dst") == expected
+
+
+def test_an_existing_checkpoint_and_overwrite(store, source, expected):
+    convert(source, f"{store}/dst")
+    before = found(f"{store}/dst")
+    with pytest.raises(CheckpointError, match="://bkt/dst: exists already; pass --overwrite"):
+        convert(source, f"{store}/dst", max_shard_size=SIZE)
+    assert found(f"{store}/dst") == before
+    convert(source, f"{store}/dst", max_shard_size=SIZE, overwrite=True)
+    assert found(f"{store}/dst") == expected
+    put(f"{store}/papers/thesis.tex", b"x")
+    with pytest.raises(CheckpointError, match="holds no safetensors, so it is no checkpoint"):
+        convert(source, f"{store}/papers", overwrite=True)
+    assert found(f"{store}/papers") == {"thesis.tex": b"x"}
+
+
+@pytest.mark.exhaustive
+def test_two_shards_at_the_same_time(bucket, source, expected):
+    errors = []
+
+    def one(index):
+        try:
+            convert(source, "s3://bkt/dst", max_shard_size=SIZE, shard=(index, 2))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    finalize("s3://bkt/dst")
+    assert objects(bucket, "dst/") == expected
+
+
+def test_the_commands(bucket, source):
+    def run(*arguments):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return result.exit_code, result.stdout, result.stderr
+
+    upload(bucket, source, "src/")
+    target = "s3://bkt/dst"
+    assert run("convert", "s3://bkt/src", target, "--dry-run")[0] == 0
+    assert keys(bucket, "dst") == []
+    assert run("convert", "s3://bkt/src", target, "--shard", "0/1", "-q") == (0, "", "")
+    code, output, _ = run("finalize", target)
+    assert (code, output.splitlines()[-1]) == (
+        0,
+        'load it: transformers.AutoModelForCausalLM.from_pretrained("s3://bkt/dst")',
+    )
+    assert run("inspect", target)[0] == 0
+    code, _, error = run("convert", "s3://bkt/none", "s3://bkt/x")
+    assert (code, error) == (1, "qtoolkit: s3://bkt/none: No such file or directory\n")
+    code, _, error = run("convert", source, "s3://nobucket/x")
+    assert code == 1
+    assert error.startswith("qtoolkit: s3://nobucket/x")
+    assert error.count("\n") == 1
+    code, _, error = run("convert", source, "nowhere://b/x")
+    assert (code, error) == (
+        1,
+        "qtoolkit: nowhere://b/x: Protocol not known: nowhere, expected such as s3://BUCKET/NAME\n",
+    )
+    code, _, error = run("convert", target, target, "--overwrite")
+    assert (code, error.partition(";")[0]) == (1, f"qtoolkit: {target}: is the source itself")
+    code, _, error = run("convert", target, f"{target}/inner")
+    assert error.startswith(f"qtoolkit: {target}/inner: the source and the target lie in each")
+
+
+def test_what_is_not_read_from_urls():
+    put("memory://a.npz", b"PK\x03\x04")
+    try:
+        with pytest.raises(CheckpointError, match=r"memory://a.npz: npz, which is not read from a"):
+            convert("memory://a.npz", "memory://b")
+    finally:
+        delete("memory://a.npz")
+
+
+def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"s3://bkt/x: .*pip install 'qtoolkit\[remote\]'"):
+        load("s3://bkt/x")

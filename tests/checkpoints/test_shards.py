@@ -1,0 +1,431 @@
+"""Folders converted by many processes, then finalized.
+
+Oracle: one process, whose bytes and report they have to give.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    convert,
+    dequantize_checkpoint,
+    discard,
+    finalize,
+    load,
+    save,
+)
+from qtoolkit.checkpoints import _parts as parts_module
+from qtoolkit.cli._app import app
+
+PARTS = ".dst.qtoolkit-partial"
+SIZE = "40KB"  # two matrices of codes to a file
+COMMAND = [sys.executable, "-m", "qtoolkit"]
+FILES = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def folder(path, seed=0, bad=""):
+    path.mkdir()
+    rng = np.random.default_rng(seed)
+    tensors = {
+        f"model.layers.{i}.self_attn.{x}_proj.weight": rng.normal(size=(128, 128)).astype("float32")
+        for i in range(2)
+        for x in "qkv"
+    }
+    if bad:
+        tensors[bad][0, 0] = np.nan
+    save(path / "model.safetensors", tensors | {"norm.weight": np.ones(128, "bfloat16")})
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128}))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return folder(tmp_path / "src")
+
+
+def contents(path):
+    """Every file below a folder and its bytes."""
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+
+
+def shard(source, target, index, count=2, **options):
+    return convert(source, target, max_shard_size=SIZE, shard=(index, count), **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (1, {"layout": "modelopt"}),
+        # q, k and v share a scale, and lie in files of different shards.
+        (2, {"format": "nvfp4"}),
+        pytest.param(3, {}, marks=pytest.mark.quick),
+        (5, {"format": "e5m2"}),
+    ],
+)
+def test_shards_give_the_bytes_and_the_report_of_one_process(source, tmp_path, count, options):
+    one = convert(source, tmp_path / "one", max_shard_size=SIZE, **options)
+    expected = contents(tmp_path / "one")
+    assert "1_Pooling/config.json" in expected
+    for index in reversed(range(count)):
+        report = shard(source, tmp_path / "dst", index, count, **options)
+        assert (report.shard, report.resumed) == (f"{index}/{count}", ())
+        assert not (tmp_path / "dst").exists()
+    report = finalize(tmp_path / "dst")
+    assert contents(tmp_path / "dst") == expected
+    assert dataclasses.replace(report, target=one.target) == one
+    assert sorted(os.listdir(tmp_path)) == ["dst", "one", "src"]
+
+
+def test_shards_of_a_dequantization(source, tmp_path):
+    convert(source, tmp_path / "fp8")
+    options = {"max_shard_size": "70KB", "dtype": "bfloat16"}
+    dequantize_checkpoint(tmp_path / "fp8", tmp_path / "one", **options)
+    for index in range(2):
+        dequantize_checkpoint(tmp_path / "fp8", tmp_path / "dst", shard=(index, 2), **options)
+    finalize(tmp_path / "dst")
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+
+
+@pytest.mark.exhaustive  # the next test has two processes, too
+def test_two_processes_at_the_same_time(source, tmp_path, start):
+    line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), "--max-shard-size", SIZE, "-q"]
+    started = [start([*line, "--shard", f"{i}/2"], stderr=subprocess.PIPE) for i in range(2)]
+    for process in started:
+        assert (process.communicate(timeout=300)[1], process.returncode) == (b"", 0)
+    result = CliRunner().invoke(app, ["finalize", str(tmp_path / "dst")])
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (
+        0,
+        f"{tmp_path}/dst: e4m3fn, a scale per channel, layout compressed-tensors",
+    )
+    convert(source, tmp_path / "one", max_shard_size=SIZE)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+
+
+DISTRIBUTED = """
+import sys
+import jax
+from jax.experimental import multihost_utils
+from qtoolkit import checkpoints
+
+address, index, source, target = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index), initialization_timeout=120)
+shard = (jax.process_index(), jax.process_count())
+checkpoints.convert(source, target, max_shard_size="40KB", shard=shard)
+multihost_utils.sync_global_devices("converted")
+if jax.process_index() == 0:
+    checkpoints.finalize(target)
+jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_of_jax_distributed(source, tmp_path, start):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    line = [sys.executable, "-c", DISTRIBUTED, address]
+    paths = [str(source), str(tmp_path / "dst")]
+    started = [
+        start([*line, str(i), *paths], stderr=subprocess.PIPE, env=environment) for i in range(2)
+    ]
+    for process in started:
+        assert process.communicate(timeout=300)[1] == b""
+        assert process.returncode == 0
+    convert(source, tmp_path / "one", max_shard_size=SIZE)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+
+
+def test_finalizing_and_its_errors_load_neither_jax_nor_the_source(source, tmp_path):
+    for index in range(2):
+        shard(source, tmp_path / "dst", index)
+    shutil.rmtree(source)
+    code = (
+        "import sys\nfrom qtoolkit.checkpoints import finalize\nfinalize(sys.argv[1])\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "dst"], check=True)
+    assert len(load(tmp_path / "dst" / FILES[0])) == 4
+
+
+@pytest.mark.quick
+def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
+    with pytest.raises(CheckpointError, match=r"dst: no parts of a conversion; expected what `qt"):
+        finalize(tmp_path / "dst")
+    shard(source, tmp_path / "dst", 0, 3)
+    before = contents(tmp_path)
+    message = rf"dst: missing are 2 of 3 files: {FILES[1]}, {FILES[2]}; .*--shard 1/3, --shard 2/3$"
+    with pytest.raises(CheckpointError, match=message):
+        finalize(tmp_path / "dst")
+    assert contents(tmp_path) == before
+    shard(source, tmp_path / "dst", 1, 3)
+    # One that is cut short counts as missing, and is written again.
+    damaged = tmp_path / PARTS / "checkpoint" / FILES[1]
+    os.truncate(damaged, 1000)
+    shard(source, tmp_path / "dst", 2, 3)
+    with pytest.raises(CheckpointError, match=rf"missing is 1 of 3 files: {FILES[1]};"):
+        finalize(tmp_path / "dst")
+    assert shard(source, tmp_path / "dst", 1, 3).resumed == ()
+    finalize(tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=r"no parts .*it is finalized already"):
+        finalize(tmp_path / "dst")
+
+
+def other_source(source, tmp_path):
+    shutil.rmtree(source)
+    folder(source, seed=1)
+    return {}
+
+
+def one_changed_number(source, tmp_path):
+    name = source / "model.safetensors"
+    tensors = {key: value.copy() for key, value in load(name).items()}
+    tensors["model.layers.1.self_attn.k_proj.weight"].reshape(-1)[128 * 64] += 1
+    save(name, tensors, overwrite=True)
+    return {}
+
+
+def other_version(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "__version__", "9")
+    return {}
+
+
+DIFFERENT = [
+    (lambda *_: {"scaling": "tensor"}, "scaling channel, here tensor"),
+    (lambda *_: {"format": "int8"}, "format e4m3fn, here int8"),
+    (lambda *_: {"layout": "plain"}, "scaling channel, here tensor"),
+    (lambda *_: {"keep_dtype": "float32"}, "other options"),
+    (lambda *_: {"max_shard_size": "60KB"}, "3 files, here 2"),
+    (other_source, "another source"),
+    (one_changed_number, "another source"),
+    (other_version, r"qtoolkit .*, here 9"),
+]
+
+
+@pytest.mark.parametrize(("change", "difference"), DIFFERENT)
+def test_parts_of_another_conversion(source, tmp_path, monkeypatch, change, difference):
+    shard(source, tmp_path / "dst", 0)
+    arguments = (source, tmp_path, *([monkeypatch] if change is other_version else []))
+    options = {"max_shard_size": SIZE, **change(*arguments)}
+    before = contents(tmp_path / PARTS)
+    message = f"dst: files of another conversion are there: {difference}; .*--discard"
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "dst", shard=(1, 2), **options)
+    assert contents(tmp_path / PARTS) == before
+    # Two shards that began at the same moment have not seen each other's plan.
+    plan = (tmp_path / PARTS / "plan.json").read_bytes()
+    (tmp_path / PARTS / "plan.json").unlink()
+    convert(source, tmp_path / "dst", shard=(1, 2), **options)
+    (tmp_path / PARTS / "plan.json").write_bytes(plan)
+    with pytest.raises(CheckpointError, match=r"is of another conversion than the others|missing"):
+        finalize(tmp_path / "dst")
+    discard(tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == ["src"]
+    with pytest.raises(CheckpointError, match="no parts of a conversion"):
+        discard(tmp_path / "dst")
+
+
+def fail(*_, **__):
+    raise OSError(28, "no space")
+
+
+def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp_path, monkeypatch):
+    shard(source, tmp_path / "dst", 0)
+    paths = [tmp_path / PARTS / "checkpoint" / FILES[i] for i in (0, 2)]
+    before = [os.stat(path).st_mtime_ns for path in paths]
+    report = shard(source, tmp_path / "dst", 0)
+    assert report.resumed == (FILES[0], FILES[2])
+    assert [tensor.sqnr_db for tensor in report.quantized]
+    # One process alone goes on, and leaves them as they were where it fails.
+    with monkeypatch.context() as patched:
+        patched.setattr(parts_module, "write_safetensors", fail)
+        with pytest.raises(OSError, match="no space"):
+            convert(source, tmp_path / "dst", max_shard_size=SIZE)
+    assert set(FILES) & {*os.listdir(tmp_path / PARTS / "checkpoint")} == {FILES[0], FILES[2]}
+    done = convert(source, tmp_path / "dst", max_shard_size=SIZE)
+    assert done.resumed == (FILES[0], FILES[2])
+    assert [os.stat(tmp_path / "dst" / path.name).st_mtime_ns for path in paths] == before
+    one = convert(source, tmp_path / "one", max_shard_size=SIZE)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+    assert dataclasses.replace(done, resumed=(), target=one.target) == one
+
+
+def test_who_is_at_work_is_not_disturbed(source, tmp_path):
+    shard(source, tmp_path / "dst", 0)
+    for kind, refused in (
+        (fcntl.LOCK_SH, [finalize, discard, lambda path: convert(source, path)]),
+        (fcntl.LOCK_EX, [finalize, lambda path: shard(source, path, 1)]),
+    ):
+        other = os.open(tmp_path / PARTS, os.O_RDONLY)
+        fcntl.flock(other, kind)  # as a shard, or as another finalize, has it
+        try:
+            for function in refused:
+                with pytest.raises(CheckpointError, match="dst: another conversion is writing it"):
+                    function(tmp_path / "dst")
+            if kind == fcntl.LOCK_SH:
+                shard(source, tmp_path / "dst", 1)
+        finally:
+            os.close(other)
+    finalize(tmp_path / "dst")
+
+
+def test_weights_with_nan_are_no_part(tmp_path):
+    bad = "model.layers.0.self_attn.k_proj.weight"
+    source = folder(tmp_path / "src", bad=bad)
+    with pytest.raises(CheckpointError, match=rf"NaN or Inf in weights: {bad} \(1\)"):
+        shard(source, tmp_path / "dst", 0, 1)
+    assert {name for name in contents(tmp_path / PARTS) if "model-" in name} == {
+        path for i in (1, 2) for path in (f"{FILES[i]}.json", f"checkpoint/{FILES[i]}")
+    }
+    report = shard(source, tmp_path / "dst", 0, 1, allow_nonfinite=True)
+    assert (report.nonfinite, report.resumed) == (1, (FILES[1], FILES[2]))
+    # They are there now, but not for whom did not allow them.
+    with pytest.raises(CheckpointError, match="NaN or Inf in weights"):
+        shard(source, tmp_path / "dst", 0, 1)
+
+
+def test_an_existing_target(source, tmp_path):
+    convert(source, tmp_path / "dst")
+    before = contents(tmp_path / "dst")
+    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+        shard(source, tmp_path / "dst", 0, 1)
+    shard(source, tmp_path / "dst", 0, 1, overwrite=True)
+    with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
+        finalize(tmp_path / "dst")
+    assert contents(tmp_path / "dst") == before
+    finalize(tmp_path / "dst", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "dst")) == [
+        *("1_Pooling", "config.json", *FILES, "model.safetensors.index.json", "tokenizer.json")
+    ]
+
+
+def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, monkeypatch):
+    shard(source, tmp_path / "dst", 0, 1)
+    (tmp_path / PARTS / "checkpoint" / "config.json.4711").write_text("{")
+    (tmp_path / PARTS / "checkpoint" / f".{FILES[0]}.qtoolkit-partial").write_text("x")
+    finalize(tmp_path / "dst")
+    assert set(contents(tmp_path / "dst")) == {
+        *FILES,
+        *("1_Pooling/config.json", "config.json", "model.safetensors.index.json", "tokenizer.json"),
+    }
+    # Killed after it had its name, before the records were removed.
+    shutil.rmtree(tmp_path / "dst")
+    shard(source, tmp_path / "dst", 0, 1)
+    replace = parts_module._replace
+
+    def killed(place):
+        replace(place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts_module, "_replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finalize(tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == [PARTS, "dst", "src"]
+    with pytest.raises(CheckpointError, match="it is finalized already"):
+        finalize(tmp_path / "dst")
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+
+
+@pytest.mark.parametrize(
+    "shard", [["--shard", "1/2"], pytest.param([], marks=pytest.mark.exhaustive)]
+)
+def test_killed_a_rerun_goes_on(source, tmp_path, start, shard):
+    """Killed in the middle: when the first of two files is there."""
+    options = ["--max-shard-size", "20KB", "-q", *shard]
+    line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), *options]
+    program = (
+        "import os, signal, sys\n"
+        "from qtoolkit.checkpoints import _parts\n"
+        "def write(self, folder, name, value, write=_parts._Place.write):\n"
+        "    write(self, folder, name, value)\n"
+        "    if name.startswith('model'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "_parts._Place.write = write\n"
+        "from qtoolkit.__main__ import main\n"
+        "main()\n"
+    )
+    killed = start([sys.executable, "-c", program, *line[3:]])
+    assert killed.wait(timeout=300) == -signal.SIGKILL
+    if shard:
+        for index in (0, 1):
+            report = convert(source, tmp_path / "dst", max_shard_size="20KB", shard=(index, 2))
+        assert len(report.files) == 3
+        finalize(tmp_path / "dst")
+    else:
+        report = convert(source, tmp_path / "dst", max_shard_size="20KB")
+    assert len(report.resumed) == 1
+    convert(source, tmp_path / "one", max_shard_size="20KB")
+    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == ["dst", "one", "src"]
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0), (0,), ("0", "2"), (0.0, 1), "0/2", 1])
+def test_shards_that_are_none(source, tmp_path, shard):
+    with pytest.raises(ValueError, match=r"shard=.*, expected \(index, count\) with 0 <= index <"):
+        convert(source, tmp_path / "dst", shard=shard)
+    with pytest.raises(ValueError, match=r"shard=.*, expected \(index, count\)"):
+        dequantize_checkpoint(source, tmp_path / "dst", shard=shard)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.quick
+def test_the_commands(source, tmp_path):
+    target = tmp_path / "dst"
+    convert_it = ("convert", source, target, "--max-shard-size", SIZE)
+    for text in ("2/2", "x", "1", "-1/2", "1/0", "1/2/3"):
+        code, _, error = run(*convert_it, "--shard", text)
+        assert (code, error) == (
+            2,
+            f"qtoolkit: --shard: '{text}', expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8"
+            "\n",
+        )
+    code, _, error = run("convert", source / "model.safetensors", target, "--shard", "0/2")
+    assert code == 1
+    assert error.endswith(
+        "model.safetensors: is a file, which becomes one file, and shards are files of a folder; "
+        "leave --shard out\n"
+    )
+    code, output, _ = run(*convert_it, "--shard", "1/2", "--dry-run")
+    assert output.splitlines()[-1] == f"  shard      1/2 writes 1 of 3 files: {FILES[1]}"
+    code, output, _ = run(*convert_it, "--shard", "3/4")
+    assert (code, output.splitlines()) == (
+        0,
+        [
+            f"{target}: shard 3/4: no file is left for it, there are more shards than files; a "
+            "smaller --max-shard-size makes more of these",
+            f"when all shards are done: qtoolkit finalize {target}",
+        ],
+    )
+    code, _, error = run("finalize", target)
+    assert (code, error.partition("; ")[0]) == (
+        1,
+        f"qtoolkit: {target}: missing are 3 of 3 files: {', '.join(FILES)}",
+    )
+    assert run("finalize", target, "--discard") == (0, "", "")
+    assert run(*convert_it, "--shard", "0/1", "--json")[0] == 0
+    code, output, _ = run(*convert_it, "--shard", "0/1")
+    assert "  resumed    3 files of an earlier run kept" in output.splitlines()
+    code, output, _ = run("finalize", target, "--json")
+    assert (code, json.loads(output)["files"][1]) == (0, "config.json")
