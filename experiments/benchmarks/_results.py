@@ -148,6 +148,37 @@ class Recorder:
             )
 
 
+class Rows:
+    """Rows that are stored one by one, so that a run that was interrupted goes on where it was.
+
+    Each row says at which commit it was found. Delete the file to begin anew.
+
+    Args:
+      benchmark: Name of the file.
+      folder: Where it is; None: nothing is stored.
+    """
+
+    def __init__(self, benchmark: str, folder: Path | None) -> None:
+        self.benchmark = benchmark
+        self.path = None if folder is None else folder / f"{benchmark}.jsonl"
+        is_there = self.path is not None and self.path.exists()
+        self.rows = load(self.path)[1:] if self.path is not None and is_there else []
+
+    def get(self, **key: Any) -> dict[str, Any] | None:
+        """The row with these values, None where there is none."""
+        found = (row for row in self.rows if key.items() <= row.items())
+        return next(found, None)
+
+    def add(self, key: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Stores a row, and returns it."""
+        begin = {"benchmark": self.benchmark, **origin()}
+        self.rows.append({**key, **found, "commit": begin["commit"]})
+        begin["commit"] = ", ".join(dict.fromkeys(row["commit"] for row in self.rows))
+        if self.path is not None:
+            store(self.path, [begin, *self.rows])
+        return self.rows[-1]
+
+
 def line_of(row: Mapping[str, Any], width: int) -> str:
     low, high = row["quartiles_ms"]
     line = (
