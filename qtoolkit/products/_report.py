@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._recipe import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
-from qtoolkit.products._site import Scope, place_of
+from qtoolkit.products._site import STORED, Scope, place_of
 from qtoolkit.products._taps import MODEL
 from qtoolkit.scaling import QArray
 
@@ -110,6 +111,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
 _WIDE = "wide x wide"
+_GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
 def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
@@ -202,10 +204,16 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
     if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
         return
     recipe = facts.plan.recipe
+    forward = [] if place is None else place.label.split(" x ")
     for side in facts.sides:
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
-        label = " x ".join("wide" if operand is None else str(operand) for operand in pair)
+        labels = ["wide" if operand is None else str(operand) for operand in pair]
+        # Dgrad takes rhs and wgrad lhs as the forward product did, where that was none of its own.
+        other = 1 - side
+        if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
+            labels[other] = forward[other]
+        label = " x ".join(labels)
         reason = BY_RECIPE if label == _WIDE else ""
         yield Product("" if place is None else place.path, part, label, reason)
 
