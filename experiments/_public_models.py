@@ -51,8 +51,11 @@ PIXELS = np.random.default_rng(1).standard_normal((4, 32, 32, 3)).astype(np.floa
 # --- transformers: linen --------------------------------------------------------------------------
 
 _SMALL = {
-    **{"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 1},
-    **{"num_attention_heads": 4, "intermediate_size": 128},
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
 }
 
 
@@ -121,7 +124,10 @@ def griffin() -> Task:
     griffin = importlib.import_module("recurrentgemma.jax.griffin")
     kinds = common.TemporalBlockType
     config = common.GriffinConfig(
-        **{"vocab_size": 97, "width": 64, "mlp_expanded_width": 128, "num_heads": 4},
+        vocab_size=97,
+        width=64,
+        mlp_expanded_width=128,
+        num_heads=4,
         block_types=(kinds.RECURRENT, kinds.ATTENTION),
         embeddings_scale_by_sqrt_dim=True,
         attention_window_size=16,
@@ -135,9 +141,14 @@ def timesfm() -> Task:
     transformer = importlib.import_module("timesfm.flax.transformer")
     configs = importlib.import_module("timesfm.configs")
     config = configs.TransformerConfig(
-        **{"model_dims": 64, "hidden_dims": 128, "num_heads": 4, "ff_activation": "swish"},
+        model_dims=64,
+        hidden_dims=128,
+        num_heads=4,
+        ff_activation="swish",
         **dict.fromkeys(("attention_norm", "feedforward_norm", "qk_norm"), "rms"),
-        **{"use_bias": False, "use_rotary_position_embeddings": True, "fuse_qkv": False},
+        use_bias=False,
+        use_rotary_position_embeddings=True,
+        fuse_qkv=False,
     )
     x = jax.random.normal(jax.random.key(1), (4, 16, 64))
     model = transformer.Transformer(config, rngs=nnx.Rngs(0))
@@ -165,8 +176,15 @@ def _example(folder: str, name: str = "models") -> Any:
 
 
 _TRANSLATION = {
-    **{"vocab_size": 97, "output_vocab_size": 97, "emb_dim": 64, "num_heads": 4, "num_layers": 1},
-    **{"qkv_dim": 64, "mlp_dim": 128, "max_len": 16, "deterministic": True},
+    "vocab_size": 97,
+    "output_vocab_size": 97,
+    "emb_dim": 64,
+    "num_heads": 4,
+    "num_layers": 1,
+    "qkv_dim": 64,
+    "mlp_dim": 128,
+    "max_len": 16,
+    "deterministic": True,
 }
 
 
@@ -192,8 +210,14 @@ def seq2seq() -> Task:
 
 def sst2() -> Task:
     module = _example("sst2").TextClassifier(
-        **{"embedding_size": 32, "hidden_size": 32, "vocab_size": 97, "output_size": 2},
-        **{"dropout_rate": 0.0, "word_dropout_rate": 0.0, "unk_idx": 1, "deterministic": True},
+        embedding_size=32,
+        hidden_size=32,
+        vocab_size=97,
+        output_size=2,
+        dropout_rate=0.0,
+        word_dropout_rate=0.0,
+        unk_idx=1,
+        deterministic=True,
     )
     return linen(module, TOKENS, np.array([16, 12, 8, 16]))
 
@@ -228,9 +252,17 @@ def gemma(decode: bool = False) -> Task:
     transformer = _example("gemma", "transformer")
     configs = importlib.import_module("transformer_cfg")
     config = configs.TransformerConfig(
-        **{"num_layers": 1, "num_embed": 97, "embed_dim": 64, "hidden_dim": 128},
-        **{"num_heads": 4, "head_dim": 16, "num_kv_heads": 2, "final_logit_softcap": 30.0},
-        **{"use_post_attn_norm": True, "use_post_ffw_norm": True, "sliding_window_size": 8},
+        num_layers=1,
+        num_embed=97,
+        embed_dim=64,
+        hidden_dim=128,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        final_logit_softcap=30.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        sliding_window_size=8,
         attention_types=[configs.AttentionType.LOCAL_SLIDING],
     )
     model = transformer.Transformer(config, rngs=nnx.Rngs(0))
@@ -251,9 +283,18 @@ def _bonsai(name: str) -> Any:
 def bonsai_qwen3() -> Task:
     modeling = _bonsai("qwen3")
     config = modeling.ModelConfig(
-        **{"num_layers": 1, "vocab_size": 97, "emb_dim": 64, "mlp_dim": 128, "num_heads": 4},
-        **{"head_dim": 16, "num_kv_heads": 2, "rope_theta": 10_000, "rope_scaling_factor": 1},
-        **{"local_rope_theta": 10_000.0, "norm_eps": 1e-6, "tie_word_embeddings": True},
+        num_layers=1,
+        vocab_size=97,
+        emb_dim=64,
+        mlp_dim=128,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        rope_scaling_factor=1,
+        local_rope_theta=10_000.0,
+        norm_eps=1e-6,
+        tie_word_embeddings=True,
     )
     cache = modeling.init_cache(config, 4, 16, 0, jnp.float32)
     model = modeling.Qwen3(config, rngs=nnx.Rngs(0))
@@ -276,8 +317,13 @@ def bonsai_convnext() -> Task:
 def bonsai_umt5() -> Task:
     modeling = _bonsai("umt5")
     config = modeling.ModelConfig(
-        **{"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1},
-        **{"num_heads": 4, "dropout_rate": 0.0},
+        vocab_size=97,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.0,
     )
     model = modeling.UMT5Model(config, rngs=nnx.Rngs(0))
     return Task(model, (TOKENS, MASK, TOKENS[:, ::-1], MASK))
@@ -286,8 +332,12 @@ def bonsai_umt5() -> Task:
 def bonsai_mamba2() -> Task:
     modeling = _bonsai("mamba2")
     config = modeling.ModelConfig(
-        **{"vocab_size": 97, "hidden_size": 64, "state_size": 16, "head_dim": 16},
-        **{"chunk_size": 8, "num_hidden_layers": 1},
+        vocab_size=97,
+        hidden_size=64,
+        state_size=16,
+        head_dim=16,
+        chunk_size=8,
+        num_hidden_layers=1,
     )
     return Task(modeling.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), (TOKENS,))
 

@@ -76,7 +76,7 @@ def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
     if steps != recipe.history:
         raise ValueError(
             f'{name}: the collection "{COLLECTION}" has a history of {steps} steps, expected '
-            f"{recipe.history}, as the recipe says: it is from a module that was wrapped by another "
+            f"{recipe.history}, as the recipe says: it is of a module wrapped by another "
             f'recipe. Begin anew with variables["{COLLECTION}"] = wrapped.init(key, x)'
             f'["{COLLECTION}"]'
         )

@@ -142,7 +142,8 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
     rewriting = rewritten(pure, site.multiply(states), _parameters)
-    arrays, written = rewriting(state, [leaves[i] for i in places])
+    with jax.named_scope(scope(site.path or "", site.recipe)):
+        arrays, written = rewriting(state, [leaves[i] for i in places])
     kind, known, changed = static
     for (path, variable), values in zip(changed, written, strict=True):
         _write(module, path, jax.tree.unflatten(variable, values))

@@ -229,7 +229,8 @@ def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     y = again.apply(moved, X)
     kernel = np.asarray(moved["params"]["kernel"])
     scales = [history[side].max() / 57344 for side in (0, 1)]
-    wanted = [cast(a, s, ml_dtypes.float8_e5m2, 57344) for a, s in zip((X, kernel), scales)]
+    pairs = zip((X, kernel), scales, strict=True)
+    wanted = [cast(a, s, ml_dtypes.float8_e5m2, 57344) for a, s in pairs]
     np.testing.assert_allclose(y, wanted[0] @ wanted[1], rtol=1e-5, atol=1e-5)
     longer = wrap(DENSE, Recipe(Operand("e4m3fn", scaling=Delayed(history=5))))
     with pytest.raises(ValueError, match=r"a history of 3 steps, expected 5.*wrapped\.init"):

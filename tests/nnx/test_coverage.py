@@ -340,6 +340,53 @@ class Outside(nnx.Module):
         return self.function(self.linear(x), self.kernel[...])
 
 
+@jax.custom_vjp
+def own_derivative(x, kernel):
+    return x @ kernel
+
+
+def _value(x, kernel):
+    return x @ kernel, (x, kernel)
+
+
+own_derivative.defvjp(_value, lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
+
+
+def on_a_mesh(x, kernel):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    specs = {"in_specs": (jax.P("d"), jax.P()), "out_specs": jax.P("d")}
+    return jax.shard_map(lambda x, kernel: x @ kernel, mesh=mesh, **specs)(x, kernel)
+
+
+class Calling(nnx.Module):
+    """Calls a function in a method whose code names a product, so that it is rewritten."""
+
+    def __init__(self, function):
+        self.kernel = nnx.Param(jnp.eye(16))
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x, self.kernel[...]) @ self.kernel[...]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("function", "within"), [(own_derivative, "custom_vjp"), (on_a_mesh, "shard_map")]
+)
+@pytest.mark.parametrize(
+    ("kind", "done", "path"), [(Outside, "linear", ""), (Calling, "(model)", "(model)")]
+)
+def test_a_product_in_a_function_that_is_run_as_it_is(function, within, kind, done, path):
+    """Oracle: by hand, one product forward and two backward."""
+    report = qt.nnx.report(qt.nnx.wrap(kind(function)), x)
+    assert [p.path for p in report.quantized] == [done] * 3
+    assert {p.path for p in report.left} == {path}
+    (forward,) = (p for p in report.left if p.part == "forward")
+    assert forward.reason.startswith(f"inside of {within}: call qtoolkit.dot_general there")
+    assert sum(p.count for p in report.left) == 3
+    assert all(p.where.startswith("test_coverage.py:") for p in report.left)
+
+
 def test_what_is_left_is_in_the_report_with_its_line():
     wrapped = qt.nnx.wrap(Outside(lambda x, kernel: x @ kernel))
     report = qt.nnx.report(wrapped, x)
