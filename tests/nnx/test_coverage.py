@@ -266,6 +266,36 @@ def test_modules_that_change_state_while_they_compute():
     assert not np.array_equal(first != 0, second != 0)  # dropout drew twice
 
 
+class Cache(nnx.Module):
+    def __init__(self):
+        self.seen = nnx.Variable(jnp.zeros((8, 16)))
+
+
+class Caching(nnx.Module):
+    """Writes a cache that it is called with, as decoders of public models do, and returns it."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(16) * 0.3)
+
+    def __call__(self, x, cache, scale):
+        cache.seen[...] = cache.seen[...] + x @ self.kernel[...]
+        return cache.seen[...] * scale[...], cache
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "run", [lambda model, *args: model(*args), nnx.jit(lambda m, *a: m(*a)[0])]
+)
+def test_modules_and_variables_among_the_arguments_are_state(run):
+    model, scale = qt.nnx.wrap(Caching()), nnx.Variable(jnp.float32(2))
+    cache, once = Cache(), model(x, Cache(), scale)[0] / 2
+    run(model, x, cache, scale)
+    out = run(model, x, cache, scale)
+    np.testing.assert_allclose(cache.seen[...], 2 * once, rtol=1e-6)
+    assert not isinstance(out, tuple) or out[1] is cache
+    assert len(qt.nnx.report(model, x, cache, scale).quantized) == 3
+
+
 def test_results_that_are_no_arrays():
     class Talking(nnx.Module):
         def __init__(self):
