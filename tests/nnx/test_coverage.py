@@ -268,7 +268,7 @@ def test_modules_that_change_state_while_they_compute():
 
 class Cache(nnx.Module):
     def __init__(self):
-        self.seen = nnx.Variable(jnp.zeros((8, 16)))
+        self.seen = nnx.Variable(jnp.zeros_like(x))
 
 
 class Caching(nnx.Module):
