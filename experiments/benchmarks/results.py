@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _results import ROOT, load
+from _results import ROOT, load, text_of_gaps
 from c_casts import NUMPY_HAS, ROUNDINGS
 
 FOLDER = ROOT / "experiments" / "results"
@@ -128,6 +128,41 @@ def every_float32(origin: Row, rows: Sequence[Row]) -> str:
     return "".join([*parts, table(("format", *ROUNDINGS), lines), *examples])
 
 
+def fp8_training(origin: Row, rows: Sequence[Row]) -> str:
+    parts = ["## Training in few bits\n\n", provenance(origin), "\n", text_of_gaps(rows)]
+    return "".join(parts)
+
+
+def public_models(origin: Row, rows: Sequence[Row]) -> str:
+    heads = ("model", "", "products", "quantized", "loss", "after a step", "cosine of gradients")
+    names = ("model", "kind", "products", "quantized")
+    losses = ("loss", "after a step", "cosine")
+    lines = [[str(row[n]) for n in names] + [f"{row[n]:.4f}" for n in losses] for row in rows]
+    left = "".join(f"* {row['model']}: left {product}\n" for row in rows for product in row["left"])
+    text = (
+        "Models that nobody here wrote, small and random, unedited: wrapped by `te_current`, and "
+        "one step of Adam. Products are those of the forward and the backward pass; cosines are "
+        "between the gradients of the wrapped and the plain model.\n\n"
+    )
+    parts = [
+        "## Public models\n\n",
+        provenance(origin),
+        "\n",
+        text,
+        table(heads, lines),
+        "\n",
+        left,
+    ]
+    return "".join(parts)
+
+
+SECTIONS = {
+    "every_float32": every_float32,
+    "fp8_training": fp8_training,
+    "public_models": public_models,
+}
+
+
 def main(
     results: Annotated[
         Path, typer.Option(help="Where they are; the page goes beside it.")
@@ -138,9 +173,10 @@ def main(
     names = [name for name in ORDER if name in stored]
     benchmarks = {name: (stored[name][0], stored[name][1:]) for name in names}
     parts = [INTRODUCTION, summary(benchmarks), shortfalls(benchmarks)]
-    if "every_float32" in stored:
-        origin, *rows = stored["every_float32"]
-        parts.append(every_float32(origin, rows))
+    for name, section in SECTIONS.items():
+        if name in stored:
+            origin, *rows = stored[name]
+            parts.append(section(origin, rows))
     parts += [
         f"## {name}\n\n{provenance(origin)}\n{tables_of(rows)}"
         for name, (origin, rows) in benchmarks.items()

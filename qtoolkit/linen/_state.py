@@ -52,6 +52,7 @@ def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None
     kept = kept or {}
     if recipe.is_delayed:
         if _HISTORY in kept:
+            _check_steps(recipe, name, kept[_HISTORY].shape[-1])
             amax = jnp.max(jnp.max(kept[_HISTORY], axis=-1).reshape(-1, 3), axis=0)
         elif not kept and rng is None:
             return None
@@ -69,6 +70,16 @@ def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None
         elif _KEY in kept:
             key = kept[_KEY].reshape(-1, 2)[0]
     return State(amax, probe, key)
+
+
+def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
+    if steps != recipe.history:
+        raise ValueError(
+            f'{name}: the collection "{COLLECTION}" has a history of {steps} steps, expected '
+            f"{recipe.history}, as the recipe says: it is of a module wrapped by another "
+            f'recipe. Begin anew with variables["{COLLECTION}"] = wrapped.init(key, x)'
+            f'["{COLLECTION}"]'
+        )
 
 
 def _identity(name: str) -> np.uint32:

@@ -64,7 +64,8 @@ def wrap(
     Returns:
       A module of a subclass of the same name. Its variables are those of `module`, bit for bit,
       and fit both; only the collection "qtoolkit" may come in addition. Equal modules wrapped by
-      equal recipes are equal. A module that is wrapped already gets the new recipe.
+      equal recipes are equal. A module that is wrapped already gets the new recipe; the collection
+      "qtoolkit" of the first fits it where histories have as many steps, and is refused else.
       Its methods are what is quantized, and what they call: a submodule that is called from
       outside, `wrapped.bind(variables).layer(x)`, computes plainly.
 

@@ -116,36 +116,41 @@ def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
 def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """`method` as a pure function of the module's state and of the arrays among its arguments.
 
-    What the method leaves as it was is not written: a model may be closed over by `jax.jit`.
+    Modules and variables among the arguments, such as a cache, are state as well. What the method
+    leaves as it was is not written: a model may be closed over by `jax.jit`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    graph, state = nnx.split(module)
+    at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
+    nodes = [leaves[i] for i in at_nodes]
+    graph, state = nnx.split((module, nodes))
     static: list[Any] = []  # of the result, what is no array; which variables changed
 
     def pure(state: Any, arrays: list[Any]) -> Any:
+        copied, given = nnx.merge(graph, state)
         merged = list(leaves)
-        for place, leaf in zip(places, arrays, strict=True):
+        for place, leaf in zip([*places, *at_nodes], [*arrays, *given], strict=True):
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
-        copied = nnx.merge(graph, state)
         outs, kind = jax.tree.flatten(method(copied, *args, **kwargs), is_leaf=_is_node)
         changed = [
             (path, variable)
-            for path, variable in nnx.to_flat_state(nnx.state(copied))
+            for path, variable in nnx.to_flat_state(nnx.state((copied, given)))
             if not _are_same(jax.tree.leaves(variable), before.get(path))
         ]
-        known = [None if _is_array(out) else (out,) for out in outs]
+        originals = {id(copy): node for copy, node in zip(given, nodes, strict=True)}
+        known = [None if _is_array(out) else (originals.get(id(out), out),) for out in outs]
         static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed]]
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
     rewriting = rewritten(pure, site.multiply(states), _parameters)
-    arrays, written = rewriting(state, [leaves[i] for i in places])
+    with jax.named_scope(scope(site.path or "", site.recipe)):
+        arrays, written = rewriting(state, [leaves[i] for i in places])
     kind, known, changed = static
     for (path, variable), values in zip(changed, written, strict=True):
-        _write(module, path, jax.tree.unflatten(variable, values))
+        _write((module, nodes), path, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
     return jax.tree.unflatten(kind, [next(remaining) if one is None else one[0] for one in known])
 
@@ -157,7 +162,7 @@ def _are_same(values: list[Any], before: list[Any] | None) -> bool:
 
 
 def _write(module: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Sets a variable of a module at a path, or makes it."""
+    """Sets a variable at a path inside of a module or a sequence of them, or makes it."""
     *parents, name = path
     for part in parents:
         module = (

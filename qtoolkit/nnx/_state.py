@@ -34,6 +34,7 @@ class ProductState(nnx.Module):
     """What one product keeps.
 
     Attributes:
+      recipe: Of the product.
       history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the
         newest step first; absent where the recipe delays no scale.
       bad: uint32[...], the steps with an infinity or a NaN, which were left out.
@@ -46,6 +47,7 @@ class ProductState(nnx.Module):
     """
 
     def __init__(self, recipe: Recipe, lead: tuple[int, ...], path: str) -> None:
+        self.recipe = recipe
         if recipe.is_delayed:
             self.history = ScalingState(jnp.zeros((*lead, 3, recipe.history), jnp.float32))
             self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
@@ -61,6 +63,24 @@ class ProductState(nnx.Module):
             identity = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
             identity = identity + np.uint32(zlib.crc32(path.encode()))
             self.key = ScalingState(jnp.stack([identity, jnp.zeros_like(identity)], axis=-1))
+
+    def go_on(self, was: "ProductState") -> None:
+        """Takes over what the product kept under another recipe, as far as it is still true.
+
+        Magnitudes are those of the arrays, whatever they are rounded to: histories of as many steps
+        and what was calibrated are copied. A learned scale belongs to its operand, format included,
+        and is shared, as parameters are.
+        """
+        if hasattr(self, "history") and _shape(self, "history") == _shape(was, "history"):
+            self.history[...], self.bad[...] = was.history[...], was.bad[...]
+        if hasattr(self, "amax") and hasattr(was, "amax"):
+            is_missing = jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
+            self.amax[...] = jnp.where(is_missing, was.amax[...], self.amax[...])
+        if hasattr(self, "key") and hasattr(was, "key"):
+            self.key[...] = was.key[...]
+        for side, operand in enumerate(self.recipe.forward):
+            if self.recipe.learned[side] and operand == was.recipe.forward[side]:
+                self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]
 
     def state(self) -> State:
         """For the product. Of a stack that arrives whole, inside a scan over something else, the
@@ -99,6 +119,10 @@ class ProductState(nnx.Module):
             self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
         if hasattr(self, "key"):
             self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
+
+
+def _shape(state: ProductState, name: str) -> Any:
+    return getattr(getattr(state, name, None), "shape", None)
 
 
 def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ...]) -> Any:

@@ -81,7 +81,10 @@ def wrap(
 
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
-      unchanged: training one trains the other, and checkpoints of parameters fit both.
+      unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
+      is wrapped already gets the new recipe. Of what its products kept it goes on with a copy of
+      histories of as many steps, which are magnitudes of the same arrays, of calibrated scales and
+      of keys, and shares learned scales of an operand that is the same; nothing else stays.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
@@ -182,7 +185,7 @@ def attach(
     """
     found = Found(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
-    before, states = site_of(layer), product_states(layer)
+    states = product_states(layer)
     for kind, (attribute, original, made, hooked) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
@@ -198,17 +201,25 @@ def attach(
     if isinstance(layer, nnx.LinearGeneral):
         _check_attribute(where, found, "dot_general_cls", (None,))
     methods = methods_of(layer)
+    _reset(layer, methods)
     if methods:
-        layer.__class__ = rewriting_class(original_class(type(layer)), methods)
-        if keeps_cache(layer):
-            caching: Any = type(layer)
-            layer.__class__ = caching_class(caching)
         layer.qtoolkit_site = site
         known = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
         if known and recipe.keeps_state:
             layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
-    if before is not None:
-        _keep_learned(before.recipe, states, recipe, product_states(layer))
+    for kept, was in zip(product_states(layer), states, strict=False):
+        kept.go_on(was)
+
+
+def _reset(layer: Any, methods: tuple[str, ...]) -> None:
+    """Takes away what an earlier wrap gave a layer, and lets `methods` compute by its site."""
+    for name in ("qtoolkit_site", "qtoolkit_products", "qtoolkit_dot", "qtoolkit_path"):
+        if name in vars(layer):
+            delattr(layer, name)
+    kind: Any = original_class(type(layer))
+    if methods:
+        kind = rewriting_class(kind, methods)
+    layer.__class__ = caching_class(kind) if keeps_cache(layer) else kind
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
@@ -221,20 +232,6 @@ def product_states(layer: Any) -> list[ProductState]:
         if isinstance(value, StatefulProducts):
             states += list(value.products)
     return states
-
-
-def _keep_learned(
-    before: Recipe, old: list[ProductState], recipe: Recipe, new: list[ProductState]
-) -> None:
-    """Shares learned scales, as parameters are, where the operand is scaled as it was."""
-    for mine, other in zip(new, old, strict=False):
-        for side in (0, 1):
-            is_same = recipe.learned[side] and recipe.forward[side] == before.forward[side]
-            for name in ("scales", "offsets"):
-                kept: Any = getattr(other, name, ())
-                made: Any = getattr(mine, name, ())
-                if is_same and len(kept) and len(made) and kept[side] is not None:
-                    made[side] = kept[side]
 
 
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:

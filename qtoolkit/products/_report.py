@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._recipe import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
-from qtoolkit.products._site import Scope, place_of
+from qtoolkit.products._site import STORED, Scope, place_of
 from qtoolkit.products._taps import MODEL
 from qtoolkit.scaling import QArray
 
@@ -110,6 +111,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
 _WIDE = "wide x wide"
+_GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
 def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
@@ -140,7 +142,7 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     for product, count in collections.Counter(found).items():
         (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
     reached = {product.path for product in quantized}
-    unreached = tuple(path for path in paths if (path or MODEL) not in reached)
+    unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
     return Report(tuple(quantized), tuple(left), unreached)
 
 
@@ -150,15 +152,20 @@ def _is_float(x: Any) -> bool:
 
 
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:
-    """The products of a forward and backward pass without those of the forward pass."""
-    remaining = collections.Counter(dataclasses.replace(p, part="backward") for p in forward)
+    """The products of a forward and backward pass without those of the forward pass.
+
+    Beside f itself, a custom_vjp has a function for its value under derivatives: lines may differ.
+    """
+    remaining = collections.Counter((p.path, p.operands) for p in forward)
     kept = []
-    for product in both:
-        as_forward = dataclasses.replace(product, part="backward")
-        if product.part in ("backward", "forward") and remaining[as_forward] > 0:
-            remaining[as_forward] -= 1
+    for product in sorted(both, key=lambda p: p.part != "forward"):
+        name = product.path, product.operands
+        if product.part in ("backward", "forward") and remaining[name] > 0:
+            remaining[name] -= 1
         elif product.part != "forward":
             kept.append(product)
+        elif product.reason:  # of the rule of a custom_jvp, say
+            kept.append(dataclasses.replace(product, part="backward"))
     return kept
 
 
@@ -172,7 +179,10 @@ def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
     yield from _walk(closed.jaxpr, "", part, None)
 
 
-def _walk(jaxpr: Any, stack: str, part: str, marked: Scope | None) -> Iterator[Product]:
+def _walk(
+    jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = ""
+) -> Iterator[Product]:
+    """The products of a jaxpr; `around` is what it is inside of, if its products stay there."""
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = eqn.primitive.name
@@ -184,13 +194,23 @@ def _walk(jaxpr: Any, stack: str, part: str, marked: Scope | None) -> Iterator[P
                 reason = BY_RECIPE if marked.label == _WIDE else ""
                 yield Product(marked.path, "forward", marked.label, reason)
             else:
-                yield _left(eqn, place, part)
+                yield _left(eqn, place, part if "transpose(" in here else "forward", around)
         else:
             inside = marked
             if eqn.params.get("name") == MARKER:
                 inside = Scope("", "") if place is None else place
+            outer = _OPAQUE.get(name, around)
             for inner in inner_jaxprs(eqn):
-                yield from _walk(inner, here, part, inside)
+                yield from _walk(inner, here, part, inside, outer)
+
+
+# Functions whose products no wrap replaces: their derivatives, or their meshes, are the user's own.
+_OPAQUE = {
+    "custom_vjp_call": "custom_vjp",
+    "custom_vjp_call_jaxpr": "custom_vjp",
+    "custom_jvp_call": "custom_jvp",
+    "shard_map": "shard_map",
+}
 
 
 def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
@@ -202,21 +222,31 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
     if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
         return
     recipe = facts.plan.recipe
+    forward = [] if place is None else place.label.split(" x ")
     for side in facts.sides:
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
-        label = " x ".join("wide" if operand is None else str(operand) for operand in pair)
+        labels = ["wide" if operand is None else str(operand) for operand in pair]
+        # Dgrad takes rhs and wgrad lhs as the forward product did, where that was none of its own.
+        other = 1 - side
+        if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
+            labels[other] = forward[other]
+        label = " x ".join(labels)
         reason = BY_RECIPE if label == _WIDE else ""
         yield Product("" if place is None else place.path, part, label, reason)
 
 
-def _left(eqn: Any, place: Scope | None, part: str) -> Product:
+def _left(eqn: Any, place: Scope | None, part: str, around: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
     is_integer = not all(_is_float(x.aval) for x in eqn.invars[:2])
     if place is not None and place.is_left:
         reason = BY_RULE
     elif is_integer:
         reason = f"{BY_RULE}: integers are not rounded"
+    elif around:
+        reason = f"inside of {around}: call qtoolkit.dot_general there, with a recipe"
+    elif part == "backward":
+        reason = "derivative of what is left, or of a custom_vjp"
     else:
         reason = "computed by itself, in no wrapped layer"
     path = "" if place is None else place.path

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
+from jax.extend.source_info_util import user_context
 
 from qtoolkit.products._bilinear import Bilinear, RaggedDot
 from qtoolkit.products._functions import conv_function, dot_function
@@ -192,7 +193,8 @@ def _evaluate(
     values.update(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        with eqn.ctx.manager, _scopes(eqn):
+        # The line where it was first traced, which reports and errors show.
+        with user_context(eqn.source_info.traceback), eqn.ctx.manager, _scopes(eqn):
             outs = _equation(eqn, operands, multiply)
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -59,7 +59,10 @@ class Site:
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
             recipe = self.recipe.swapped() if is_swapped else self.recipe
-            named_scope = jax.named_scope(scope(self.path, recipe))
+            stored = [
+                f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else "" for x in (lhs, rhs)
+            ]
+            named_scope = jax.named_scope(scope(self.path, recipe, stored))
         with named_scope:
             return quantized_product(
                 named,
@@ -213,13 +216,21 @@ class Scope(NamedTuple):
 _ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
 
 
-def scope(path: str, recipe: Recipe | None) -> str:
-    """The name of a layer's products in a program, None for one that is left."""
+STORED = "stored"
+
+
+def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) -> str:
+    """The name of a layer's products in a program, None for one that is left.
+
+    Args:
+      stored: What lhs and rhs are, where they come as codes, whatever the recipe says.
+    """
     # A "/" would be a scope of its own, "(" the mark of a transformation.
     named = "".join(_ESCAPES.get(letter, letter) for letter in path) or "."
     if recipe is None:
         return f"{LEFT}{named}|"
-    label = " x ".join("wide" if o is None else str(o) for o in recipe.forward)
+    pairs = zip(stored, recipe.forward, strict=True)
+    label = " x ".join(what or ("wide" if o is None else str(o)) for what, o in pairs)
     return f"{SCOPE}{named}|{label}|"
 
 

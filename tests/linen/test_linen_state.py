@@ -217,3 +217,28 @@ def test_layers_with_a_recipe_of_their_own():
     expected = np.asarray(X.astype(jnp.bfloat16)).astype(ml_dtypes.float8_e4m3fn)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.quick
+def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
+    """Histories of as many steps are magnitudes still; others are another recipe's."""
+    moved = after(variables, X)
+    again = wrap(DENSE, Recipe(Operand("e5m2", scaling=Delayed(history=3)), "e5m2"))
+    history = kept(moved)["history"]
+    assert history[1, 0] > 0
+    y = again.apply(moved, X)
+    kernel = np.asarray(moved["params"]["kernel"])
+    scales = [history[side].max() / 57344 for side in (0, 1)]
+    pairs = zip((X, kernel), scales, strict=True)
+    wanted = [cast(a, s, ml_dtypes.float8_e5m2, 57344) for a, s in pairs]
+    np.testing.assert_allclose(y, wanted[0] @ wanted[1], rtol=1e-5, atol=1e-5)
+    longer = wrap(DENSE, Recipe(Operand("e4m3fn", scaling=Delayed(history=5))))
+    with pytest.raises(ValueError, match=r"a history of 3 steps, expected 5.*wrapped\.init"):
+        longer.apply(moved, X)
+    fresh = {**moved, "qtoolkit": longer.init(KEY, X)["qtoolkit"]}
+    assert kept(fresh)["history"].shape == (3, 5)
+    longer.apply(fresh, X)
+    current = wrap(DENSE, Recipe())
+    np.testing.assert_array_equal(
+        current.apply(moved, X), current.apply({"params": moved["params"]}, X)
+    )

@@ -266,6 +266,36 @@ def test_modules_that_change_state_while_they_compute():
     assert not np.array_equal(first != 0, second != 0)  # dropout drew twice
 
 
+class Cache(nnx.Module):
+    def __init__(self):
+        self.seen = nnx.Variable(jnp.zeros_like(x))
+
+
+class Caching(nnx.Module):
+    """Writes a cache that it is called with, as decoders of public models do, and returns it."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.eye(16) * 0.3)
+
+    def __call__(self, x, cache, scale):
+        cache.seen[...] = cache.seen[...] + x @ self.kernel[...]
+        return cache.seen[...] * scale[...], cache
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "run", [lambda model, *args: model(*args), nnx.jit(lambda m, *a: m(*a)[0])]
+)
+def test_modules_and_variables_among_the_arguments_are_state(run):
+    model, scale = qt.nnx.wrap(Caching()), nnx.Variable(jnp.float32(2))
+    cache, once = Cache(), model(x, Cache(), scale)[0] / 2
+    run(model, x, cache, scale)
+    out = run(model, x, cache, scale)
+    np.testing.assert_allclose(cache.seen[...], 2 * once, rtol=1e-6)
+    assert not isinstance(out, tuple) or out[1] is cache
+    assert len(qt.nnx.report(model, x, cache, scale).quantized) == 3
+
+
 def test_results_that_are_no_arrays():
     class Talking(nnx.Module):
         def __init__(self):
@@ -338,6 +368,53 @@ class Outside(nnx.Module):
 
     def __call__(self, x):
         return self.function(self.linear(x), self.kernel[...])
+
+
+@jax.custom_vjp
+def own_derivative(x, kernel):
+    return x @ kernel
+
+
+def _value(x, kernel):
+    return x @ kernel, (x, kernel)
+
+
+own_derivative.defvjp(_value, lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
+
+
+def on_a_mesh(x, kernel):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    specs = {"in_specs": (jax.P("d"), jax.P()), "out_specs": jax.P("d")}
+    return jax.shard_map(lambda x, kernel: x @ kernel, mesh=mesh, **specs)(x, kernel)
+
+
+class Calling(nnx.Module):
+    """Calls a function in a method whose code names a product, so that it is rewritten."""
+
+    def __init__(self, function):
+        self.kernel = nnx.Param(jnp.eye(16))
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x, self.kernel[...]) @ self.kernel[...]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("function", "within"), [(own_derivative, "custom_vjp"), (on_a_mesh, "shard_map")]
+)
+@pytest.mark.parametrize(
+    ("kind", "done", "path"), [(Outside, "linear", ""), (Calling, "(model)", "(model)")]
+)
+def test_a_product_in_a_function_that_is_run_as_it_is(function, within, kind, done, path):
+    """Oracle: by hand, one product forward and two backward."""
+    report = qt.nnx.report(qt.nnx.wrap(kind(function)), x)
+    assert [p.path for p in report.quantized] == [done] * 3
+    assert {p.path for p in report.left} == {path}
+    (forward,) = (p for p in report.left if p.part == "forward")
+    assert forward.reason.startswith(f"inside of {within}: call qtoolkit.dot_general there")
+    assert sum(p.count for p in report.left) == 3
+    assert all(p.where.startswith("test_coverage.py:") for p in report.left)
 
 
 def test_what_is_left_is_in_the_report_with_its_line():

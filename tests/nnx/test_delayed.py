@@ -397,3 +397,44 @@ def test_keys_advance_once_a_step(x):
     _, second = step(model, x)
     assert int(kept(model).key[...][1]) == 2
     assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
+
+
+@pytest.mark.quick
+def test_wrapped_again_histories_go_on_and_nothing_stale_stays(x):
+    """Magnitudes are those of the arrays, whatever the recipe rounds them to."""
+    first = qt.nnx.wrap(Net(), DELAYED)
+    step(first, x)
+    before = np.asarray(kept(first.a).history[...])
+    e5m2 = Operand(qt.BlockFormat.tensor("e5m2"), scaling=Delayed(4, margin=1))
+    second = qt.nnx.wrap(first, Recipe(e5m2))
+    np.testing.assert_array_equal(kept(second.a).history[...], before)
+    assert before[:, 0].all()
+    step(second, 2 * x)  # each model has a history of its own
+    assert np.asarray(kept(second.a).history[...])[0, 0] == 2 * before[0, 0]
+    np.testing.assert_array_equal(kept(first.a).history[...], before)
+    longer = Operand(qt.BlockFormat.tensor("e5m2"), scaling=Delayed(8))
+    assert not np.any(kept(qt.nnx.wrap(first, Recipe(longer)).a).history[...])
+    plain = qt.nnx.wrap(first, CURRENT)
+    assert not jax.tree.leaves(nnx.state(plain, qt.nnx.ScalingState))
+    np.testing.assert_array_equal(plain(x), qt.nnx.wrap(Net(), CURRENT)(x))
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(11, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.embed.attend(x)
+
+
+def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
+    x = x[:, :8]
+    delayed = qt.nnx.wrap(Tied(), DELAYED)
+    jax.block_until_ready(step(delayed, x))
+    assert jax.tree.leaves(nnx.state(delayed, qt.nnx.ScalingState))
+    plain, once = qt.nnx.wrap(delayed, CURRENT), qt.nnx.wrap(Tied(), CURRENT)
+    assert nnx.graphdef(plain) == nnx.graphdef(once)
+    np.testing.assert_array_equal(plain(x), once(x))
+    left = qt.nnx.wrap(Net(), qt.Rules({"a": CURRENT}))
+    both = qt.nnx.wrap(left, CURRENT)
+    assert nnx.graphdef(both) == nnx.graphdef(qt.nnx.wrap(Net(), CURRENT))

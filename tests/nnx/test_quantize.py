@@ -164,6 +164,23 @@ def test_the_report_shows_stored_kernels():
     found = qt.nnx.report(qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS), X)
     forward = [product.path for product in found.quantized if product.part == "forward"]
     assert sorted(forward) == ["layers/0", "layers/1"]
+    stored = (
+        f"{qt.nnx.quantize(Small(nnx.Rngs(0)), WEIGHTS).layers[0].kernel[...].spec.name}, stored"
+    )
+    assert {p.operands.split(" x ")[1] for p in found.quantized if p.part != "wgrad"} == {stored}
+
+
+@pytest.mark.quick
+def test_the_report_shows_learned_operands_in_every_product():
+    model = qt.nnx.wrap(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
+    qt.nnx.start_scales(model, X)
+    learned = "int4 by tensor, learned"
+    shown = {p.part: p.operands for p in qt.nnx.report(model, X).quantized}
+    assert shown == {
+        "forward": f"{learned} x {learned}",
+        "dgrad": f"wide x {learned}",
+        "wgrad": f"{learned} x wide",
+    }
 
 
 class Own(nnx.Module):

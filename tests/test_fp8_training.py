@@ -1,0 +1,61 @@
+"""The experiment `fp8_training`: its command, that it goes on where it was, and its table."""
+
+import fp8_training
+import numpy as np
+import pytest
+import typer
+from benchmarks._results import load, paired_gaps, text_of_gaps
+from typer.testing import CliRunner
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(fp8_training.main)
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def images(monkeypatch):
+    """In place of those of scikit-learn, which the tests do without."""
+    draw = np.random.default_rng(0)
+    found = draw.random((24, 8, 8)), draw.integers(0, 10, 24), 20, "noise"
+    monkeypatch.setattr(fp8_training, "load_images", lambda: found)
+
+
+def test_a_quick_run_is_stored_and_not_repeated(images, monkeypatch, tmp_path):
+    plot = tmp_path / "gaps.png"
+    command = ["--quick", "--model", "cnn", "--recipe", "te_current", "--seeds", "1"]
+    command += ["--results", tmp_path, "--plot", plot]
+    first = run(*command)
+    _, *rows = load(tmp_path / "fp8_training.jsonl")
+    assert [row["recipe"] for row in rows] == ["float32", "bfloat16", "te_current"]
+    wide, half, quantized = (np.array(row["losses"]) for row in rows)
+    assert wide[-1] < wide[0]
+    assert len({tuple(losses) for losses in (wide, half, quantized)}) == 3
+    np.testing.assert_allclose(quantized, wide, rtol=0.05)
+    assert f"{quantized.mean() / half.mean() - 1:+.3%}" in first.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(fp8_training, "trained", None)  # would fail where it is called
+    assert run(*command).output == first.output[first.output.index("###") :]
+
+
+def test_unknown_names():
+    assert "'mlp', expected one of transformer, cnn" in run("--model", "mlp").output
+    assert run("--recipe", "fp7").exit_code == 2
+
+
+@pytest.mark.quick
+def test_gaps_are_paired_by_seed():
+    """By hand: 2.2 / 2 and 3.3 / 3; the mean of the losses alone would hide that."""
+    losses = {("bfloat16", 0): 2.0, ("bfloat16", 1): 3.0, ("te_current", 0): 2.2}
+    losses |= {("te_current", 1): 3.3, ("int8_qat", 1): 3.0}
+    rows = [
+        {"model": "cnn", "recipe": r, "seed": s, "steps": 1, "data": "d", "losses": [9.0, *[x] * 5]}
+        for (r, s), x in losses.items()
+    ]
+    gaps = {gap["recipe"]: gap["to bfloat16"] for gap in paired_gaps(rows)["cnn"]}
+    np.testing.assert_allclose(gaps["te_current"], [0.1, 0.1])
+    assert gaps["int8_qat"] == [0.0]
+    text = text_of_gaps(rows)
+    assert "| te_current | 2.7500 | - | +10.000% | +10.000% | 2 | <= 0.5% | **missed** |" in text
+    assert "| int8_qat | 3.0000 | - | +0.000% | +0.000% | 1 |  |  |" in text
