@@ -7,6 +7,8 @@ import matplotlib.pyplot as plt
 import nbformat
 import notebook_pages
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 NOTEBOOKS = notebook_pages.notebooks()
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -80,16 +82,19 @@ def test_its_page_has_its_outputs_and_not_its_tests(path):
         assert png.startswith(b"\x89PNG")
 
 
+class Shell(InteractiveShell):
+    def enable_gui(self, gui=None):
+        """For `%matplotlib inline`, which has no loop of events."""
+
+
 @every_notebook
 def test_its_quick_setting_runs(path, tmp_path, monkeypatch):
     """In this process: a kernel of its own would load JAX anew, and compile what others did."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
 
     monkeypatch.setenv("QTOOLKIT_QUICK", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.chdir(tmp_path)
-    shell = InteractiveShell()
+    shell = Shell()
     try:
         with mpl.rc_context({"backend": "agg"}), capture_output():
             for cell in nbformat.read(path, as_version=4).cells:
