@@ -11,9 +11,13 @@ from _results import Recorder, load
 import qtoolkit as qt
 
 NAMES = results.EXPERIMENTS
+TRAINING = {"rounding_modes", "fp8_gradients", "qat"}  # each compiles for ten seconds and more
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES],
+)
 def test_its_quick_setting_bears_the_claims_out(name, tmp_path, capsys):
     experiment = importlib.import_module(name)
     more = {"seeds": 1} if "seeds" in inspect.signature(experiment.main).parameters else {}
