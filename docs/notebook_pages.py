@@ -55,12 +55,24 @@ def tidied(notebook: Any) -> Any:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             # Of stderr: JAX says there that it found no accelerator.
-            cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
+            cell.outputs = _joined([o for o in cell.outputs if o.get("name") != "stderr"])
             for output in cell.outputs:
                 output.get("metadata", {}).clear()
                 if "image/png" in output.get("data", {}):
                     output.data.pop("text/plain", None)  # an address in memory
     return notebook
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """What is printed in a row as one output; it arrives in parts, as the kernel flushes."""
+    joined: list[Any] = []
+    for output in outputs:
+        last = joined[-1] if joined else {}
+        if "name" in output and output["name"] == last.get("name"):
+            last["text"] += output["text"]
+        else:
+            joined.append(output)
+    return joined
 
 
 def page(path: Path) -> tuple[str, dict[str, bytes]]:
