@@ -12,8 +12,10 @@ images that it has not seen, in int4 and int8:
        the scale, and with learned scales (LSQ)
   wide the same model trained on for as many steps, unquantized: what the further steps alone do
 
-Claim: at 4 bits training on with learned scales gives a lower loss than either PTQ, on each seed;
-at 8 bits there is little to gain: PTQ by the largest magnitude is within 2 % of float32's loss.
+Claim: at 4 bits training on with learned scales gives a lower loss than either PTQ, on each of
+three seeds. Seen with 600 steps (loss of PTQ by absmax, by mse, of LSQ): 0.154, 0.108, 0.098;
+0.174, 0.162, 0.117; 0.167, 0.151, 0.140. The further steps are part of that: unquantized they give
+0.092, 0.123, 0.122. Of 8 bits nothing is claimed; the table has them beside it.
 """
 
 from typing import Annotated
@@ -128,18 +130,12 @@ def main(
         row["int4: QAT, LSQ"][0] < min(row["int4: PTQ, absmax"][0], row["int4: PTQ, mse"][0])
         for row in found.values()
     )
-    gap = max(abs(row["int8: PTQ, absmax"][0] / row["float32"][0] - 1) for row in found.values())
     with Recorder("qat", out, quick) as recorder:
         recorder.figures(f"unseen images, {steps} steps", rows)
         recorder.claim(
             "at 4 bits learned scales have a lower loss than either PTQ",
             f"{wins} of {seeds} seeds",
             wins == seeds,
-        )
-        recorder.claim(
-            "at 8 bits PTQ by absmax is within 2 % of float32's loss",
-            f"{gap:.2%} off at most",
-            gap < 0.02,
         )
 
 
