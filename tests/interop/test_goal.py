@@ -36,6 +36,7 @@ def test_a_converted_folder_keeps_its_perplexity_in_stock_transformers(tmp_path,
     monkeypatch.chdir(tmp_path)
     text = np.frombuffer("\n".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # products this small wait longer for threads than they take
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(  # SmolLM2's shape, small: tied embeddings, grouped heads
             vocab_size=256,
