@@ -1,4 +1,4 @@
-"""What mkdocs makes while it builds the site: the reference, the conformance page, explorer data.
+"""What mkdocs makes while it builds: the reference, conformance, notebooks, explorer data.
 
 None of it is kept in the repository, so it cannot be out of date. The pages of the reference follow
 from the public names of the packages, each of which stands on one of them.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import explorer_data
+import notebook_pages
 from mkdocs.structure.files import File
 
 import qtoolkit
@@ -21,19 +22,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_config(config: Any) -> Any:
-    """Puts the pages of the reference into the navigation."""
+    """Puts the pages of notebooks and reference into the navigation."""
     for entry in config["nav"]:
         if "Reference" in entry:
             entry["Reference"] = ["reference/index.md"]
             entry["Reference"] += [f"reference/{name}.md" for name in packages()]
+        if "Notebooks" in entry:
+            entry["Notebooks"] = [f"notebooks/{p.stem}.md" for p in notebook_pages.notebooks()]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    made = {f"reference/{name}.md": reference_page(name) for name in packages()}
+    made: dict[str, str | bytes] = {}
+    made.update({f"reference/{name}.md": reference_page(name) for name in packages()})
     made["reference/index.md"] = reference_index()
     made["conformance.md"] = (ROOT / "tests/conformance/README.md").read_text(encoding="utf-8")
     made["explorer/data.js"] = explorer_data.javascript()
+    for notebook in notebook_pages.notebooks():
+        made[f"notebooks/{notebook.stem}.md"], pictures = notebook_pages.page(notebook)
+        made.update({f"notebooks/{name}": png for name, png in pictures.items()})
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files

@@ -1,4 +1,4 @@
-"""What a benchmark measured: printed as tables, and stored as JSON lines with host, date, commit.
+"""What benchmarks and experiments found: printed, and stored as JSON lines with host, date, commit.
 
 The first line of a file says how its figures came about, every other one is a row of a table.
 `results.py` makes `experiments/RESULTS.md` from the files.
@@ -23,6 +23,10 @@ import typer
 Quick = Annotated[bool, typer.Option(help="Few runs, small arrays: does it work at all?")]
 Folder = Annotated[
     Path | None, typer.Option("--results", help="Where to store the results; nowhere if left out.")
+]
+Seed = Annotated[int, typer.Option(help="Of all random numbers.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder for the result; nowhere if left out.")
 ]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "torch", "onnxruntime", "openvino")
@@ -63,7 +67,7 @@ def faster_by(factor: float, *of: str) -> Promise:
 
 
 class Recorder:
-    """Prints the tables of one benchmark; at the end says what fell short, and stores all.
+    """Prints the tables of a benchmark or experiment; at the end says what fell short, stores all.
 
     Args:
       benchmark: Name of the file.
@@ -83,9 +87,13 @@ class Recorder:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             return
+        for row in self.rows:
+            if "holds" in row:
+                print(f"\n{claimed(row)}")
         verdicts = [(row, verdict) for row in self.rows for verdict in row.get("promises", ())]
         short = [(row, verdict) for row, verdict in verdicts if not verdict["holds"]]
-        print(f"\n{len(verdicts)} promises, {len(short)} that fall short")
+        if verdicts:
+            print(f"\n{len(verdicts)} promises, {len(short)} that fall short")
         for row, verdict in short:
             print(f"  {row['table']}: {row['row']}: {shown(verdict)}")
         if self.folder is not None:
@@ -136,6 +144,21 @@ class Recorder:
             print(f"\n{title}")
         print(f"  {name}: {compared:,} compared, {differ:,} differ")
         self.rows.append({"table": title, "row": name, "compared": compared, "differ": differ})
+
+    def figures(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """A table of figures of any kind, as texts under their headings; all rows have the same."""
+        print(f"\n{title}")
+        heads = list(next(iter(rows.values())))
+        first = max(map(len, rows))
+        widths = [max(len(head), *(len(row[head]) for row in rows.values())) for head in heads]
+        for name, cells in [("", heads), *((n, list(row.values())) for n, row in rows.items())]:
+            aligned = (f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+            print("  ".join([f"  {name:<{first}}", *aligned]))
+        self.rows += [{"table": title, "row": n, "figures": dict(row)} for n, row in rows.items()]
+
+    def claim(self, text: str, seen: str, holds: bool) -> None:
+        """What an experiment claims, what it saw, and whether that bears the claim out."""
+        self.rows.append({"table": "claims", "row": text, "seen": seen, "holds": bool(holds)})
 
     def memory(self, title: str, peaks: Mapping[str, int], yardstick: str) -> None:
         """A table of bytes, with the ratio to the yardstick's."""
@@ -251,6 +274,10 @@ def line_of(row: Mapping[str, Any], width: int) -> str:
 def shown(verdict: Mapping[str, Any]) -> str:
     word = "holds" if verdict["holds"] else "FALLS SHORT"
     return f"promised {verdict['promise']} x {verdict['of']}: {verdict['ratio']:.2f}, {word}"
+
+
+def claimed(row: Mapping[str, Any]) -> str:
+    return f"{'holds' if row['holds'] else 'DOES NOT HOLD'}: {row['row']}: {row['seen']}"
 
 
 def rounded(milliseconds: float) -> float:

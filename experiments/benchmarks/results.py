@@ -1,4 +1,4 @@
-"""Writes experiments/RESULTS.md from what the benchmarks stored in experiments/results.
+"""Writes experiments/RESULTS.md from what benchmarks and experiments stored in experiments/results.
 
 Command: python experiments/benchmarks/results.py   (both `make bench` and `make exhaustive` end so)
 """
@@ -12,13 +12,18 @@ from _results import ROOT, load, text_of_gaps
 from c_casts import NUMPY_HAS, ROUNDINGS
 
 FOLDER = ROOT / "experiments" / "results"
-ORDER = ("casts", "scales", "training", "import_time", "operators", "gpu")
+ORDER = ("casts", "scales", "training", "optim", "conversion", "import_time", "operators", "gpu")
+EXPERIMENTS = (
+    *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
+    "qat",
+)
 INTRODUCTION = """# Results
 
 Written by `python experiments/benchmarks/results.py` from `experiments/results/*.jsonl`, which the
 commands below store; not edited by hand. `make bench` runs all benchmarks, `make exhaustive
-MODES=all` compares every float32. Times are medians, beside them the middle half of the runs;
-ratios are of medians within one table.
+MODES=all` compares every float32, `python experiments/NAME.py --out experiments/results` runs one
+experiment. Times are medians, beside them the middle half of the runs; ratios are of medians within
+one table.
 """
 
 Row = dict[str, Any]
@@ -87,6 +92,10 @@ def tables_of(rows: Sequence[Row]) -> str:
             lines = [[r["row"], f"{r['compared']:,}", f"{r['differ']:,}"] for r in inside]
             parts.append(f"### {title}\n\n" + table(("what", "compared", "differ"), lines))
             continue
+        if "figures" in inside[0]:
+            lines = [[r["row"], *r["figures"].values()] for r in inside]
+            parts.append(f"### {title}\n\n" + table(("", *inside[0]["figures"]), lines))
+            continue
         if "peak_mib" in inside[0]:
             lines = [[r["row"], f"{r['peak_mib']:,}", *verdict_cells(r)] for r in inside]
             parts.append(f"### {title}\n\n" + table(("row", "MiB", "promise", ""), lines))
@@ -100,6 +109,23 @@ def tables_of(rows: Sequence[Row]) -> str:
         heads += (yardstick, "promise", "")
         parts.append(f"### {title}\n\n" + table(heads, map(timed_line, inside)))
     return "\n".join(parts)
+
+
+def claims(experiments: dict[str, tuple[Row, list[Row]]]) -> str:
+    lines = [
+        [name, row["row"], row["seen"], "holds" if row["holds"] else "**does not hold**"]
+        for name, (_, rows) in experiments.items()
+        for row in rows
+        if "holds" in row
+    ]
+    return "## Experiments\n\n" + table(("experiment", "claim", "seen", ""), lines)
+
+
+def sections(found: dict[str, tuple[Row, list[Row]]]) -> list[str]:
+    return [
+        f"## {name}\n\n{provenance(origin)}\n{tables_of([r for r in rows if 'holds' not in r])}"
+        for name, (origin, rows) in found.items()
+    ]
 
 
 def every_float32(origin: Row, rows: Sequence[Row]) -> str:
@@ -170,17 +196,18 @@ def main(
 ) -> None:
     page = results.parent / "RESULTS.md"
     stored = {path.stem: load(path) for path in sorted(results.glob("*.jsonl"))}
-    names = [name for name in ORDER if name in stored]
-    benchmarks = {name: (stored[name][0], stored[name][1:]) for name in names}
-    parts = [INTRODUCTION, summary(benchmarks), shortfalls(benchmarks)]
+    benchmarks, experiments = (
+        {name: (stored[name][0], stored[name][1:]) for name in names if name in stored}
+        for names in (ORDER, EXPERIMENTS)
+    )
+    parts = [INTRODUCTION]
+    parts += [summary(benchmarks), shortfalls(benchmarks)] if benchmarks else []
+    parts += [claims(experiments)] if experiments else []
     for name, section in SECTIONS.items():
         if name in stored:
             origin, *rows = stored[name]
             parts.append(section(origin, rows))
-    parts += [
-        f"## {name}\n\n{provenance(origin)}\n{tables_of(rows)}"
-        for name, (origin, rows) in benchmarks.items()
-    ]
+    parts += sections(benchmarks) + sections(experiments)
     page.write_text("\n".join(parts), encoding="utf-8")
     print(f"{page}: {len(stored)} results")
 

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.browser
 playwright = pytest.importorskip("playwright.sync_api", reason="make docs-test installs it")
 
 SITE = Path(__file__).parents[2] / "build" / "site"
-PAGES = ("index.html", "concepts/rounding.html", "reference/casts.html", "explorer.html")
+PAGES = (
+    *("index.html", "concepts/rounding.html", "reference/casts.html", "explorer.html"),
+    "notebooks/04_block_formats.html",
+)
 PHONE = {"width": 390, "height": 844}
 FORMATS = (
     *("e4m3fn", "e5m2", "e4m3fnuz", "e4m3_ieee", "e2m1fn", "e8m0fnu", "ue4m3", "float16"),
