@@ -698,6 +698,7 @@ def on_one_device():
     return draw_all(jnp.asarray(ON_MESHES), jnp.asarray(GIVEN))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_draw_what_one_draws(on_one_device, kind):

@@ -52,6 +52,7 @@ MADE = {
 DIRECTED = [v for v in VARIANTS if v[0] not in ("toward_zero", "nearest_away")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MADE)
 def test_user_made_tables_equal_the_exact_oracle(name):
     """float32 marks +-1 ulp and all 2**16 bfloat16 inputs, against the comparing oracle."""

@@ -30,6 +30,7 @@ def assert_equal(got, expected):
     np.testing.assert_array_equal(np.asarray(got), expected, strict=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_length_up_to_three_groups(bits):

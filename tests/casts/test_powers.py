@@ -90,6 +90,7 @@ def test_every_16_bit_number_is_itself_in_float32(name):
     np.testing.assert_array_equal(np.signbit(got), np.signbit(expected))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["e8m0fnu", "e4m3fn", "e5m2", "bfloat16", "float16", "ue4m3"])
 def test_what_is_stored_comes_back(name):
     fmt = qt.format(name)

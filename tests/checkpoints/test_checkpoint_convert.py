@@ -331,6 +331,7 @@ def test_sqnr_of_unscaled_formats_at_any_magnitude(tmp_path, magnitude):
 RULES = Rules({"^a": "e5m2", "kernel$": "int8", "keep": None, "^d": "bfloat16"}, default="e4m3fn")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 def test_by_rules_every_tensor_is_as_if_it_were_alone(tmp_path, scaling):
     """Oracle: files of one tensor and one format, and NumPy for the shapes that those skip."""

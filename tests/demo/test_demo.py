@@ -77,6 +77,7 @@ def test_text_for_validation_is_kept_apart(corpus):
     assert training.decode().count("Python") > 100  # it is text
 
 
+@pytest.mark.exhaustive
 def test_both_models_start_alike_and_see_the_same_batches(corpus):
     nothing = Recipe(forward=None, gradient=None)
     pair = demo.train_pair(corpus, nothing, steps=2, seed=3)

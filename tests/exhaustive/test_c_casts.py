@@ -99,6 +99,7 @@ def test_the_c_oracle_equals_the_integer_oracle_in_other_formats(spec):
     assert_same_variants(all_codes(x, fields_of(spec)), every_code(x, spec), x)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", [*FORMATS, *OTHERS])
 def test_the_c_oracle_equals_rational_arithmetic(name):
     spec = OTHERS[name] if name in OTHERS else spec_of(name)
@@ -134,6 +135,7 @@ def test_the_c_oracle_decodes_every_code(name):
 # --- qt.encode and qt.round_to_format -------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", NUMPY_HAS)
 def test_encode_equals_the_c_oracle(name):
     """2**20 patterns a prime apart and all edges of the format, in all 18 variants."""

@@ -411,6 +411,7 @@ SECOND = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [Ramp(0.25), DSQ(), ReSTE()], ids=repr)
 def test_second_derivatives_differentiate_the_slope(rule):
     x = np.asarray([0.31, -2.1, 5.22, 7.2, -7.9, 20.0], np.float32)

@@ -648,6 +648,7 @@ def swish(z):
     return z / (1 + np.exp(-z))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fmt", ["uint2", "int4", "e2m1fn"])
 def test_lsq_plus_scale_offset_of_activations(fmt):
     """Oracle: the range in float64; then a grid search around what the fit found."""

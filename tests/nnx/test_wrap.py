@@ -129,6 +129,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     assert not np.array_equal(wrapped(x), attention(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_rounded_from_their_own_dtype(layer, x):
     """Float32 parameters of a bfloat16 layer: the oracle rounds the float32 ones, by ml_dtypes."""

@@ -65,6 +65,7 @@ def test_every_16_bit_input_to_e8m0(source, saturate, round_mode):
     assert_codes(got, wanted, "FLOAT8E8M0", x)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("source", ["FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("target", [*INTEGERS, "BOOL", "FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"])
 def test_every_16_bit_input_to_the_other_types(source, target):
@@ -74,6 +75,7 @@ def test_every_16_bit_input_to_the_other_types(source, target):
     assert_codes(got, expected(wide(x), target), target, x)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("source", NARROW)
 def test_every_code_of_the_narrow_types_to_every_type(source):
     x = every_code(source)
@@ -95,6 +97,7 @@ def test_every_code_of_the_narrow_types_to_every_type(source):
             assert_codes(got, expected(numbers, name, integers=integers), name, x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("source", ["INT16", "UINT16", "INT32", "UINT32", "INT64", "UINT64"])
 def test_integers_keep_their_low_bits_and_floats_are_rounded_once(source):
     info = np.iinfo(DTYPES[source])
@@ -139,6 +142,7 @@ def test_one_rounding_or_the_two_of_the_reference_evaluator(x, to, words, exact,
 REFERENCE = ("BFLOAT16", "FLOAT16", "FLOAT", *FLOAT8, "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("target", REFERENCE)
 @pytest.mark.parametrize("source", [np.float64, np.int64, np.uint32])
 def test_reference_arithmetic_is_that_of_the_reference_evaluator(source, target):

@@ -59,6 +59,7 @@ def test_openvino_arithmetic_has_the_bits_of_the_core(source, target):
 # "exact": to nearest even, once.
 
 
+@pytest.mark.sample(7)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*FLOATS, "f8e8m0"])
 @pytest.mark.parametrize("source", [*HALVES, np.float32])
@@ -117,6 +118,7 @@ def test_exact_floats_to_integers(source, target):
     assert (got[np.isnan(wide)] == 0).all()
 
 
+@pytest.mark.sample(21)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*INTEGERS, *FLOATS, "boolean"])
 @pytest.mark.parametrize("source", ["i8", "u8", "i16", "u16", "i32", "u32", "boolean"])

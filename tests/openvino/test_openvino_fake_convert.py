@@ -54,6 +54,7 @@ def exact(x, scale, shift, destination):
     return q / scale
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("destination", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,6 +128,7 @@ def test_openvino_arithmetic_has_the_known_defects():
     assert np.signbit(value(-0.0, jnp.float32, "f8e5m2")) == np.signbit(0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("destination", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,6 +190,7 @@ def test_empty_data():
 # Derivatives.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shifted", [False, True])

@@ -122,6 +122,7 @@ def _exponent(amax, largest, rule):
     return next(e for e in range(-127, 128) if amax <= largest * Fraction(2) ** e)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -136,6 +137,7 @@ def test_absmax_is_the_largest_of_all_batches(name, dtype):
     assert (state.count, state.bad) == (4, 0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_takes_the_scales(name):
     """Of one batch, absmax finds what `quantize` itself finds: the same codes, the same numbers."""
@@ -145,6 +147,7 @@ def test_quantize_takes_the_scales(name):
     same(quantize(x, fmt, **given), quantize(x, fmt))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("cls", "name"), [*((cls, "nvfp4") for cls in SYMMETRIC), (MSE, "mxfp4 floor")]
 )
@@ -367,6 +370,7 @@ def candidates(fmt, amax):
     return amax * np.exp2(-steps).astype(F32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("element", "scale"),
     [("int8", "float32"), ("int4", "float32"), ("e4m3fn", "float32"), ("e2m1fn", "e8m0fnu")],
@@ -539,6 +543,7 @@ def ids(case):
     return case.__name__ if isinstance(case, type) else case.name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
 def test_eager_jit_scan_and_vmap_agree(cls, fmt):
     xs = batches()
@@ -586,6 +591,7 @@ def test_bad_batches_only_count_as_bad(cls, fmt, poison):
     same(dataclasses.replace(only, bad=clean.bad), new(cls, fmt))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
 def test_one_where_nothing_is_known(cls, fmt):
     start = new(cls, fmt)
@@ -736,6 +742,7 @@ def coarse(cls, fmt, shape):
     return cls.of(fmt, shape, **({"bins": Bins(mantissa_bits=3)} if hasattr(cls, "bins") else {}))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", range(len(OBSERVED)))
 def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
@@ -749,6 +756,7 @@ def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
 
 
 # mxfp4 has other scales in other rows, hence on other devices: there is nothing to merge.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("cls", "fmt"), [c for c in OBSERVED if c[1].scale_shape((4, 64))[0] == 1])
 def test_merge_across_devices_is_merge(cls, fmt):
     """Inside `shard_map`."""

@@ -65,6 +65,7 @@ def check(got, x, q):
     np.testing.assert_array_equal(got.histogram, counts)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [(spec, "float32") for spec in SPECS] + [("nvfp4", "bfloat16"), ("e4m3fn", "float16")],
@@ -168,6 +169,7 @@ def test_what_is_exact_zero_or_nowhere_finite():
     assert gone.max_error == 2
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("element", "lowest", "highest"),
     [

@@ -56,6 +56,7 @@ def _data(dtype, shape=(5, 6, 7)):
     return x.astype(DTYPES[dtype])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), (-1, 0), (0, 1, 2), ()])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_amax_is_over_the_finite_elements(dtype, axis):
@@ -80,6 +81,7 @@ def test_amax_of_each_row_alone(dtype):
     same_bits(by_axis, numpy_amax(x, 1))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "axis"), [((0,), None), ((3, 0), 1), ((3, 0), 0), ((0, 4), 0), ((2, 0, 3), (1, 2))]
@@ -119,6 +121,7 @@ def _amaxes():
     return np.concatenate([pattern.view(np.float32), np.array(edges, np.float32)])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_scale_is_the_ieee_quotient(name):
@@ -170,6 +173,7 @@ def _pairs(count=2**16):
     return x, scale.astype(np.float32)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["elementwise", "scalar", "rows", "columns"])
 def test_scaled_is_one_division(shape, dtype):
