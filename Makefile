@@ -22,12 +22,12 @@ lint: $(VENV)/.stamp-dev  ## ruff and mypy
 
 # MODES=all compares with a C oracle in all modes and saturations: needs a C compiler, takes an hour,
 # goes on where it was interrupted, and writes experiments/RESULTS.md.
-exhaustive: $(VENV)/.stamp-dev  ## every float32 input, against ml_dtypes; minutes
+exhaustive: $(VENV)/.stamp-dev  ## what `make test` leaves out: all cases, every float32 input
 ifeq ($(MODES),all)
 	$(BIN)/python experiments/benchmarks/every_float32.py $(ARGS)
 	$(BIN)/python experiments/benchmarks/results.py
 else
-	$(BIN)/python -m pytest -m exhaustive -s $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m exhaustive $(ARGS)
 endif
 
 # Loaders of converted checkpoints: torch, transformers, compressed-tensors, in an environment of
