@@ -1,7 +1,7 @@
 """What `astype` to FP8 does to gradients, beside estimators and a scaled recipe.
 
 Command: python experiments/fp8_gradients.py [--seed 0] [--out experiments/results] [--quick]
-Needs: pip install 'qtoolkit[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
+Needs: pip install '.[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
 
 The classifier of qat.py, trained for some steps in float32; then one gradient of its mean loss,
 with all operands of its three products in E4M3, compared with float32's on the same images. JAX's

@@ -2,7 +2,7 @@
 
 Command: python experiments/fp8_training.py [--steps 400] [--seeds 3] [--model cnn ...]
     [--recipe te_current ...] [--results experiments/results] [--plot gaps.png] [--quick]
-Needs: pip install 'qtoolkit[experiments]' (scikit-learn for its digits; matplotlib for --plot).
+Needs: pip install '.[experiments]' (scikit-learn for its digits; matplotlib for --plot).
 Aim: the mean gap of an FP8 recipe to bfloat16 in validation loss (each loss the mean of the last
 five of twenty evaluations) is at most 0.5 %, that of nvfp4 at most 3 %.
 

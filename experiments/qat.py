@@ -1,7 +1,7 @@
 """Scales of 4 and 8 bits on scikit-learn's digits: by largest magnitude, by least error, learned.
 
 Command: python experiments/qat.py [--seed 0] [--seeds 3] [--out experiments/results] [--quick]
-Needs: pip install 'qtoolkit[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
+Needs: pip install '.[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
 
 For each seed a float32 classifier (64-48-48-10) is trained, and then compared on a third of the
 images that it has not seen, in int4 and int8:

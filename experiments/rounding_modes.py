@@ -1,7 +1,7 @@
 """A trained classifier of digits in small formats, rounded in five ways, without any scale.
 
 Command: python experiments/rounding_modes.py [--seed 0] [--out experiments/results] [--quick]
-Needs: pip install 'qtoolkit[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
+Needs: pip install '.[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).
 
 The classifier of qat.py is rounded after training, in two ways: the operands of each product alone,
 summed in float32; and the operands and every partial sum, as in an accumulator of the format.

@@ -116,7 +116,7 @@ def language_model(width: int, tokens: int) -> tuple[nnx.Module, Any, jax.Array]
 def by_qwix(model: nnx.Module, inputs: jax.Array) -> nnx.Module | None:
     """A copy whose products qwix quantizes; None where it is not installed."""
     if importlib.util.find_spec("qwix") is None:
-        print("(no row of qwix: not installed; pip install 'qtoolkit[bench]')")
+        print("(no row of qwix: not installed; pip install '.[bench]')")
         return None
     import qwix
 

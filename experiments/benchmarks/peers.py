@@ -225,7 +225,7 @@ def usable(peers: tuple[Peer, ...], size: int) -> Iterator[Peer]:
         if missing:
             print(
                 f"(no row {peer.name!r}: {' and '.join(missing)} not installed; "
-                "pip install 'qtoolkit[bench]')"
+                "pip install '.[bench]')"
             )
         elif peer.slow and size > 2**20:
             print(f"(no row {peer.name!r} at {size:,} elements: see 2^20)")

@@ -23,8 +23,7 @@ class GgufFile(ArraySource):
             from gguf.quants import dequantize
         except ImportError as error:
             raise CheckpointError(
-                f"{path}: a GGUF file, which the package gguf reads; install it: "
-                "pip install 'qtoolkit[gguf]'"
+                f"{path}: a GGUF file, which the package gguf reads; write pip install gguf"
             ) from error
         try:
             reader = GGUFReader(str(path))

@@ -220,7 +220,7 @@ class _Remote:
             self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise CheckpointError(
-                f"{url}: {error}; install what reads it: pip install 'qtoolkit[remote]'"
+                f"{url}: {error}; install what reads it, for s3:// pip install s3fs"
             ) from error
         except ValueError as error:
             raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error

@@ -104,9 +104,6 @@ def _print_page(name: str) -> None:
         typer.echo(line)
 
 
-_INSTALL_PLOTS = "pip install 'qtoolkit[plots]'"
-
-
 @app.command()
 def report(
     file: Annotated[
@@ -139,7 +136,7 @@ def report(
                 found.plot(plot)
             except ImportError as error:
                 raise failure(
-                    "no picture: matplotlib is missing; pip install 'qtoolkit[plots]'", 1
+                    "no picture: matplotlib is missing; pip install matplotlib", 1
                 ) from error
 
 

@@ -182,9 +182,7 @@ def _plot(
     console: Console, folder: Path, pair: TrainingPair, report: checkpoints.Report, results: Results
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        console.print(
-            "no plots: matplotlib is missing; pip install 'qtoolkit[plots]'", markup=False
-        )
+        console.print("no plots: matplotlib is missing; pip install matplotlib", markup=False)
         return
     from qtoolkit.plots import loss_curves, weight_errors
 

@@ -4,8 +4,7 @@ try:
     import matplotlib as mpl  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "qtoolkit.plots: matplotlib is not installed, expected the extra `plots`; write "
-        "pip install 'qtoolkit[plots]'",
+        "qtoolkit.plots: matplotlib is not installed; write pip install matplotlib",
         name=error.name,
     ) from error
 

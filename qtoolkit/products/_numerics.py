@@ -189,7 +189,7 @@ class Numerics:
         """Writes a PNG: SQNR, saturated and flushed elements, layers by operands.
 
         Raises:
-          ImportError: matplotlib is missing; install qtoolkit[plots].
+          ImportError: matplotlib is missing; pip install matplotlib.
         """
         from qtoolkit.plots import numerics_map
 

@@ -331,5 +331,5 @@ def test_what_is_not_read_from_urls():
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(CheckpointError, match=r"s3://bkt/x: .*pip install 'qtoolkit\[remote\]'"):
+    with pytest.raises(CheckpointError, match=r"s3://bkt/x: .*pip install s3fs"):
         load("s3://bkt/x")

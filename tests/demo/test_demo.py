@@ -100,7 +100,7 @@ def test_parameters_and_restore_are_inverse():
 def test_without_matplotlib_it_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _demo._plot(Console(), tmp_path, None, None, None)
-    assert "pip install 'qtoolkit[plots]'" in capsys.readouterr().out
+    assert "pip install matplotlib" in capsys.readouterr().out
 
 
 @pytest.mark.quick
