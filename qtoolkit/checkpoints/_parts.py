@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ _PLAN = "plan.json"
 _MAX_JSON = 2**30
 _SAMPLED = 1024  # tensors of a source
 _SAMPLE = 1024  # bytes of each
+_MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
 # What a plan is made of, and how a message says that it differs.
 _DIFFERENCES = {
@@ -175,7 +177,7 @@ def write_folder(
         left but whole files, of shards or of an earlier run of the same plan.
     """
     cut = shards(plan.tensors, limit)
-    job = _job(source, plan, cut, report)
+    job = _job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
     place = _Place.of(path)
     own = _folders(job)
     with _sweeping(place):
@@ -184,6 +186,8 @@ def write_folder(
         check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
         there = place.plan()
         is_new = there is None or there.get("made") != job["made"]
+        if is_new:
+            _check_other(place, there, job, overwrite, shard)
         try:
             if is_new:
                 _begin(place, there, job, overwrite, shard)
@@ -285,7 +289,7 @@ def _digest(*texts: str) -> str:
 
 
 def _source_digest(source: Folder) -> str:
-    """A sum of the headers, of samples of the weights, and of the names of the other files."""
+    """A sum of the headers, of samples of the weights, and of the other files."""
     infos = [info for info in source.tensors.values() if info.nbytes]
     step = max(len(infos) / _SAMPLED, 1)
     chosen = [infos[int(i * step)] for i in range(min(len(infos), _SAMPLED))]
@@ -300,7 +304,21 @@ def _source_digest(source: Folder) -> str:
             samples = [*pool.map(sample, chosen)]
     else:
         samples = [*map(sample, chosen)]
-    return _digest(repr([*source.tensors.values()]), repr(source.copied), *samples)
+    others = [_digest(name, _start(source, name)) for name in source.copied]
+    return _digest(repr([*source.tensors.values()]), *others, *samples)
+
+
+def _start(source: Folder, name: str) -> str:
+    data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _is_older(place: _Place, name: str, source: Folder) -> bool:
+    """Whether the record of a file on this machine is older than the source's weights."""
+    if is_url(place.path) or is_url(source.path):
+        return False
+    written = os.stat(join(place.parts, f"{name}.json")).st_mtime_ns
+    return any(os.stat(join(source.path, file)).st_mtime_ns > written for file in source.files)
 
 
 def _folders(job: Mapping[str, Any]) -> set[str]:
@@ -363,12 +381,6 @@ def _begin(
     """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
     if not is_url(place.path):
         os.makedirs(place.content, exist_ok=True)
-    if shard is not None and there is not None:
-        raise CheckpointError(
-            f"{place.path}: files of another conversion are there: "
-            f"{_difference(there.get('made'), job['made'])}; finalize it, give the same options "
-            "and source, or remove them: qtoolkit finalize DST --discard"
-        )
     if shard is None:
         _clear(place, there, overwrite)
     elif is_url(place.path):
@@ -379,6 +391,23 @@ def _begin(
                 "remove it, or choose another name"
             )
     place.write(place.parts, _PLAN, job)
+
+
+def _check_other(
+    place: _Place,
+    there: Mapping[str, Any] | None,
+    job: Mapping[str, Any],
+    overwrite: bool,
+    shard: Shard | None,
+) -> None:
+    """Refuses to remove what shards of another plan have written."""
+    if there is not None and (shard is not None or (there.get("shards") and not overwrite)):
+        raise CheckpointError(
+            f"{place.path}: files of another conversion are there: "
+            f"{_difference(there.get('made'), job['made'])}; finalize it, give the same options "
+            "and source, or remove them: qtoolkit finalize --discard "
+            f"{shlex.quote(str(place.path))}"
+        )
 
 
 def _difference(there: Any, here: Mapping[str, Any]) -> str:
@@ -426,19 +455,23 @@ def _write(
     mine = {name: mine[name] for name in job["files"][index::count]}
     kept = {name: reports for name in mine if (reports := _reports(place, job, name)) is not None}
     kept = {name: reports for name, reports in kept.items() if work.accepts(reports)}
+    if shard is None:  # one process has one clock
+        kept = {name: kept[name] for name in kept if not _is_older(place, name, source)}
     work.start([tensor for name in mine if name not in kept for tensor in mine[name]])
+    if job["files"][0] in mine:  # its process copies what is no weights
+        _copy_others(place, source, job["files"][0] in kept)
     for name, tensors in mine.items():
         if name in kept:
             work.reports += kept[name]
             continue
-        if name == job["files"][0]:
-            for other in source.copied:
-                names = other.split("/")
-                copy(join(source.path, *names), join(place.content, *names))
+        _check_under_way(place, job)
         outputs = placed(entry for tensor in tensors for entry in tensor.entries)
         file, done = join(place.content, name), len(work.reports)
+        # A record never outlives the file that it is of.
+        storage(place.parts).remove(join(place.parts, f"{name}.json"))
         write_safetensors(file, outputs, work.chunks(tensors), plan.metadata, overwrite=True)
         reports = work.reports[done:]
+        _check_under_way(place, job)
         if work.accepts(reports):
             place.write(
                 place.parts,
@@ -454,6 +487,22 @@ def _write(
             storage(file).remove(file)
     work.finish()
     return tuple(kept)
+
+
+def _copy_others(place: _Place, source: Folder, only_missing: bool) -> None:
+    for name in source.copied:
+        names = name.split("/")
+        if not (only_missing and _is_file(place, name)):
+            copy(join(source.path, *names), join(place.content, *names))
+
+
+def _check_under_way(place: _Place, job: Mapping[str, Any]) -> None:
+    """Behind a URL, where there are no locks: whether the plan is still this one."""
+    if is_url(place.path) and (place.plan() or {}).get("made") != job["made"]:
+        raise CheckpointError(
+            f"{place.path}: finalized, discarded or begun anew by another process meanwhile; "
+            "nothing more was written"
+        )
 
 
 def _size(file: str) -> int:
@@ -504,14 +553,16 @@ def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     records = {name: place.record(name) for name in job["files"]}
     counts = {record["shards"] for record in records.values() if record is not None}
     missing = [name for name, record in records.items() if record is None]
+    if not all(_is_file(place, name) for name in job["copied"]):
+        missing = [*dict.fromkeys((job["files"][0], *missing))]
     if missing:
         count = counts.pop() if len(counts) == 1 else 0
         numbers = sorted({job["files"].index(name) % count for name in missing}) if count else []
         again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
         one = len(missing) == 1
         raise CheckpointError(
-            f"{place.path}: missing {'is' if one else 'are'} {len(missing)} of "
-            f"{len(records)} files: {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
+            f"{place.path}: {len(missing)} of {len(records)} files {'is' if one else 'are'} "
+            f"missing: {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
             f"wait for {'its shard' if one else 'their shards'}, or run "
             f"{'it' if one else 'them'} again{again and ': '}{again}"
         )
@@ -526,6 +577,11 @@ def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*found.values()]
 
 
+def _is_file(place: _Place, name: str) -> bool:
+    path = join(place.content, *name.split("/"))
+    return storage(path).kind(path) == "file"
+
+
 def _remove_strays(folder: str, files: Sequence[str]) -> None:
     """Removes what a process that was killed has left half-written beside the files."""
     expected = {name.partition("/")[0] for name in files}
@@ -535,9 +591,15 @@ def _remove_strays(folder: str, files: Sequence[str]) -> None:
 
 
 def _restore(place: _Place) -> None:
-    """Gives the former content of the target its name again where nothing has it."""
-    if os.path.isdir(place.old) and not os.path.lexists(place.target):
-        os.rename(place.old, place.target)
+    """Gives the former content of the target its name again, if the new one has not got it yet.
+
+    With the new content gone from the parts, the target was replaced, whatever became of it.
+    """
+    if not os.path.isdir(place.content):
+        storage(place.old).remove_folder(place.old)
+    elif not os.path.lexists(place.target):
+        with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
+            os.rename(place.old, place.target)
 
 
 def _replace(place: _Place) -> None:

@@ -164,7 +164,7 @@ def test_shards_through_a_bucket(store, source, expected):
     report = convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2))
     assert len(report.resumed) == 2
     delete(f"{store}/dst/model-00002-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match=r"missing is 1 of 3 files: .*--shard 1/2"):
+    with pytest.raises(CheckpointError, match=r"1 of 3 files is missing: .*--shard 1/2"):
         finalize(f"{store}/dst")
     convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(1, 2))
     finalize(f"{store}/dst")

@@ -172,7 +172,7 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
         finalize(tmp_path / "dst")
     shard(source, tmp_path / "dst", 0, 3)
     before = contents(tmp_path)
-    message = rf"dst: missing are 2 of 3 files: {FILES[1]}, {FILES[2]}; .*--shard 1/3, --shard 2/3$"
+    message = rf"dst: 2 of 3 files are missing: {FILES[1]}, {FILES[2]}; .*--shard 1/3, --shard 2/3$"
     with pytest.raises(CheckpointError, match=message):
         finalize(tmp_path / "dst")
     assert contents(tmp_path) == before
@@ -181,7 +181,7 @@ def test_a_missing_part_is_named_with_its_shard(source, tmp_path):
     damaged = tmp_path / PARTS / "checkpoint" / FILES[1]
     os.truncate(damaged, 1000)
     shard(source, tmp_path / "dst", 2, 3)
-    with pytest.raises(CheckpointError, match=rf"missing is 1 of 3 files: {FILES[1]};"):
+    with pytest.raises(CheckpointError, match=rf"1 of 3 files is missing: {FILES[1]};"):
         finalize(tmp_path / "dst")
     assert shard(source, tmp_path / "dst", 1, 3).resumed == ()
     finalize(tmp_path / "dst")
@@ -421,7 +421,7 @@ def test_the_commands(source, tmp_path):
     code, _, error = run("finalize", target)
     assert (code, error.partition("; ")[0]) == (
         1,
-        f"qtoolkit: {target}: missing are 3 of 3 files: {', '.join(FILES)}",
+        f"qtoolkit: {target}: 3 of 3 files are missing: {', '.join(FILES)}",
     )
     assert run("finalize", target, "--discard") == (0, "", "")
     assert run(*convert_it, "--shard", "0/1", "--json")[0] == 0
@@ -429,3 +429,59 @@ def test_the_commands(source, tmp_path):
     assert "  resumed    3 files of an earlier run kept" in output.splitlines()
     code, output, _ = run("finalize", target, "--json")
     assert (code, json.loads(output)["files"][1]) == (0, "config.json")
+
+
+def test_one_process_does_not_discard_what_shards_have_written(source, tmp_path):
+    dst = tmp_path / "dst"
+    shard(source, dst, 0)
+    with pytest.raises(CheckpointError, match=r"another conversion are there: format .*--discard"):
+        convert(source, dst, format="int8", max_shard_size=SIZE)
+    assert (tmp_path / PARTS / "checkpoint" / FILES[0]).is_file()
+    convert(source, dst, format="int8", max_shard_size=SIZE, overwrite=True)
+
+
+def test_a_file_that_the_shard_of_the_first_copies_is_missing(source, tmp_path):
+    dst = tmp_path / "dst"
+    for index in (0, 1):
+        shard(source, dst, index)
+    (tmp_path / PARTS / "checkpoint" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"1 of 3 files is missing: {FILES[0]};.*0/2$"):
+        finalize(dst)
+    assert len(shard(source, dst, 0).resumed) == 2
+    finalize(dst)
+    assert (dst / "tokenizer.json").is_file()
+
+
+def test_a_source_that_changed_is_converted_anew(source, tmp_path):
+    dst = tmp_path / "dst"
+    shard(source, dst, 0)
+    (source / "tokenizer.json").write_text('{"other": 1}')
+    with pytest.raises(CheckpointError, match="another source"):
+        shard(source, dst, 1)
+    discard(dst)
+    shard(source, dst, 0)
+    os.utime(source / "model.safetensors", ns=(2**62, 2**62))  # weights that no sample meets
+    assert convert(source, dst, max_shard_size=SIZE).resumed == ()
+
+
+def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
+    """Killed after both renames, before the former content is removed."""
+    dst = tmp_path / "dst"
+    convert(source, dst)
+    disk = type(parts_module.storage(str(dst)))
+    remove = disk.remove_folder
+
+    def killed(self, path):
+        if str(path).endswith("-old") and os.path.isdir(path):
+            raise KeyboardInterrupt
+        remove(self, path)
+
+    monkeypatch.setattr(disk, "remove_folder", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, dst, format="int8", overwrite=True)
+    monkeypatch.undo()
+    shutil.rmtree(dst)
+    convert(source, dst, format="int8")
+    convert(source, tmp_path / "alone", format="int8")
+    assert contents(dst) == contents(tmp_path / "alone")
+    assert not (tmp_path / f"{PARTS}-old").exists()
