@@ -139,7 +139,8 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
             for path, variable in nnx.to_flat_state(nnx.state((copied, given)))
             if not _are_same(jax.tree.leaves(variable), before.get(path))
         ]
-        originals = {id(copy): node for copy, node in zip(given, nodes, strict=True)}
+        pairs = zip([copied, *given], [module, *nodes], strict=True)
+        originals = {id(copy): node for copy, node in pairs}
         known = [None if _is_array(out) else (originals.get(id(out), out),) for out in outs]
         static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed]]
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]

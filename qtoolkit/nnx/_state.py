@@ -67,17 +67,20 @@ class ProductState(nnx.Module):
     def go_on(self, was: "ProductState") -> None:
         """Takes over what the product kept under another recipe, as far as it is still true.
 
-        Magnitudes are those of the arrays, whatever they are rounded to: histories of as many steps
-        and what was calibrated are copied. A learned scale belongs to its operand, format included,
-        and is shared, as parameters are.
+        Histories are magnitudes of the arrays, whatever these are rounded to: those of as many
+        steps are copied. What was calibrated or learned belongs to its operand, format and
+        transform included; learned scales are shared, as parameters are. Of a key the count of
+        steps goes on; its identity is that of the layer's place.
         """
         if hasattr(self, "history") and _shape(self, "history") == _shape(was, "history"):
             self.history[...], self.bad[...] = was.history[...], was.bad[...]
         if hasattr(self, "amax") and hasattr(was, "amax"):
-            is_missing = jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
-            self.amax[...] = jnp.where(is_missing, was.amax[...], self.amax[...])
+            pairs = zip(self.recipe.forward, was.recipe.forward, strict=True)
+            is_same = jnp.array([*(one == other for one, other in pairs), False])
+            is_known = is_same & jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
+            self.amax[...] = jnp.where(is_known, was.amax[...], self.amax[...])
         if hasattr(self, "key") and hasattr(was, "key"):
-            self.key[...] = was.key[...]
+            self.key[...] = self.key[...].at[..., 1].set(was.key[..., 1])
         for side, operand in enumerate(self.recipe.forward):
             if self.recipe.learned[side] and operand == was.recipe.forward[side]:
                 self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]

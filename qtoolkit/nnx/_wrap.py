@@ -82,9 +82,11 @@ def wrap(
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
-      is wrapped already gets the new recipe. Of what its products kept it goes on with a copy of
-      histories of as many steps, which are magnitudes of the same arrays, of calibrated scales and
-      of keys, and shares learned scales of an operand that is the same; nothing else stays.
+      is wrapped already gets the new recipe; one that a rule leaves is as it was before it was
+      wrapped. Of what its products kept a layer goes on with a copy of histories of as many steps,
+      which are magnitudes of the same arrays, of calibrated scales of an operand that is the same
+      (not in modules of one's own: freeze those last), and of the count of steps; it shares learned
+      scales of an operand that is the same. Nothing else stays.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
@@ -155,8 +157,10 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         change = changes.get(shown)
         if change is not None and isinstance(node, nnx.Module):
             attach(node, change[1], change[0], where)
-        elif shown in left:  # so that a module around it leaves its products, too
-            leave(node, shown)
+        elif shown in left:
+            if isinstance(node, nnx.Module) and site_of(node) is not None:
+                detach(node)
+            leave(node, shown)  # so that a module around it leaves its products, too
         return node
 
     return _with_caches(nnx.recursive_map(inject, model, graph=True), cache)
@@ -209,6 +213,18 @@ def attach(
             layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
     for kept, was in zip(product_states(layer), states, strict=False):
         kept.go_on(was)
+
+
+def detach(layer: Any) -> None:
+    """Takes a layer's quantized products away."""
+    for kind, (attribute, original, _, _) in _HOOKS.items():
+        if isinstance(layer, kind):
+            is_known = original is not _ANYTHING
+            plain = original if is_known else _original_attention(getattr(layer, attribute))
+            setattr(layer, attribute, plain)
+    if isinstance(layer, _KERNEL_HOOKS):
+        layer.promote_dtype = dtypes.promote_dtype
+    _reset(layer, ())
 
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:

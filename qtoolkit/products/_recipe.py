@@ -177,6 +177,11 @@ class Operand:
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {found.element.name!r}"
             )
 
+        if isinstance(self.scaling, Delayed) and self.transform:
+            raise ValueError(
+                "Operand: Delayed scaling observes what is given, not its transform, which may be "
+                "sqrt(block) as large; leave out the transform, or take Current() or Static()"
+            )
         if isinstance(self.scaling, Learned) and (self.transform or self.projection != NEAREST):
             raise ValueError(
                 "Operand: Learned scaling rounds to nearest and without a transform; leave out "

@@ -233,3 +233,17 @@ def test_scales_that_are_not_known_are_no_zeros():
     served = qt.nnx.quantize(layer, "e4m3fn")  # has nothing to calibrate
     frozen = qt.nnx.freeze(served, qt.nnx.calibrate(served, [x]))
     np.testing.assert_array_equal(call(frozen, x), call(served, x))
+
+
+@pytest.mark.quick
+def test_a_calibration_belongs_to_its_format():
+    """What loses least in E2M1 clips far below what loses least in int8."""
+    x = jax.random.normal(jax.random.key(0), (64, 16)).at[0, 0].set(40.0)
+    plain = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    wrapped = qt.nnx.wrap(plain, qt.Recipe("e2m1fn", None))
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [x], "mse"))
+    static = qt.products.Operand("int8", scaling=qt.products.Static())
+    with pytest.raises(ValueError, match="not calibrated"):
+        qt.nnx.wrap(frozen, qt.Recipe(static, None))(x)
+    same = qt.products.Operand("e2m1fn", scaling=qt.products.Static())
+    np.testing.assert_array_equal(qt.nnx.wrap(frozen, qt.Recipe(same, None))(x), frozen(x))

@@ -438,3 +438,33 @@ def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
     left = qt.nnx.wrap(Net(), qt.Rules({"a": CURRENT}))
     both = qt.nnx.wrap(left, CURRENT)
     assert nnx.graphdef(both) == nnx.graphdef(qt.nnx.wrap(Net(), CURRENT))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["a", "attention"])
+def test_wrapped_again_a_layer_that_a_rule_leaves_is_plain(x, name):
+    """As wrapped once, of which `test_coverage` says that it is plain."""
+    if name == "a":
+        net = Net()
+    else:
+        layers = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0)), Net()
+        net, x, name = nnx.Sequential(*layers), x[None], "layers/0"
+    rules = qt.Rules({name: None}, default=DELAYED)
+    again, once = qt.nnx.wrap(qt.nnx.wrap(net, CURRENT), rules), qt.nnx.wrap(net, rules)
+    assert str(qt.nnx.report(again, x)) == str(qt.nnx.report(once, x))
+    np.testing.assert_array_equal(again(x), once(x))
+
+
+def test_keys_belong_to_places(x):
+    """Layers that were wrapped alone draw as those of a model that is wrapped whole."""
+    layers = [nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in (0, 1)]
+    alone = [qt.nnx.wrap(layer, qt.recipes.nvfp4) for layer in layers]
+    again = qt.nnx.wrap(nnx.Sequential(*alone), qt.recipes.nvfp4)
+    once = qt.nnx.wrap(nnx.Sequential(*layers), qt.recipes.nvfp4)
+    for one, other in zip(again.layers, once.layers, strict=True):
+        np.testing.assert_array_equal(kept(one).key[...], kept(other).key[...])
+
+
+def test_a_history_does_not_know_of_a_transform():
+    with pytest.raises(ValueError, match="observes what is given, not its transform"):
+        Operand("e4m3fn", scaling=Delayed(4), transform=qt.products.Hadamard())

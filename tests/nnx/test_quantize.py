@@ -53,7 +53,6 @@ def model():
     return Model(nnx.Rngs(0))
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["te_current", "weight_only_e4m3", "w4a16"])
 def test_it_computes_what_the_wrapped_model_does(model, name):
     recipe = getattr(qt.recipes, name)

@@ -385,3 +385,18 @@ def test_errors(model):
     promoting = nnx.Linear(4, 4, promote_dtype=own, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"Linear.promote_dtype is"):
         wrap(promoting)
+
+
+@pytest.mark.quick
+def test_a_method_that_returns_its_module():
+    class Filling(nnx.Module):
+        def __init__(self):
+            self.kernel, self.last = nnx.Param(jnp.eye(4)), nnx.Variable(jnp.zeros((2, 4)))
+
+        def fill(self, x):
+            self.last[...] = x @ self.kernel[...]
+            return self
+
+    wrapped = wrap(Filling())
+    assert wrapped.fill(jnp.ones((2, 4))) is wrapped
+    np.testing.assert_allclose(wrapped.last[...], np.ones((2, 4)), rtol=1e-6)
