@@ -9,7 +9,7 @@ from typing import Any
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._storage import Path, is_url, storage
+from qtoolkit.checkpoints._storage import Path, identity, is_url, storage
 
 # In a folder of an object store that is being written: there, nothing can be renamed.
 UNDER_WAY = ".qtoolkit-partial"
@@ -58,7 +58,7 @@ def shard_names(count: int, base: str = "model") -> list[str]:
 
 def check_paths(src: Path, dst: Path) -> None:
     """Raises where the target is the source, or one lies in the other."""
-    source, target = _real(src), _real(dst)
+    source, target = identity(src), identity(dst)
     if source == target:
         raise CheckpointError(
             f"{dst}: is the source itself; choose another name, so that nothing is lost if the "

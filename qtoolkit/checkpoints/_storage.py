@@ -7,6 +7,7 @@ object stores do it: s3://, gs://, az://. No JAX here.
 import contextlib
 import errno
 import os
+import posixpath
 import re
 import shutil
 import stat
@@ -71,6 +72,11 @@ def join(path: Path, *names: str) -> str:
     if is_url(path):
         return "/".join((str(path).rstrip("/"), *names))
     return os.path.join(path, *names)
+
+
+def identity(path: Path) -> str:
+    """What is the same for all names of a file or folder."""
+    return _Remote(str(path)).identity(path) if is_url(path) else os.path.realpath(path)
 
 
 def storage(path: Path) -> Storage:
@@ -224,6 +230,21 @@ class _Remote:
             ) from error
         except ValueError as error:
             raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error
+        # A file of this machine has one name for us, or a target is not known for the source.
+        if "file" in self._protocols():
+            raise CheckpointError(
+                f"{url}: leads to this machine, expected a plain path; give the path itself"
+            )
+
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._files.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def identity(self, path: Path) -> str:
+        # Stricter than an object store, for which a//b and a/b are two names.
+        name = posixpath.normpath("/" + self._files._strip_protocol(str(path)).lstrip("/"))
+        host = self._files.storage_options.get("host", "")
+        return f"{self._protocols()[0]}://{host}{name.rstrip('/')}"
 
     def kind(self, path: Path) -> Kind:
         with _one_line(path):

@@ -29,6 +29,7 @@ from qtoolkit.checkpoints import (
 )
 from qtoolkit.checkpoints import _parts as parts_module
 from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.checkpoints._storage import identity
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
@@ -333,3 +334,38 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"s3://bkt/x: .*pip install s3fs"):
         load("s3://bkt/x")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("memory:///bkt/src", "is the source itself"),
+        ("memory://bkt//src/", "is the source itself"),
+        ("memory:///bkt/src/inner", "the source and the target lie in each other"),
+        ("memory:///bkt", "the source and the target lie in each other"),
+    ],
+)
+def test_a_source_is_known_by_every_name(source, other, message):
+    for name, data in contents(source).items():
+        put(f"memory://bkt/src/{name}", data)
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            convert("memory://bkt/src", other, overwrite=True)
+        assert found("memory://bkt/src") == contents(source)
+    finally:
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def test_the_names_of_a_bucket_are_one():
+    names = {identity(f"{name}://b/x") for name in ("s3", "s3a")}
+    assert len(names) == 1
+    assert identity("s3://b/y") not in names
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_urls_of_this_machine_are_refused(source, scheme):
+    before = contents(source)
+    for paths in ((source, f"{scheme}://{source}"), (f"{scheme}://{source}", source)):
+        with pytest.raises(CheckpointError, match=rf"{scheme}:///.*: .*give the path itself"):
+            convert(*paths, overwrite=True)
+    assert contents(source) == before
