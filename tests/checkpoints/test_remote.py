@@ -369,3 +369,23 @@ def test_urls_of_this_machine_are_refused(source, scheme):
         with pytest.raises(CheckpointError, match=rf"{scheme}:///.*: .*give the path itself"):
             convert(*paths, overwrite=True)
     assert contents(source) == before
+
+
+def test_a_stray_folder_does_not_turn_off_the_protection(source):
+    put("memory://bkt/dst/model.safetensors", b"precious")
+    put("memory://bkt/dst/.qtoolkit-partial/notes", b"x")
+    before = found("memory://bkt/dst")
+    try:
+        for plan in (None, b"{}", b"["):
+            if plan is not None:
+                put("memory://bkt/dst/.qtoolkit-partial/plan.json", plan)
+                before = found("memory://bkt/dst")
+            for shard in (None, (0, 1)):
+                with pytest.raises(CheckpointError, match="dst: exists already; pass --overwrite"):
+                    convert(source, "memory://bkt/dst", shard=shard)
+            for function in (finalize, discard):
+                with pytest.raises(CheckpointError, match="no parts of a conversion"):
+                    function("memory://bkt/dst")
+            assert found("memory://bkt/dst") == before
+    finally:
+        fsspec.filesystem("memory").rm("/", recursive=True)

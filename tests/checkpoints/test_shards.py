@@ -317,6 +317,19 @@ def test_an_existing_target(source, tmp_path):
     ]
 
 
+def test_a_folder_of_this_machine_is_protected_whatever_is_in_it(source, tmp_path):
+    parts = tmp_path / "dst" / ".qtoolkit-partial"
+    parts.mkdir(parents=True)
+    (parts / "plan.json").write_text('{"made":{},"files":[],"copied":[],"json":{},"report":{}}')
+    (tmp_path / "dst" / "model.safetensors").write_bytes(b"precious")
+    before = contents(tmp_path / "dst")
+    with pytest.raises(CheckpointError, match="dst: exists already; pass --overwrite"):
+        convert(source, tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=r"dst: holds the folder \.qtoolkit-partial"):
+        convert(source, tmp_path / "dst", overwrite=True)
+    assert contents(tmp_path / "dst") == before
+
+
 def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, monkeypatch):
     shard(source, tmp_path / "dst", 0, 1)
     (tmp_path / PARTS / "checkpoint" / "config.json.4711").write_text("{")
