@@ -299,7 +299,17 @@ class _Remote:
 
     def remove_folder(self, path: Path) -> None:
         with _one_line(path), contextlib.suppress(FileNotFoundError):
-            self._files.rm(str(path), recursive=True)
+            # Not rm: it takes [, ] and ? in a name for a pattern, and may delete a bucket.
+            root = self._files._strip_protocol(str(path)).strip("/") + "/"
+            found = self._files.find(str(path), withdirs=True, detail=True)
+            for name, item in sorted(found.items(), reverse=True):  # a folder after what is in it
+                if not name.strip("/").startswith(root):
+                    continue
+                if item["type"] != "directory":
+                    self._files.rm_file(name)
+                    continue
+                with contextlib.suppress(OSError, NotImplementedError):  # none in object stores
+                    self._files.rmdir(name)
 
 
 # Packages of object stores raise these with nothing but the path.

@@ -389,3 +389,24 @@ def test_a_stray_folder_does_not_turn_off_the_protection(source):
             assert found("memory://bkt/dst") == before
     finally:
         fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*"])
+def test_only_the_folder_itself_is_removed(store, source, expected, name):
+    others = {"run1/model.safetensors": b"x", "runs/y": b"y", "run": b"z", f"{name}2/y": b"y"}
+    for other, data in others.items():
+        put(f"{store}/{other}", data)
+    convert(source, f"{store}/{name}")
+    convert(source, f"{store}/{name}", max_shard_size=SIZE, overwrite=True)
+    assert found(store) == others | {f"{name}/{file}": data for file, data in expected.items()}
+    storage_module.storage(store).remove_folder(f"{store}/{name}")
+    assert found(store) == others
+
+
+@pytest.mark.exhaustive
+def test_a_bucket_is_emptied_but_not_deleted(bucket):
+    put("s3://bkt/a/b", b"x")
+    put("s3://bkt/c", b"x")
+    storage_module.storage("s3://bkt").remove_folder("s3://bkt")
+    assert keys(bucket) == []
+    bucket.head_bucket(Bucket="bkt")
