@@ -72,13 +72,19 @@ class Folder(Closing):
 
     Raises:
       CheckpointError: No weights, a file is missing or damaged, the index is not true to the files
-        or leaves the folder, or the weights are of a kind that is not read.
+        or leaves the folder, the weights are of a kind that is not read, or a conversion that
+        writes them is not finished.
       OSError: Something cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         found = storage(path).entries(path)
+        if is_under_way(path, found):
+            raise CheckpointError(
+                f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
+                f"its files are there: qtoolkit finalize {path}"
+            )
         names = [name for name, is_folder in found.items() if not is_folder]
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(join(path, config))

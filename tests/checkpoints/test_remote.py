@@ -160,6 +160,9 @@ def test_shards_through_a_bucket(store, source, expected):
     # Whole files are there, but nothing that makes a loader open them.
     visible = found(f"{store}/dst").keys()
     assert not {"config.json", "model.safetensors.index.json"} & visible
+    message = "dst: a conversion is not finished, .*: qtoolkit finalize .*://bkt/dst$"
+    with pytest.raises(CheckpointError, match=message):
+        compare(source, f"{store}/dst")
     with pytest.raises(CheckpointError, match="files of another conversion are there: scaling ch"):
         convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2), scaling="tensor")
     report = convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2))
