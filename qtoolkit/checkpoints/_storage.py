@@ -203,7 +203,10 @@ class _Object:
     def __init__(self, files: Any, url: str) -> None:
         self._files, self._url = files, url
         with _one_line(url):
-            self.size = int(files.info(url)["size"])
+            size = files.info(url)["size"]
+            if size is None:
+                raise OSError("its size is not known, expected one; fetch the file and give it")
+            self.size = int(size)
 
     def read_at(self, position: int, view: memoryview) -> int:
         stop = min(position + len(view), self.size)
@@ -211,6 +214,11 @@ class _Object:
             return 0
         with _one_line(self._url):
             data = self._files.cat_file(self._url, start=position, end=stop)
+            if len(data) > stop - position:
+                raise OSError(
+                    f"{len(data):,} bytes, expected the {stop - position:,} asked for; the server "
+                    "knows no ranges: fetch the file and give it"
+                )
         view[: len(data)] = data
         return len(data)
 
@@ -223,13 +231,16 @@ class _Remote:
             import fsspec
 
             # What others write there meanwhile must be seen.
-            self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            with _one_line(url):  # some connect at once
+                self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise CheckpointError(
                 f"{url}: {error}; install what reads it, for s3:// pip install s3fs"
             ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error
+        except (ValueError, TypeError) as error:  # TypeError: the URL lacks what it needs
+            raise CheckpointError(
+                f"{url}: {_line(error)}, expected such as s3://BUCKET/NAME"
+            ) from error
         # A file of this machine has one name for us, or a target is not known for the source.
         if "file" in self._protocols():
             raise CheckpointError(

@@ -4,6 +4,7 @@ Oracle: the same conversion between folders of this machine.
 """
 
 import json
+import socket
 import sys
 import threading
 
@@ -413,3 +414,29 @@ def test_a_bucket_is_emptied_but_not_deleted(bucket):
     storage_module.storage("s3://bkt").remove_folder("s3://bkt")
     assert keys(bucket) == []
     bucket.head_bucket(Bucket="bkt")
+
+
+def test_servers_that_refuse():
+    with pytest.raises(CheckpointError, match=r"github://a/b: .*expected such as s3://BUCKET"):
+        load("github://a/b")
+    with socket.socket() as closed:  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))
+        url = f"ftp://127.0.0.1:{closed.getsockname()[1]}/x"
+        with pytest.raises(ConnectionRefusedError) as caught:
+            load(url)
+    assert caught.value.filename == url
+
+
+def test_a_server_that_knows_no_ranges(source, monkeypatch):
+    put("memory://bkt/x.safetensors", (source / "model.safetensors").read_bytes())
+    memory = fsspec.implementations.memory.MemoryFileSystem
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "cat_file", lambda *_, **__: bytes(2**20))
+            with pytest.raises(OSError, match="the server knows no ranges: fetch the file"):
+                load("memory://bkt/x.safetensors")
+        monkeypatch.setattr(memory, "info", lambda *_, **__: {"type": "file", "size": None})
+        with pytest.raises(OSError, match="its size is not known"):
+            load("memory://bkt/x.safetensors")
+    finally:
+        fsspec.filesystem("memory").store.clear()
