@@ -12,6 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -175,7 +176,8 @@ class _Disk:
 
     def write(self, path: Path, data: bytes) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}"
+        # Not the process's number: containers that share a folder have the same ones.
+        temporary = f"{path}.{uuid.uuid4().hex}"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
