@@ -9,10 +9,9 @@ from typing import Any
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._storage import Path, is_url, storage
+from qtoolkit.checkpoints._source import is_under_way
+from qtoolkit.checkpoints._storage import Path, identity, is_url, storage
 
-# In a folder of an object store that is being written: there, nothing can be renamed.
-UNDER_WAY = ".qtoolkit-partial"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
@@ -58,7 +57,7 @@ def shard_names(count: int, base: str = "model") -> list[str]:
 
 def check_paths(src: Path, dst: Path) -> None:
     """Raises where the target is the source, or one lies in the other."""
-    source, target = _real(src), _real(dst)
+    source, target = identity(src), identity(dst)
     if source == target:
         raise CheckpointError(
             f"{dst}: is the source itself; choose another name, so that nothing is lost if the "
@@ -108,7 +107,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
             f"{path}: is a file, expected the name of a folder, as the source is one"
         )
     found = place.entries(target) if kind == "folder" else {}
-    if UNDER_WAY in found or not found:
+    if not found or is_under_way(path, found):
         return
     if not overwrite:
         raise CheckpointError(

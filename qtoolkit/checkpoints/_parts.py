@@ -18,25 +18,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._folder import (
-    UNDER_WAY,
-    check_folder,
-    new_config,
-    shard_names,
-    shards,
-)
+from qtoolkit.checkpoints._folder import check_folder, new_config, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._partial import check_lock, is_at, partial_name
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import CONFIG, INDEX, PARKED_CONFIG, Folder
+from qtoolkit.checkpoints._source import (
+    CONFIG,
+    INDEX,
+    PARKED_CONFIG,
+    PLAN,
+    UNDER_WAY,
+    Folder,
+    is_under_way,
+    plan_in,
+)
 from qtoolkit.checkpoints._storage import Path, copy, is_url, join, read_file, storage
 
 Shard = tuple[int, int]
 
-_PLAN = "plan.json"
 _MAX_JSON = 2**30
 _SAMPLED = 1024  # tensors of a source
 _SAMPLE = 1024  # bytes of each
@@ -107,7 +109,7 @@ class _Place:
         return f"{self.parts}-old"
 
     def plan(self) -> dict[str, Any] | None:
-        return self._json(_PLAN)
+        return plan_in(self.parts)
 
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file that is there as it says."""
@@ -332,7 +334,7 @@ def _sweeping(place: _Place) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
-        content, plan = place.content, os.path.join(place.parts, _PLAN)
+        content, plan = place.content, os.path.join(place.parts, PLAN)
         if not is_url(place.path) and os.path.isfile(plan) and not os.path.isdir(content):
             storage(plan).remove_folder(place.parts)
         raise
@@ -385,12 +387,12 @@ def _begin(
         _clear(place, there, overwrite)
     elif is_url(place.path):
         found = storage(place.path).entries(place.target)
-        if found and UNDER_WAY not in found:
+        if found and not is_under_way(place.path, found):
             raise CheckpointError(
                 f"{place.path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
             )
-    place.write(place.parts, _PLAN, job)
+    place.write(place.parts, PLAN, job)
 
 
 def _check_other(

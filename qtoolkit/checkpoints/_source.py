@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 from qtoolkit.checkpoints._header import (
@@ -22,7 +22,12 @@ CONFIG = "config.json"
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+# In a folder behind a URL that is being written: there, nothing can be renamed.
+UNDER_WAY = ".qtoolkit-partial"
+PLAN = "plan.json"
+_PLAN_KEYS = {"made", "files", "copied", "json", "report"}
 _MAX_JSON = 256 * 2**20
+_MAX_PLAN = 2**30
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
 # Weights of other systems and what belongs to the source's own weights: never copied.
 _WEIGHTS = re.compile(
@@ -67,13 +72,19 @@ class Folder(Closing):
 
     Raises:
       CheckpointError: No weights, a file is missing or damaged, the index is not true to the files
-        or leaves the folder, or the weights are of a kind that is not read.
+        or leaves the folder, the weights are of a kind that is not read, or a conversion that
+        writes them is not finished.
       OSError: Something cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         found = storage(path).entries(path)
+        if is_under_way(path, found):
+            raise CheckpointError(
+                f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
+                f"its files are there: qtoolkit finalize {path}"
+            )
         names = [name for name, is_folder in found.items() if not is_folder]
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(join(path, config))
@@ -138,6 +149,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def plan_in(parts: Path) -> dict[str, Any] | None:
+    """The plan of a conversion in its folder of parts; None where there is none, or no whole one.
+
+    Raises:
+      CheckpointError, OSError: It cannot be read.
+    """
+    try:
+        value = json.loads(read_file(join(parts, PLAN), _MAX_PLAN))
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) and value.keys() >= _PLAN_KEYS else None
+
+
+def is_under_way(path: Path, found: Container[str]) -> bool:
+    """Whether a conversion writes a folder in which `found` lies; on this machine none does."""
+    return is_url(path) and UNDER_WAY in found and plan_in(join(path, UNDER_WAY)) is not None
 
 
 def _others(

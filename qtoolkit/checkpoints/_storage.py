@@ -7,10 +7,12 @@ object stores do it: s3://, gs://, az://. No JAX here.
 import contextlib
 import errno
 import os
+import posixpath
 import re
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -71,6 +73,11 @@ def join(path: Path, *names: str) -> str:
     if is_url(path):
         return "/".join((str(path).rstrip("/"), *names))
     return os.path.join(path, *names)
+
+
+def identity(path: Path) -> str:
+    """What is the same for all names of a file or folder."""
+    return _Remote(str(path)).identity(path) if is_url(path) else os.path.realpath(path)
 
 
 def storage(path: Path) -> Storage:
@@ -169,7 +176,8 @@ class _Disk:
 
     def write(self, path: Path, data: bytes) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}"
+        # Not the process's number: containers that share a folder have the same ones.
+        temporary = f"{path}.{uuid.uuid4().hex}"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -197,7 +205,10 @@ class _Object:
     def __init__(self, files: Any, url: str) -> None:
         self._files, self._url = files, url
         with _one_line(url):
-            self.size = int(files.info(url)["size"])
+            size = files.info(url)["size"]
+            if size is None:
+                raise OSError("its size is not known, expected one; fetch the file and give it")
+            self.size = int(size)
 
     def read_at(self, position: int, view: memoryview) -> int:
         stop = min(position + len(view), self.size)
@@ -205,6 +216,11 @@ class _Object:
             return 0
         with _one_line(self._url):
             data = self._files.cat_file(self._url, start=position, end=stop)
+            if len(data) > stop - position:
+                raise OSError(
+                    f"{len(data):,} bytes, expected the {stop - position:,} asked for; the server "
+                    "knows no ranges: fetch the file and give it"
+                )
         view[: len(data)] = data
         return len(data)
 
@@ -217,13 +233,31 @@ class _Remote:
             import fsspec
 
             # What others write there meanwhile must be seen.
-            self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            with _one_line(url):  # some connect at once
+                self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise CheckpointError(
                 f"{url}: {error}; install what reads it, for s3:// pip install s3fs"
             ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{url}: {error}, expected such as s3://BUCKET/NAME") from error
+        except (ValueError, TypeError) as error:  # TypeError: the URL lacks what it needs
+            raise CheckpointError(
+                f"{url}: {_line(error)}, expected such as s3://BUCKET/NAME"
+            ) from error
+        # A file of this machine has one name for us, or a target is not known for the source.
+        if "file" in self._protocols():
+            raise CheckpointError(
+                f"{url}: leads to this machine, expected a plain path; give the path itself"
+            )
+
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._files.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def identity(self, path: Path) -> str:
+        # Stricter than an object store, for which a//b and a/b are two names.
+        name = posixpath.normpath("/" + self._files._strip_protocol(str(path)).lstrip("/"))
+        host = self._files.storage_options.get("host", "")
+        return f"{self._protocols()[0]}://{host}{name.rstrip('/')}"
 
     def kind(self, path: Path) -> Kind:
         with _one_line(path):
@@ -278,7 +312,17 @@ class _Remote:
 
     def remove_folder(self, path: Path) -> None:
         with _one_line(path), contextlib.suppress(FileNotFoundError):
-            self._files.rm(str(path), recursive=True)
+            # Not rm: it takes [, ] and ? in a name for a pattern, and may delete a bucket.
+            root = self._files._strip_protocol(str(path)).strip("/") + "/"
+            found = self._files.find(str(path), withdirs=True, detail=True)
+            for name, item in sorted(found.items(), reverse=True):  # a folder after what is in it
+                if not name.strip("/").startswith(root):
+                    continue
+                if item["type"] != "directory":
+                    self._files.rm_file(name)
+                    continue
+                with contextlib.suppress(OSError, NotImplementedError):  # none in object stores
+                    self._files.rmdir(name)
 
 
 # Packages of object stores raise these with nothing but the path.

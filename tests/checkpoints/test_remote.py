@@ -4,6 +4,7 @@ Oracle: the same conversion between folders of this machine.
 """
 
 import json
+import socket
 import sys
 import threading
 
@@ -29,6 +30,7 @@ from qtoolkit.checkpoints import (
 )
 from qtoolkit.checkpoints import _parts as parts_module
 from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.checkpoints._storage import identity
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
@@ -159,6 +161,9 @@ def test_shards_through_a_bucket(store, source, expected):
     # Whole files are there, but nothing that makes a loader open them.
     visible = found(f"{store}/dst").keys()
     assert not {"config.json", "model.safetensors.index.json"} & visible
+    message = "dst: a conversion is not finished, .*: qtoolkit finalize .*://bkt/dst$"
+    with pytest.raises(CheckpointError, match=message):
+        compare(source, f"{store}/dst")
     with pytest.raises(CheckpointError, match="files of another conversion are there: scaling ch"):
         convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2), scaling="tensor")
     report = convert(source, f"{store}/dst", max_shard_size=SIZE, shard=(0, 2))
@@ -333,3 +338,105 @@ def test_what_is_missing_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"s3://bkt/x: .*pip install s3fs"):
         load("s3://bkt/x")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("memory:///bkt/src", "is the source itself"),
+        ("memory://bkt//src/", "is the source itself"),
+        ("memory:///bkt/src/inner", "the source and the target lie in each other"),
+        ("memory:///bkt", "the source and the target lie in each other"),
+    ],
+)
+def test_a_source_is_known_by_every_name(source, other, message):
+    for name, data in contents(source).items():
+        put(f"memory://bkt/src/{name}", data)
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            convert("memory://bkt/src", other, overwrite=True)
+        assert found("memory://bkt/src") == contents(source)
+    finally:
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+def test_the_names_of_a_bucket_are_one():
+    names = {identity(f"{name}://b/x") for name in ("s3", "s3a")}
+    assert len(names) == 1
+    assert identity("s3://b/y") not in names
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_urls_of_this_machine_are_refused(source, scheme):
+    before = contents(source)
+    for paths in ((source, f"{scheme}://{source}"), (f"{scheme}://{source}", source)):
+        with pytest.raises(CheckpointError, match=rf"{scheme}:///.*: .*give the path itself"):
+            convert(*paths, overwrite=True)
+    assert contents(source) == before
+
+
+def test_a_stray_folder_does_not_turn_off_the_protection(source):
+    put("memory://bkt/dst/model.safetensors", b"precious")
+    put("memory://bkt/dst/.qtoolkit-partial/notes", b"x")
+    before = found("memory://bkt/dst")
+    try:
+        for plan in (None, b"{}", b"["):
+            if plan is not None:
+                put("memory://bkt/dst/.qtoolkit-partial/plan.json", plan)
+                before = found("memory://bkt/dst")
+            for shard in (None, (0, 1)):
+                with pytest.raises(CheckpointError, match="dst: exists already; pass --overwrite"):
+                    convert(source, "memory://bkt/dst", shard=shard)
+            for function in (finalize, discard):
+                with pytest.raises(CheckpointError, match="no parts of a conversion"):
+                    function("memory://bkt/dst")
+            assert found("memory://bkt/dst") == before
+    finally:
+        fsspec.filesystem("memory").rm("/", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*"])
+def test_only_the_folder_itself_is_removed(store, source, expected, name):
+    others = {"run1/model.safetensors": b"x", "runs/y": b"y", "run": b"z", f"{name}2/y": b"y"}
+    for other, data in others.items():
+        put(f"{store}/{other}", data)
+    convert(source, f"{store}/{name}")
+    convert(source, f"{store}/{name}", max_shard_size=SIZE, overwrite=True)
+    assert found(store) == others | {f"{name}/{file}": data for file, data in expected.items()}
+    storage_module.storage(store).remove_folder(f"{store}/{name}")
+    assert found(store) == others
+
+
+@pytest.mark.exhaustive
+def test_a_bucket_is_emptied_but_not_deleted(bucket):
+    put("s3://bkt/a/b", b"x")
+    put("s3://bkt/c", b"x")
+    storage_module.storage("s3://bkt").remove_folder("s3://bkt")
+    assert keys(bucket) == []
+    bucket.head_bucket(Bucket="bkt")
+
+
+def test_servers_that_refuse():
+    with pytest.raises(CheckpointError, match=r"github://a/b: .*expected such as s3://BUCKET"):
+        load("github://a/b")
+    with socket.socket() as closed:  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))
+        url = f"ftp://127.0.0.1:{closed.getsockname()[1]}/x"
+        with pytest.raises(ConnectionRefusedError) as caught:
+            load(url)
+    assert caught.value.filename == url
+
+
+def test_a_server_that_knows_no_ranges(source, monkeypatch):
+    put("memory://bkt/x.safetensors", (source / "model.safetensors").read_bytes())
+    memory = fsspec.implementations.memory.MemoryFileSystem
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "cat_file", lambda *_, **__: bytes(2**20))
+            with pytest.raises(OSError, match="the server knows no ranges: fetch the file"):
+                load("memory://bkt/x.safetensors")
+        monkeypatch.setattr(memory, "info", lambda *_, **__: {"type": "file", "size": None})
+        with pytest.raises(OSError, match="its size is not known"):
+            load("memory://bkt/x.safetensors")
+    finally:
+        fsspec.filesystem("memory").store.clear()

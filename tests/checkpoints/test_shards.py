@@ -27,6 +27,7 @@ from qtoolkit.checkpoints import (
     save,
 )
 from qtoolkit.checkpoints import _parts as parts_module
+from qtoolkit.checkpoints import _storage as storage_module
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
@@ -315,6 +316,37 @@ def test_an_existing_target(source, tmp_path):
     assert sorted(os.listdir(tmp_path / "dst")) == [
         *("1_Pooling", "config.json", *FILES, "model.safetensors.index.json", "tokenizer.json")
     ]
+
+
+def test_a_folder_of_this_machine_is_protected_whatever_is_in_it(source, tmp_path):
+    parts = tmp_path / "dst" / ".qtoolkit-partial"
+    parts.mkdir(parents=True)
+    (parts / "plan.json").write_text('{"made":{},"files":[],"copied":[],"json":{},"report":{}}')
+    (tmp_path / "dst" / "model.safetensors").write_bytes(b"precious")
+    before = contents(tmp_path / "dst")
+    with pytest.raises(CheckpointError, match="dst: exists already; pass --overwrite"):
+        convert(source, tmp_path / "dst")
+    with pytest.raises(CheckpointError, match=r"dst: holds the folder \.qtoolkit-partial"):
+        convert(source, tmp_path / "dst", overwrite=True)
+    assert contents(tmp_path / "dst") == before
+
+
+def test_processes_of_one_number_do_not_share_a_temporary_file(tmp_path, monkeypatch):
+    """Containers with a volume in common: the second writes while the first is about to rename."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    replace, used = os.replace, []
+
+    def renamed(temporary, path):
+        used.append(temporary)
+        if len(used) == 1:
+            storage_module.storage(path).write(path, b"second")
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    path = tmp_path / "plan.json"
+    storage_module.storage(path).write(path, b"first")
+    assert len(set(used)) == 2
+    assert contents(tmp_path) == {"plan.json": b"first"}
 
 
 def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, monkeypatch):
