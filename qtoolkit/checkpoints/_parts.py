@@ -108,6 +108,11 @@ class _Place:
         """Where a former content of the target lies between two renames."""
         return f"{self.parts}-old"
 
+    @property
+    def replaced(self) -> str:
+        """Where it lies after them, until it is removed."""
+        return f"{self.parts}-replaced"
+
     def plan(self) -> dict[str, Any] | None:
         return plan_in(self.parts)
 
@@ -593,13 +598,9 @@ def _remove_strays(folder: str, files: Sequence[str]) -> None:
 
 
 def _restore(place: _Place) -> None:
-    """Gives the former content of the target its name again, if the new one has not got it yet.
-
-    With the new content gone from the parts, the target was replaced, whatever became of it.
-    """
-    if not os.path.isdir(place.content):
-        storage(place.old).remove_folder(place.old)
-    elif not os.path.lexists(place.target):
+    """Gives the former content of the target its name again where nothing has it."""
+    storage(place.replaced).remove_folder(place.replaced)
+    if not os.path.lexists(place.target):
         with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
             os.rename(place.old, place.target)
 
@@ -614,4 +615,7 @@ def _replace(place: _Place) -> None:
     except BaseException:
         _restore(place)
         raise
-    storage(place.old).remove_folder(place.old)
+    # Not what a later run restores, however long its removal takes.
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(place.old, place.replaced)
+    storage(place.replaced).remove_folder(place.replaced)

@@ -504,7 +504,7 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     remove = disk.remove_folder
 
     def killed(self, path):
-        if str(path).endswith("-old") and os.path.isdir(path):
+        if str(path).endswith("-replaced") and os.path.isdir(path):
             raise KeyboardInterrupt
         remove(self, path)
 
@@ -516,4 +516,4 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     convert(source, dst, format="int8")
     convert(source, tmp_path / "alone", format="int8")
     assert contents(dst) == contents(tmp_path / "alone")
-    assert not (tmp_path / f"{PARTS}-old").exists()
+    assert not (tmp_path / f"{PARTS}-replaced").exists()
