@@ -29,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from benchmarks._results import Folder, Quick, Rows, paired_gaps, text_of_gaps
+from benchmarks._gaps import paired_gaps, text_of_gaps
+from benchmarks._results import Folder, Quick, Rows
 from flax import nnx
 
 import qtoolkit as qt

@@ -4,7 +4,8 @@ import fp8_training
 import numpy as np
 import pytest
 import typer
-from benchmarks._results import load, paired_gaps, text_of_gaps
+from benchmarks._gaps import paired_gaps, text_of_gaps
+from benchmarks._results import load
 from typer.testing import CliRunner
 
 

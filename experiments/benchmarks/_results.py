@@ -202,66 +202,6 @@ class Rows:
         return self.rows[-1]
 
 
-# Of the mean gap of training by a recipe to training in bfloat16; integers promise nothing.
-GAPS = {
-    **dict.fromkeys(("te_current", "te_delayed_hybrid", "token_scaled", "mxfp8"), 0.005),
-    **dict.fromkeys(("deepseek_v3", "fp8_lm", "fnuz_amd", "weight_only_e4m3"), 0.005),
-    "nvfp4": 0.03,
-}
-
-
-def paired_gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """For each model, what each recipe gave: the losses of seeds, and gaps to runs of that seed."""
-    finals: dict[str, dict[str, dict[int, float]]] = {}
-    for row in rows:
-        of_model = finals.setdefault(row["model"], {})
-        loss = float(np.mean(row["losses"][-5:]))
-        of_model.setdefault(row["recipe"], {})[row["seed"]] = loss
-
-    def gaps(losses: dict[int, float], others: dict[int, float]) -> list[float]:
-        return [loss / others[seed] - 1 for seed, loss in losses.items() if seed in others]
-
-    return {
-        model: [
-            {
-                "recipe": recipe,
-                "losses": list(losses.values()),
-                **{f"to {base}": gaps(losses, runs.get(base, {})) for base in BASES},
-            }
-            for recipe, losses in runs.items()
-        ]
-        for model, runs in finals.items()
-    }
-
-
-BASES = ("float32", "bfloat16")
-
-
-def text_of_gaps(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same as tables in Markdown, with what is promised."""
-    parts = []
-    heads = ("recipe", "loss", "to float32", "to bfloat16", "largest", "seeds", "promise", "")
-    for model, gaps in paired_gaps(rows).items():
-        lines = [" | ".join(heads), " | ".join(["---"] * len(heads))]
-        lines += [" | ".join(_gap_cells(gap)) for gap in gaps]
-        data = next(row["data"] for row in rows if row["model"] == model)
-        steps = {row["steps"] for row in rows if row["model"] == model}
-        title = f"### {model}\n\n{data}; steps: {', '.join(map(str, steps))}\n\n"
-        parts.append(title + "".join(f"| {line} |\n" for line in lines))
-    return "\n".join(parts)
-
-
-def _gap_cells(gap: Mapping[str, Any]) -> list[str]:
-    means = [f"{np.mean(gap[f'to {base}']):+.3%}" if gap[f"to {base}"] else "-" for base in BASES]
-    paired, most = gap["to bfloat16"], GAPS.get(gap["recipe"])
-    largest = f"{max(paired, key=abs):+.3%}" if paired else "-"
-    cells = [gap["recipe"], f"{np.mean(gap['losses']):.4f}", *means, largest]
-    promised = ["", ""]
-    if most is not None and paired:
-        promised = [f"<= {most:.1%}", "holds" if np.mean(paired) <= most else "**missed**"]
-    return [*cells, str(len(gap["losses"])), *promised]
-
-
 def line_of(row: Mapping[str, Any], width: int) -> str:
     low, high = row["quartiles_ms"]
     line = (

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from _results import ROOT, load, text_of_gaps
+from _gaps import text_of_gaps
+from _results import ROOT, load
 from c_casts import NUMPY_HAS, ROUNDINGS
 
 FOLDER = ROOT / "experiments" / "results"
