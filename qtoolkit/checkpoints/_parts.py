@@ -194,10 +194,10 @@ def write_folder(
         there = place.plan()
         is_new = there is None or there.get("made") != job["made"]
         if is_new:
-            _check_other(place, there, job, overwrite, shard)
+            _check_other(place, there, job, overwrite)
         try:
             if is_new:
-                _begin(place, there, job, overwrite, shard)
+                _begin(place, there, job, overwrite)
             resumed = _write(place, source, job, cut, plan, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
@@ -379,16 +379,12 @@ def _open_locked(place: _Place, shared: bool) -> int:
 
 
 def _begin(
-    place: _Place,
-    there: Mapping[str, Any] | None,
-    job: Mapping[str, Any],
-    overwrite: bool,
-    shard: Shard | None,
+    place: _Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
     """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
     if not is_url(place.path):
         os.makedirs(place.content, exist_ok=True)
-    if shard is None:
+    if not job["shards"]:
         _clear(place, there, overwrite)
     elif is_url(place.path):
         found = storage(place.path).entries(place.target)
@@ -401,14 +397,10 @@ def _begin(
 
 
 def _check_other(
-    place: _Place,
-    there: Mapping[str, Any] | None,
-    job: Mapping[str, Any],
-    overwrite: bool,
-    shard: Shard | None,
+    place: _Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
     """Refuses to remove what shards of another plan have written."""
-    if there is not None and (shard is not None or (there.get("shards") and not overwrite)):
+    if there is not None and (job["shards"] or (there.get("shards") and not overwrite)):
         raise CheckpointError(
             f"{place.path}: files of another conversion are there: "
             f"{_difference(there.get('made'), job['made'])}; finalize it, give the same options "
@@ -563,7 +555,7 @@ def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not all(_is_file(place, name) for name in job["copied"]):
         missing = [*dict.fromkeys((job["files"][0], *missing))]
     if missing:
-        count = counts.pop() if len(counts) == 1 else 0
+        count = counts.pop() if len(counts) == 1 else job.get("shards", 0)
         numbers = sorted({job["files"].index(name) % count for name in missing}) if count else []
         again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
         one = len(missing) == 1

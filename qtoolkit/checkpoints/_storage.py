@@ -55,7 +55,7 @@ class Storage(Protocol):
         """Writes a small file: there is all of it, or none."""
 
     def upload(self, file: str, path: Path) -> None:
-        """Copies a file of this machine: there is all of it, or none."""
+        """Copies a file of this machine; behind a URL there is all of it, or none."""
 
     def remove(self, path: Path) -> None:
         """Removes a file, if it is there."""
