@@ -312,9 +312,15 @@ def test_wrapped_by_rules_or_one_by_one(nest):
     np.testing.assert_array_equal(wrapped.conv(x), nest.conv(x))
 
 
-def test_rules_leave_what_is_wrapped_already(nest):
-    twice = wrap(wrap(nest, Rules({"mlp": A})), Rules({"mlp": None, "conv": B}))
-    assert recipes(twice) == {**dict.fromkeys((PATHS[0], PATHS[1], PATHS[3]), A), "conv": B}
+def test_the_last_rules_decide(nest):
+    """A layer that they leave, by None or by not matching it, computes as before it was wrapped."""
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    once = wrap(nest, Rules({"mlp": A}))
+    assert set(recipes(once)) == {PATHS[0], PATHS[1], PATHS[3]}
+    for rules in (Rules({"mlp": None, "conv": B}), Rules({"conv": B})):
+        twice = wrap(once, rules)
+        assert recipes(twice) == {"conv": B}
+        np.testing.assert_array_equal(twice.blocks[0].mlp(x), nest.blocks[0].mlp(x))
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,8 @@ PROJECTIONS = st.builds(
     | st.builds(Stochastic, st.sampled_from("ABC"), st.integers(1, 24)),
     st.sampled_from(["finite", "propagate"]),
 )
-SCALINGS = st.one_of(
-    st.just(Current()),
-    st.builds(Delayed, st.just(1024), st.integers(0, 9)),
-    st.builds(Static, st.floats(2.0**-126, 2.0**127)),
-)
+SCALINGS = st.just(Current()) | st.builds(Static, st.floats(2.0**-126, 2.0**127))
+DELAYED = st.builds(Delayed, st.just(1024), st.integers(0, 9))
 TRANSFORMS = st.none() | st.builds(
     Hadamard, st.sampled_from([2, 16, 128]), st.none() | st.integers(0, 9)
 )
@@ -72,7 +69,8 @@ def pairs(draw):
         if transform is None and draw(st.booleans()):
             return None
         if draw(st.booleans()):
-            return Operand(draw(ONE_SCALE), draw(PROJECTIONS), draw(SCALINGS), transform)
+            scalings = SCALINGS if transform else SCALINGS | DELAYED
+            return Operand(draw(ONE_SCALE), draw(PROJECTIONS), draw(scalings), transform)
         return Operand(draw(BLOCKS), draw(PROJECTIONS), transform=transform)
 
     return operand(), operand()
