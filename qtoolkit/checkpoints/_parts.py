@@ -7,53 +7,24 @@ are sampled. Behind a URL nothing can be renamed: there, files have their final 
 start, and index and config.json, without which no loader opens them, come last.
 """
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from qtoolkit._version import __version__
-from qtoolkit.checkpoints._folder import check_folder, new_config, shard_names, shards
+from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
-from qtoolkit.checkpoints._partial import check_lock, is_at, partial_name
+from qtoolkit.checkpoints._job import difference, inner_folders, make_job
+from qtoolkit.checkpoints._place import Place
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import (
-    CONFIG,
-    INDEX,
-    PARKED_CONFIG,
-    PLAN,
-    UNDER_WAY,
-    Folder,
-    is_under_way,
-    plan_in,
-)
-from qtoolkit.checkpoints._storage import Path, copy, is_url, join, read_file, storage
+from qtoolkit.checkpoints._source import PLAN, Folder, is_under_way
+from qtoolkit.checkpoints._storage import Path, copy, is_url, join, storage
 
 Shard = tuple[int, int]
-
-_MAX_JSON = 2**30
-_SAMPLED = 1024  # tensors of a source
-_SAMPLE = 1024  # bytes of each
-_MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
-_READERS = 16  # threads that wait for a source behind a URL
-# What a plan is made of, and how a message says that it differs.
-_DIFFERENCES = {
-    "qtoolkit": "qtoolkit {0}, here {1}",
-    "format": "format {0}, here {1}",
-    "scaling": "scaling {0}, here {1}",
-    "layout": "layout {0}, here {1}",
-    "files": "{0} files, here {1}",
-    "source": "another source",
-    "options": "other options",
-}
 
 
 class Work(Protocol):
@@ -76,66 +47,6 @@ class Work(Protocol):
 
     def finish(self) -> None:
         """Raises where some of `reports` may not be written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a folder comes to be.
-
-    Attributes:
-      path: As the user calls it.
-      target: Its real name.
-      parts: The folder of plan and records.
-      content: The folder with its files until it is whole.
-    """
-
-    path: Path
-    target: str
-    parts: str
-    content: str
-
-    @classmethod
-    def of(cls, path: Path) -> "_Place":
-        if is_url(path):
-            target = str(path).rstrip("/")
-            return cls(path, target, join(target, UNDER_WAY), target)
-        target = os.path.realpath(path)
-        parts = partial_name(target)
-        return cls(path, target, parts, os.path.join(parts, "checkpoint"))
-
-    @property
-    def old(self) -> str:
-        """Where a former content of the target lies between two renames."""
-        return f"{self.parts}-old"
-
-    @property
-    def replaced(self) -> str:
-        """Where it lies after them, until it is removed."""
-        return f"{self.parts}-replaced"
-
-    def plan(self) -> dict[str, Any] | None:
-        return plan_in(self.parts)
-
-    def record(self, name: str) -> dict[str, Any] | None:
-        """The record of a file that is there as it says."""
-        record = self._json(f"{name}.json")
-        try:
-            whole = record is not None and _size(join(self.content, name)) == record.get("bytes")
-        except FileNotFoundError:
-            return None
-        return record if whole else None
-
-    def _json(self, name: str) -> dict[str, Any] | None:
-        path = join(self.parts, name)
-        try:
-            value = json.loads(read_file(path, _MAX_JSON))
-        except (FileNotFoundError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
-    def write(self, folder: str, name: str, value: Any) -> None:
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        storage(folder).write(join(folder, name), text.encode())
 
 
 def check_shard(shard: Shard | None) -> None:
@@ -184,12 +95,12 @@ def write_folder(
         left but whole files, of shards or of an earlier run of the same plan.
     """
     cut = shards(plan.tensors, limit)
-    job = _job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
-    place = _Place.of(path)
-    own = _folders(job)
-    with _sweeping(place):
+    job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
+    place = Place.of(path)
+    own = inner_folders(job)
+    with place.sweeping():
         check_folder(path, overwrite, own)
-    with _locked(place, shared=shard is not None):
+    with place.locked(shared=shard is not None):
         check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
         there = place.plan()
         is_new = there is None or there.get("made") != job["made"]
@@ -203,7 +114,7 @@ def write_folder(
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
         except BaseException:
             if shard is None and is_new:  # what others have written for this plan stays
-                _remove(place, job)
+                place.remove(job)
             raise
     return dataclasses.replace(
         report,
@@ -231,10 +142,10 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
         rest; a shard is still at work; `dst` exists. Everything stays as it was.
       OSError: A file cannot be read or written; it names the file.
     """
-    place = _Place.of(dst)
-    with _sweeping(place):
+    place = Place.of(dst)
+    with place.sweeping():
         _check_parts(place)
-        with _locked(place, shared=False):
+        with place.locked(shared=False):
             return _finalized(place, _check_parts(place), overwrite)
 
 
@@ -244,13 +155,13 @@ def discard(dst: Path) -> None:
     Raises:
       CheckpointError: There is nothing, or a shard is still at work.
     """
-    place = _Place.of(dst)
+    place = Place.of(dst)
     _check_parts(place)
-    with _locked(place, shared=False):
-        _remove(place, _check_parts(place))
+    with place.locked(shared=False):
+        place.remove(_check_parts(place))
 
 
-def _check_parts(place: _Place) -> dict[str, Any]:
+def _check_parts(place: Place) -> dict[str, Any]:
     job = place.plan()
     if job is not None and storage(place.path).kind(place.content) == "folder":
         return job
@@ -262,65 +173,7 @@ def _check_parts(place: _Place) -> dict[str, Any]:
     )
 
 
-def _job(
-    source: Folder, plan: Plan, cut: Sequence[Sequence[TensorPlan]], report: Report
-) -> dict[str, Any]:
-    """What all processes agree on, as JSON; "made" says whether two of them are the same."""
-    names = shard_names(len(cut), source.base)
-    files = dict(plan.files)
-    if len(names) > 1:
-        files[INDEX.replace("model", source.base, 1)] = None  # known when all files are there
-    if source.has_config:
-        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
-        files[name] = new_config(source.config, plan)
-    made = {
-        "qtoolkit": __version__,
-        "format": plan.format_names,
-        "scaling": plan.scaling,
-        "layout": plan.layout,
-        "files": len(names),
-        "source": _source_digest(source),
-        "options": _digest(repr(cut), json.dumps([dict(plan.metadata), files], sort_keys=True)),
-    }
-    return {
-        "made": made,
-        "files": names,
-        "copied": source.copied,
-        "json": files,
-        "report": dataclasses.asdict(report),
-    }
-
-
-def _digest(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _source_digest(source: Folder) -> str:
-    """A sum of the headers, of samples of the weights, and of the other files."""
-    infos = [info for info in source.tensors.values() if info.nbytes]
-    step = max(len(infos) / _SAMPLED, 1)
-    chosen = [infos[int(i * step)] for i in range(min(len(infos), _SAMPLED))]
-
-    def sample(info: Any) -> str:
-        data = bytearray(min(_SAMPLE, info.nbytes))
-        source.read_into(info.name, (info.nbytes - len(data)) // 2, data)
-        return data.hex()
-
-    if is_url(source.path):
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-            samples = [*pool.map(sample, chosen)]
-    else:
-        samples = [*map(sample, chosen)]
-    others = [_digest(name, _start(source, name)) for name in source.copied]
-    return _digest(repr([*source.tensors.values()]), *others, *samples)
-
-
-def _start(source: Folder, name: str) -> str:
-    data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
-    return hashlib.sha256(data).hexdigest()
-
-
-def _is_older(place: _Place, name: str, source: Folder) -> bool:
+def _is_older(place: Place, name: str, source: Folder) -> bool:
     """Whether the record of a file on this machine is older than the source's weights."""
     if is_url(place.path) or is_url(source.path):
         return False
@@ -328,58 +181,8 @@ def _is_older(place: _Place, name: str, source: Folder) -> bool:
     return any(os.stat(join(source.path, file)).st_mtime_ns > written for file in source.files)
 
 
-def _folders(job: Mapping[str, Any]) -> set[str]:
-    """The folders in a checkpoint."""
-    return {name.partition("/")[0] for name in job["copied"] if "/" in name}
-
-
-@contextlib.contextmanager
-def _sweeping(place: _Place) -> Iterator[None]:
-    """Removes, after a failure, the records of a run that was killed when it was all but done."""
-    try:
-        yield
-    except CheckpointError:
-        content, plan = place.content, os.path.join(place.parts, PLAN)
-        if not is_url(place.path) and os.path.isfile(plan) and not os.path.isdir(content):
-            storage(plan).remove_folder(place.parts)
-        raise
-
-
-@contextlib.contextmanager
-def _locked(place: _Place, *, shared: bool) -> Iterator[None]:
-    """Has the folder of parts for itself, or shared with others; behind a URL there is no lock."""
-    if is_url(place.path):
-        yield
-        return
-    lock = _open_locked(place, shared)
-    try:
-        _restore(place)  # after a run that was killed between two renames
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.rmdir(place.parts)  # where it is empty
-        os.close(lock)
-
-
-def _open_locked(place: _Place, shared: bool) -> int:
-    while True:
-        os.makedirs(place.parts, exist_ok=True)
-        try:
-            lock = os.open(place.parts, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            check_lock(lock, place.path, shared=shared)
-            if is_at(lock, place.parts):  # whoever had the lock may have removed it
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
 def _begin(
-    place: _Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
+    place: Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
     """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
     if not is_url(place.path):
@@ -397,31 +200,23 @@ def _begin(
 
 
 def _check_other(
-    place: _Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
+    place: Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
     """Refuses to remove what shards of another plan have written."""
     if there is not None and (job["shards"] or (there.get("shards") and not overwrite)):
         raise CheckpointError(
             f"{place.path}: files of another conversion are there: "
-            f"{_difference(there.get('made'), job['made'])}; finalize it, give the same options "
+            f"{difference(there.get('made'), job['made'])}; finalize it, give the same options "
             "and source, or remove them: qtoolkit finalize --discard "
             f"{shlex.quote(str(place.path))}"
         )
 
 
-def _difference(there: Any, here: Mapping[str, Any]) -> str:
-    there = there if isinstance(there, dict) else {}
-    for key, text in _DIFFERENCES.items():
-        if there.get(key) != here[key]:
-            return text.format(there.get(key), here[key])
-    return "other options"
-
-
-def _clear(place: _Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
+def _clear(place: Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
     """Removes what is left of another conversion."""
     if is_url(place.path):
         if there is not None:
-            _remove(place, there)
+            place.remove(there)
         elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
             storage(place.path).remove_folder(place.target)
         return
@@ -431,16 +226,8 @@ def _clear(place: _Place, there: Mapping[str, Any] | None, overwrite: bool) -> N
     os.mkdir(place.content)
 
 
-def _remove(place: _Place, job: Mapping[str, Any]) -> None:
-    """Removes all files of a conversion that is under way."""
-    if is_url(place.path) and place.plan() is not None:
-        for name in (*job["files"], *job["copied"], *job["json"]):
-            storage(place.path).remove(join(place.content, *name.split("/")))
-    storage(place.path).remove_folder(place.parts)
-
-
 def _write(
-    place: _Place,
+    place: Place,
     source: Folder,
     job: Mapping[str, Any],
     cut: Sequence[Sequence[TensorPlan]],
@@ -478,7 +265,7 @@ def _write(
                 {
                     "made": job["made"],
                     "shards": count,
-                    "bytes": _size(file),
+                    "bytes": place.size(name),
                     "tensors": [dataclasses.asdict(report) for report in reports],
                 },
             )
@@ -488,14 +275,14 @@ def _write(
     return tuple(kept)
 
 
-def _copy_others(place: _Place, source: Folder, only_missing: bool) -> None:
+def _copy_others(place: Place, source: Folder, only_missing: bool) -> None:
     for name in source.copied:
         names = name.split("/")
-        if not (only_missing and _is_file(place, name)):
+        if not (only_missing and place.is_file(name)):
             copy(join(source.path, *names), join(place.content, *names))
 
 
-def _check_under_way(place: _Place, job: Mapping[str, Any]) -> None:
+def _check_under_way(place: Place, job: Mapping[str, Any]) -> None:
     """Behind a URL, where there are no locks: whether the plan is still this one."""
     if is_url(place.path) and (place.plan() or {}).get("made") != job["made"]:
         raise CheckpointError(
@@ -504,12 +291,7 @@ def _check_under_way(place: _Place, job: Mapping[str, Any]) -> None:
         )
 
 
-def _size(file: str) -> int:
-    with contextlib.closing(storage(file).open(file)) as opened:
-        return opened.size
-
-
-def _reports(place: _Place, job: Mapping[str, Any], name: str) -> list[TensorReport] | None:
+def _reports(place: Place, job: Mapping[str, Any], name: str) -> list[TensorReport] | None:
     """The reports of a file that is there as the plan has it; else None."""
     record = place.record(name)
     if record is None or record.get("made") != job["made"]:
@@ -521,9 +303,9 @@ def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
     return [TensorReport(**report) for report in record["tensors"]]
 
 
-def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report:
+def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
     """Writes index and config, and gives the folder its name."""
-    own = _folders(job)
+    own = inner_folders(job)
     check_folder(place.path, overwrite, own)
     reports = [report for record in _whole(place, job) for report in _tensors(record)]
     weight_map: dict[str, str] = {}
@@ -537,9 +319,9 @@ def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report
         place.write(place.content, name, index if value is None else value)
     files = sorted((*job["files"], *job["copied"], *job["json"]))
     if not is_url(place.path):
-        _remove_strays(place.content, files)
+        place.remove_strays(files)
         check_folder(place.path, overwrite, own)  # somebody else may have written it meanwhile
-        _replace(place)
+        place.replace()
     storage(place.path).remove_folder(place.parts)
     about: dict[str, Any] = dict(job["report"])
     about |= {key: tuple(value) for key, value in about.items() if isinstance(value, list)}
@@ -547,12 +329,12 @@ def _finalized(place: _Place, job: Mapping[str, Any], overwrite: bool) -> Report
     return Report(**about)
 
 
-def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _whole(place: Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of all files; raises where one is missing, or is not of the plan."""
     records = {name: place.record(name) for name in job["files"]}
     counts = {record["shards"] for record in records.values() if record is not None}
     missing = [name for name, record in records.items() if record is None]
-    if not all(_is_file(place, name) for name in job["copied"]):
+    if not all(place.is_file(name) for name in job["copied"]):
         missing = [*dict.fromkeys((job["files"][0], *missing))]
     if missing:
         count = counts.pop() if len(counts) == 1 else job.get("shards", 0)
@@ -570,44 +352,7 @@ def _whole(place: _Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         if record.get("made") != job["made"]:
             raise CheckpointError(
                 f"{place.path}: {name} is of another conversion than the others: "
-                f"{_difference(record.get('made'), job['made'])}; run its shard again with the "
+                f"{difference(record.get('made'), job['made'])}; run its shard again with the "
                 "options and the source of the others"
             )
     return [*found.values()]
-
-
-def _is_file(place: _Place, name: str) -> bool:
-    path = join(place.content, *name.split("/"))
-    return storage(path).kind(path) == "file"
-
-
-def _remove_strays(folder: str, files: Sequence[str]) -> None:
-    """Removes what a process that was killed has left half-written beside the files."""
-    expected = {name.partition("/")[0] for name in files}
-    for name in os.listdir(folder):
-        if name not in expected:
-            os.unlink(os.path.join(folder, name))
-
-
-def _restore(place: _Place) -> None:
-    """Gives the former content of the target its name again where nothing has it."""
-    storage(place.replaced).remove_folder(place.replaced)
-    if not os.path.lexists(place.target):
-        with contextlib.suppress(FileNotFoundError):  # there is none, or another process was faster
-            os.rename(place.old, place.target)
-
-
-def _replace(place: _Place) -> None:
-    """Gives the content the name of the target, whose former content, if any, is removed."""
-    storage(place.old).remove_folder(place.old)
-    if os.path.isdir(place.target):
-        os.rename(place.target, place.old)
-    try:
-        os.rename(place.content, place.target)
-    except BaseException:
-        _restore(place)
-        raise
-    # Not what a later run restores, however long its removal takes.
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(place.old, place.replaced)
-    storage(place.replaced).remove_folder(place.replaced)

@@ -385,12 +385,12 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard):
     line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), *options]
     program = (
         "import os, signal, sys\n"
-        "from qtoolkit.checkpoints import _parts\n"
-        "def write(self, folder, name, value, write=_parts._Place.write):\n"
+        "from qtoolkit.checkpoints import _place\n"
+        "def write(self, folder, name, value, write=_place.Place.write):\n"
         "    write(self, folder, name, value)\n"
         "    if name.startswith('model'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "_parts._Place.write = write\n"
+        "_place.Place.write = write\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )

@@ -1,0 +1,101 @@
+"""What all processes that write a folder agree on, as JSON, and how two such plans differ."""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._folder import new_config, shard_names
+from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._report import Report
+from qtoolkit.checkpoints._source import CONFIG, INDEX, PARKED_CONFIG, Folder
+from qtoolkit.checkpoints._storage import is_url, join, read_file
+
+_SAMPLED = 1024  # tensors of a source
+_SAMPLE = 1024  # bytes of each
+_MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
+_READERS = 16  # threads that wait for a source behind a URL
+# What a plan is made of, and how a message says that it differs.
+_DIFFERENCES = {
+    "qtoolkit": "qtoolkit {0}, here {1}",
+    "format": "format {0}, here {1}",
+    "scaling": "scaling {0}, here {1}",
+    "layout": "layout {0}, here {1}",
+    "files": "{0} files, here {1}",
+    "source": "another source",
+    "options": "other options",
+}
+
+
+def make_job(
+    source: Folder, plan: Plan, cut: Sequence[Sequence[TensorPlan]], report: Report
+) -> dict[str, Any]:
+    """What all processes agree on, as JSON; "made" says whether two of them are the same."""
+    names = shard_names(len(cut), source.base)
+    files = dict(plan.files)
+    if len(names) > 1:
+        files[INDEX.replace("model", source.base, 1)] = None  # known when all files are there
+    if source.has_config:
+        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
+        files[name] = new_config(source.config, plan)
+    made = {
+        "qtoolkit": __version__,
+        "format": plan.format_names,
+        "scaling": plan.scaling,
+        "layout": plan.layout,
+        "files": len(names),
+        "source": _source_digest(source),
+        "options": _digest(repr(cut), json.dumps([dict(plan.metadata), files], sort_keys=True)),
+    }
+    return {
+        "made": made,
+        "files": names,
+        "copied": source.copied,
+        "json": files,
+        "report": dataclasses.asdict(report),
+    }
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _source_digest(source: Folder) -> str:
+    """A sum of the headers, of samples of the weights, and of the other files."""
+    infos = [info for info in source.tensors.values() if info.nbytes]
+    step = max(len(infos) / _SAMPLED, 1)
+    chosen = [infos[int(i * step)] for i in range(min(len(infos), _SAMPLED))]
+
+    def sample(info: Any) -> str:
+        data = bytearray(min(_SAMPLE, info.nbytes))
+        source.read_into(info.name, (info.nbytes - len(data)) // 2, data)
+        return data.hex()
+
+    if is_url(source.path):
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            samples = [*pool.map(sample, chosen)]
+    else:
+        samples = [*map(sample, chosen)]
+    others = [_digest(name, _start(source, name)) for name in source.copied]
+    return _digest(repr([*source.tensors.values()]), *others, *samples)
+
+
+def _start(source: Folder, name: str) -> str:
+    data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
+    return hashlib.sha256(data).hexdigest()
+
+
+def inner_folders(job: Mapping[str, Any]) -> set[str]:
+    """The folders in a checkpoint."""
+    return {name.partition("/")[0] for name in job["copied"] if "/" in name}
+
+
+def difference(there: Any, here: Mapping[str, Any]) -> str:
+    there = there if isinstance(there, dict) else {}
+    for key, text in _DIFFERENCES.items():
+        if there.get(key) != here[key]:
+            return text.format(there.get(key), here[key])
+    return "other options"

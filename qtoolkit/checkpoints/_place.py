@@ -1,0 +1,165 @@
+"""Where a converted folder comes to be: the folder of its parts, locked, renamed, removed."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from qtoolkit.checkpoints._header import CheckpointError
+from qtoolkit.checkpoints._partial import check_lock, is_at, partial_name
+from qtoolkit.checkpoints._source import PLAN, UNDER_WAY, plan_in
+from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
+
+_MAX_JSON = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a folder comes to be.
+
+    Attributes:
+      path: As the user calls it.
+      target: Its real name.
+      parts: The folder of plan and records.
+      content: The folder with its files until it is whole.
+    """
+
+    path: Path
+    target: str
+    parts: str
+    content: str
+
+    @classmethod
+    def of(cls, path: Path) -> "Place":
+        if is_url(path):
+            target = str(path).rstrip("/")
+            return cls(path, target, join(target, UNDER_WAY), target)
+        target = os.path.realpath(path)
+        parts = partial_name(target)
+        return cls(path, target, parts, os.path.join(parts, "checkpoint"))
+
+    @property
+    def old(self) -> str:
+        """Where a former content of the target lies between two renames."""
+        return f"{self.parts}-old"
+
+    @property
+    def replaced(self) -> str:
+        """Where it lies after them, until it is removed."""
+        return f"{self.parts}-replaced"
+
+    def plan(self) -> dict[str, Any] | None:
+        return plan_in(self.parts)
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """The record of a file that is there as it says."""
+        record = self._json(f"{name}.json")
+        try:
+            whole = record is not None and self.size(name) == record.get("bytes")
+        except FileNotFoundError:
+            return None
+        return record if whole else None
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        path = join(self.parts, name)
+        try:
+            value = json.loads(read_file(path, _MAX_JSON))
+        except (FileNotFoundError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def write(self, folder: str, name: str, value: Any) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        storage(folder).write(join(folder, name), text.encode())
+
+    def size(self, name: str) -> int:
+        """Bytes of a file of the content."""
+        file = join(self.content, name)
+        with contextlib.closing(storage(file).open(file)) as opened:
+            return opened.size
+
+    def is_file(self, name: str) -> bool:
+        """Whether a file of the content is there; `name` has slashes."""
+        path = join(self.content, *name.split("/"))
+        return storage(path).kind(path) == "file"
+
+    @contextlib.contextmanager
+    def sweeping(self) -> Iterator[None]:
+        """Removes, after a failure, the records of a run that was killed when nearly done."""
+        try:
+            yield
+        except CheckpointError:
+            content, plan = self.content, os.path.join(self.parts, PLAN)
+            if not is_url(self.path) and os.path.isfile(plan) and not os.path.isdir(content):
+                storage(plan).remove_folder(self.parts)
+            raise
+
+    @contextlib.contextmanager
+    def locked(self, *, shared: bool) -> Iterator[None]:
+        """Has the folder of parts, alone or shared with others; behind a URL there is no lock."""
+        if is_url(self.path):
+            yield
+            return
+        lock = self._open_locked(shared)
+        try:
+            self._restore()  # after a run that was killed between two renames
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.parts)  # where it is empty
+            os.close(lock)
+
+    def _open_locked(self, shared: bool) -> int:
+        while True:
+            os.makedirs(self.parts, exist_ok=True)
+            try:
+                lock = os.open(self.parts, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            try:
+                check_lock(lock, self.path, shared=shared)
+                if is_at(lock, self.parts):  # whoever had the lock may have removed it
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+
+    def remove(self, job: Mapping[str, Any]) -> None:
+        """Removes all files of a conversion that is under way."""
+        if is_url(self.path) and self.plan() is not None:
+            for name in (*job["files"], *job["copied"], *job["json"]):
+                storage(self.path).remove(join(self.content, *name.split("/")))
+        storage(self.path).remove_folder(self.parts)
+
+    def remove_strays(self, files: Sequence[str]) -> None:
+        """Removes what a process that was killed has left half-written beside the files."""
+        expected = {name.partition("/")[0] for name in files}
+        for name in os.listdir(self.content):
+            if name not in expected:
+                os.unlink(os.path.join(self.content, name))
+
+    def _restore(self) -> None:
+        """Gives the former content of the target its name again where nothing has it."""
+        storage(self.replaced).remove_folder(self.replaced)
+        if not os.path.lexists(self.target):
+            # There is none, or another process was faster.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.old, self.target)
+
+    def replace(self) -> None:
+        """Gives the content the name of the target, whose former content, if any, is removed."""
+        storage(self.old).remove_folder(self.old)
+        if os.path.isdir(self.target):
+            os.rename(self.target, self.old)
+        try:
+            os.rename(self.content, self.target)
+        except BaseException:
+            self._restore()
+            raise
+        # Not what a later run restores, however long its removal takes.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.old, self.replaced)
+        storage(self.replaced).remove_folder(self.replaced)
