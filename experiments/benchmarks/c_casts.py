@@ -143,28 +143,32 @@ def reference_decode(codes: np.ndarray, fields: Fields) -> np.ndarray:
 
 def difference_counter(
     fields: Fields, rounding: str, examples: int = 5
-) -> Callable[[int, np.ndarray, str], tuple[int, list[int]]]:
+) -> Callable[[int, np.ndarray], tuple[list[int], list[list[int]]]]:
     """A function that compares codes with the oracle's, vectorized for this format and rounding.
 
-    It takes the float32 pattern of the first code, the codes of this and the following patterns,
-    and a saturation; it returns how many differ and the patterns of the first that do.
+    It takes the float32 pattern of the first code, and the codes of this and the following ones, a
+    row for each of `SATURATIONS`. It returns, for each of them, how many differ and the patterns of
+    the first that do.
     """
     options = (*_OPTIMIZED, *_VECTORIZABLE, *_defines(fields, rounding))
-    function = _build("reference_cast.c", options).count_differences
-    function.restype = ctypes.c_uint32
+    library = _build("reference_cast.c", options)
 
-    def count(first: int, codes: np.ndarray, saturation: str) -> tuple[int, list[int]]:
+    def count(first: int, codes: np.ndarray) -> tuple[list[int], list[list[int]]]:
         assert codes.dtype == fields.code_dtype
-        found = np.zeros(examples, np.uint32)
-        different = function(
+        rows, columns = codes.shape
+        assert rows == len(SATURATIONS)
+        different = np.empty(rows, np.uint32)
+        found = np.empty((rows, examples), np.uint32)
+        library.count_differences(
             ctypes.c_uint32(first),
             _pointer(codes),
-            ctypes.c_uint32(codes.size),
-            SATURATIONS.index(saturation),
+            ctypes.c_uint32(columns),
+            _pointer(different),
             _pointer(found),
             ctypes.c_uint32(examples),
         )
-        return different, found[: min(different, examples)].tolist()
+        numbers = different.tolist()
+        return numbers, [row[:n].tolist() for row, n in zip(found, numbers, strict=True)]
 
     return count
 

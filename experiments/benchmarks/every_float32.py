@@ -57,18 +57,18 @@ def differences(
     """Counts codes that differ in the chunks that begin at `firsts`; a few of their patterns."""
     count = difference_counter(FORMATS[name], rounding)
 
-    def one_chunk(first: int) -> list[tuple[int, list[int]]]:
+    def one_chunk(first: int) -> tuple[list[int], list[list[int]]]:
         x = numbers_from(np.uint32(first), chunk)
-        encoded = {s: qt.encode(x, name, rounding=rounding, saturation=s) for s in SATURATIONS}
-        return [count(first, np.asarray(codes), s) for s, codes in encoded.items()]
+        codes = [qt.encode(x, name, rounding=rounding, saturation=s) for s in SATURATIONS]
+        return count(first, np.stack(codes))
 
     with concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         chunks = list(pool.map(one_chunk, firsts))
     return {
         "compared": len(chunks) * chunk,
-        "differ": {s: sum(found[i][0] for found in chunks) for i, s in enumerate(SATURATIONS)},
+        "differ": {s: sum(numbers[i] for numbers, _ in chunks) for i, s in enumerate(SATURATIONS)},
         "examples": {
-            s: [f"{pattern:#010x}" for found in chunks for pattern in found[i][1]][:5]
+            s: [f"{pattern:#010x}" for _, found in chunks for pattern in found[i]][:5]
             for i, s in enumerate(SATURATIONS)
         },
     }

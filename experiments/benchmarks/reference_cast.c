@@ -142,31 +142,28 @@ void decode_all(const uint32_t *codes, double *values, size_t count, const struc
 
 static const struct format FIXED = FORMAT;
 
-/* One loop for each saturation, which is a constant in it. */
-static uint32_t differences(
-    uint32_t first, const CODE *codes, uint32_t count, int saturation) {
-  uint32_t different = 0;
-#define LOOP(constant) \
-  for (uint32_t i = 0; i < count; i++) \
-    different += (CODE)encode(first + i, FIXED, ROUNDING, constant) != codes[i]
-  switch (saturation) {
-    case SAT_FINITE: LOOP(SAT_FINITE); break;
-    case SAT_PROPAGATE: LOOP(SAT_PROPAGATE); break;
-    case SAT_NONE: LOOP(SAT_NONE); break;
-  }
-  return different;
-}
+#define SATURATION_COUNT 3
 
-/* How many codes are not those of the patterns first, first + 1 and so on; writes the first `most`
-   such patterns to `examples`. */
-uint32_t count_differences(
-    uint32_t first, const CODE *codes, uint32_t count, int saturation, uint32_t *examples,
+/* How many codes are not those of the patterns first, first + 1 and so on, for each saturation, whose
+   codes lie one behind the other, `count` each. One loop, so that what saturations share is computed
+   once. Writes the first `most` such patterns of each to `examples`. */
+void count_differences(
+    uint32_t first, const CODE *codes, uint32_t count, uint32_t *different, uint32_t *examples,
     uint32_t most) {
-  uint32_t different = differences(first, codes, count, saturation);
-  for (uint32_t i = 0, found = 0; i < count && found < most && found < different; i++)
-    if ((CODE)encode_one(first + i, &FIXED, ROUNDING, saturation) != codes[i])
-      examples[found++] = first + i;
-  return different;
+  const CODE *finite = codes, *propagate = codes + count, *none = codes + 2 * (size_t)count;
+  uint32_t in_finite = 0, in_propagate = 0, in_none = 0;
+  for (uint32_t i = 0; i < count; i++) {
+    in_finite += (CODE)encode(first + i, FIXED, ROUNDING, SAT_FINITE) != finite[i];
+    in_propagate += (CODE)encode(first + i, FIXED, ROUNDING, SAT_PROPAGATE) != propagate[i];
+    in_none += (CODE)encode(first + i, FIXED, ROUNDING, SAT_NONE) != none[i];
+  }
+  different[SAT_FINITE] = in_finite;
+  different[SAT_PROPAGATE] = in_propagate;
+  different[SAT_NONE] = in_none;
+  for (int s = 0; s < SATURATION_COUNT; s++)
+    for (uint32_t i = 0, found = 0; i < count && found < most && found < different[s]; i++)
+      if ((CODE)encode_one(first + i, &FIXED, ROUNDING, s) != codes[s * (size_t)count + i])
+        examples[s * most + found++] = first + i;
 }
 
 #endif

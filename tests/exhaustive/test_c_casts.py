@@ -164,13 +164,15 @@ def test_all_patterns_are_compared_and_a_wrong_code_is_found():
     assert set(found["differ"].values()) == {0}
     count = c_casts.difference_counter(FORMATS["e4m3fn"], "nearest_even")
     x = (np.arange(2**12, dtype=np.uint32) + np.uint32(0x43E7F800)).view(np.float32)
-    codes = np.asarray(qt.encode(x, "e4m3fn")).copy()
-    assert count(0x43E7F800, codes, "finite") == (0, [])
-    codes[77] ^= 1
-    assert count(0x43E7F800, codes, "finite") == (1, [0x43E7F800 + 77])
-    different, examples = count(0x43E7F800, codes, "none")  # beyond 464: NaN
-    assert different > 1
-    assert len(examples) == 5
+    codes = np.stack([qt.encode(x, "e4m3fn", saturation=s) for s in c_casts.SATURATIONS])
+    assert count(0x43E7F800, codes) == ([0, 0, 0], [[], [], []])
+    codes[0, 77] ^= 1
+    codes[2] = codes[0]  # beyond 464 it is NaN that is right
+    different, examples = count(0x43E7F800, codes)
+    assert different[:2] == [1, 0]
+    assert examples[:2] == [[0x43E7F800 + 77], []]
+    assert different[2] > 1
+    assert len(examples[2]) == 5
 
 
 # --- the yardstick of the benchmarks --------------------------------------------------------------
