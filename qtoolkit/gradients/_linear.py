@@ -25,7 +25,11 @@ _linear_p.multiple_results = True
 
 
 def linear_with_transpose(
-    forward: Linear, transpose: Linear, residuals: tuple[jax.Array, ...], x: Any
+    forward: Linear,
+    transpose: Linear,
+    residuals: tuple[jax.Array, ...],
+    x: Any,
+    out_type: Any = None,
 ) -> jax.Array:
     """`forward(residuals, x)`, whose transpose is `transpose(residuals, cotangent)`.
 
@@ -36,6 +40,8 @@ def linear_with_transpose(
         linear: rounding the cotangent is what it is for.
       residuals: Arrays that both functions get.
       x: The linear operand, an array; or a tuple of them, which both functions take and give.
+      out_type: `jax.typeof` of the result, where it is known: `forward` is traced only where it is
+        computed then, which reverse mode never does.
     """
     is_tuple = isinstance(x, tuple)
     xs = x if is_tuple else (x,)
@@ -45,6 +51,7 @@ def linear_with_transpose(
         forward=_Flat(forward, is_tuple, False),
         transpose=_Flat(transpose, False, is_tuple),
         residuals=len(residuals),
+        out_types=None if out_type is None else (out_type,),
     )
     return out
 
@@ -130,17 +137,20 @@ class _Batched:
 
 
 def _evaluate(
-    *operands: jax.Array, forward: Linear, transpose: Linear, residuals: int
+    *operands: jax.Array, forward: Linear, transpose: Linear, residuals: int, out_types: Any
 ) -> list[jax.Array]:
-    del transpose
+    del transpose, out_types
     return list(forward(operands[:residuals], operands[residuals:]))
 
 
-_STATIC = ("forward", "transpose", "residuals")
+_STATIC = ("forward", "transpose", "residuals", "out_types")
 _evaluate_jitted = jax.jit(_evaluate, static_argnames=_STATIC)
 
 
-def _abstract_eval(*avals: Any, **static: Any) -> Any:
+def _abstract_eval(*avals: Any, out_types: Any, **static: Any) -> Any:
+    if out_types is not None:
+        return out_types
+    static["out_types"] = None
     evaluate = functools.partial(_evaluate_jitted, **static)
     return jax.make_jaxpr(evaluate)(*avals).out_avals  # traced once for all calls alike
 
@@ -152,11 +162,16 @@ def _jvp(
     forward: Linear,
     transpose: Linear,
     residuals: int,
+    out_types: Any,
 ) -> tuple[Any, Any]:
     kept, xs = tuple(primals[:residuals]), tuple(primals[residuals:])
     kept_dots, x_dots = tangents[:residuals], tangents[residuals:]
     bind = functools.partial(
-        _linear_p.bind, forward=forward, transpose=transpose, residuals=residuals
+        _linear_p.bind,
+        forward=forward,
+        transpose=transpose,
+        residuals=residuals,
+        out_types=out_types,
     )
     terms = []
     if not all(isinstance(dot, ad.Zero) for dot in x_dots):
@@ -168,15 +183,26 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Any, *operands: Any, forward: Linear, transpose: Linear, residuals: int
+    cotangents: Any,
+    *operands: Any,
+    forward: Linear,
+    transpose: Linear,
+    residuals: int,
+    out_types: Any,
 ) -> list[Any]:
+    del out_types
     kept, xs = operands[:residuals], operands[residuals:]
     nothing = [None] * residuals
     if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
         return nothing + [ad.Zero(x.aval) for x in xs]
     cotangents = map(ad.instantiate_zeros, cotangents)
     return nothing + _linear_p.bind(
-        *kept, *cotangents, forward=transpose, transpose=forward, residuals=residuals
+        *kept,
+        *cotangents,
+        forward=transpose,
+        transpose=forward,
+        residuals=residuals,
+        out_types=tuple(x.aval for x in xs),
     )
 
 
@@ -187,7 +213,9 @@ def _batch(
     forward: Linear,
     transpose: Linear,
     residuals: int,
+    out_types: Any,
 ) -> tuple[Any, Any]:
+    del out_types
     size = next(a.shape[d] for a, d in zip(operands, axes, strict=True) if d is not None)
     xs = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -195,7 +223,12 @@ def _batch(
     ]
     mapped = [_Batched(function, tuple(axes[:residuals])) for function in (forward, transpose)]
     outs = _linear_p.bind(
-        *operands[:residuals], *xs, forward=mapped[0], transpose=mapped[1], residuals=residuals
+        *operands[:residuals],
+        *xs,
+        forward=mapped[0],
+        transpose=mapped[1],
+        residuals=residuals,
+        out_types=None,
     )
     return outs, [0] * len(outs)
 

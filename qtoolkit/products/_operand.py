@@ -310,6 +310,11 @@ class Kept:
         return Rounded(q, self.scales, self.how.operand.spec)
 
 
+def keeps_codes(how: Cut) -> bool:
+    """Whether derivatives keep codes of an operand, beside a carrier of its own derivative."""
+    return how.operand is not None and _container(how.operand.spec.element) is not None
+
+
 def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
     """What derivatives need of an operand that was rounded from `x`."""
     fmt = None if how.operand is None else _container(how.operand.spec.element)

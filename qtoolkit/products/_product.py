@@ -34,7 +34,17 @@ from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._learned import LearnedScale, with_learned_scales
-from qtoolkit.products._operand import Cut, Kept, Rounded, code_values, cut, kept, restored, rounded
+from qtoolkit.products._operand import (
+    Cut,
+    Kept,
+    Rounded,
+    code_values,
+    cut,
+    keeps_codes,
+    kept,
+    restored,
+    rounded,
+)
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.products._stored import restored_operand
 from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
@@ -232,7 +242,10 @@ def _forward_operands(lhs: Given, rhs: Given, state: State, plan: _Plan) -> tupl
 
 
 def _operand(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
-    return restored_operand("product", x) if isinstance(x, QArray) else rounded(x, amax, key, how)
+    if isinstance(x, QArray):
+        return restored_operand("product", x)
+    # Derivatives flow through what was given, second ones through what is kept of it.
+    return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)
 
 
 def _amaxes(state: State) -> tuple[Array | None, Array | None, Array | None]:
@@ -291,7 +304,7 @@ def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array
     )
     facts = _Facts(plan, sides, (lhs, rhs), is_observed, is_tapped, structure)
     tangent = linear_with_transpose(
-        _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs)
+        _Tangent(facts, _struct(out)), _Cotangent(facts), tuple(leaves), tuple(xs), jax.typeof(out)
     )
     return out, tangent
 
@@ -335,7 +348,7 @@ def _residual(
     if isinstance(x, QArray):
         return lax.stop_gradient(operand)
     if how != plan.forward(*given)[other]:
-        operand = rounded(x, _amaxes(state)[other], state.key, how)
+        operand = _operand(x, _amaxes(state)[other], state.key, how)
     return kept(operand, x, how)
 
 

@@ -81,7 +81,7 @@ def find_scales(
         block NaN. None: where the element format has a NaN.
 
     Returns:
-      The latter in the view's shape; None where it was not looked for.
+      The latter in the view's shape; None where scales are no powers of two, or were given.
     """
     if spec.scale is None or given.scale is not None:
         return given, None
@@ -96,7 +96,7 @@ def find_scales(
     if spec.tensor_scale is not None and tensor_scale is None:
         tensor_scale = tensor_scale_from(_tensor_amax(x, amax), spec)
     scale = blocks.gather(scale_from(amax, spec, tensor_scale))
-    return Scales(scale, tensor_scale), ~is_zero(amax)
+    return Scales(scale, tensor_scale), ~is_zero(amax) if spec.has_powers else None
 
 
 def block_codes(
@@ -136,7 +136,7 @@ def block_values(
     """The values of those codes times their scales: float32, in the shape of `x`."""
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
-    if nonzero is not None and spec.has_powers:
+    if nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
         nonzero |= lax.cond(jnp.all(nonzero), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
