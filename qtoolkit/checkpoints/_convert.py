@@ -26,6 +26,8 @@ from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
+_BASE_MEMORY = 280 * 2**20  # Python, JAX and compiled programs: 260 measured
+_WORKER_MEMORY = 20 * 2**20  # chunks that are read, quantized and written: 8 to 17 measured
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,6 +48,7 @@ def convert(
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
+    max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantizes the weights of a checkpoint into another one, streaming.
@@ -72,6 +75,9 @@ def convert(
         arguments; then `finalize(dst)` makes the checkpoint. Files that are there are kept.
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
+      max_memory: Bytes, or such as "400MB", that the process may take: so many workers at most. 300
+        MiB are the least, of which Python, JAX and compiled programs take 280. Sources that are
+        read array by array (npz, msgpack) take their largest array in addition.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
@@ -82,12 +88,12 @@ def convert(
         or Inf, `src` is a file and there is a shard, or `make_plan` raises it. Nothing is written,
         of shards no file that is not whole.
       OSError: A file cannot be opened, read or written; it names the file.
-      TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard` or `workers` is out of
-        range.
+      TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
+        is out of range.
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
-    workers = _workers(workers)
+    workers = _workers(workers, max_memory)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
@@ -137,16 +143,22 @@ def dequantize_checkpoint(
                 "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
             )
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _Work(source, plan, True, progress, _workers(None))
+        work = _Work(source, plan, True, progress, _workers())
         return _written(dst, opened, work, limit, overwrite, shard)
 
 
-def _workers(count: int | None) -> int:
+def _workers(count: int | None = None, memory: int | str | None = None) -> int:
     if count is None:
-        return min(os.cpu_count() or 1, 4)
+        count = min(os.cpu_count() or 1, 4)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
         raise ValueError(f"workers={count!r}, expected 1 to 64")
-    return count
+    if memory is None:
+        return count
+    fit = (byte_count(memory, "max_memory") - _BASE_MEMORY) // _WORKER_MEMORY
+    if fit < 1:
+        least = (_BASE_MEMORY + _WORKER_MEMORY) // 2**20
+        raise ValueError(f"max_memory={memory!r}, expected '{least}MiB' or more")
+    return min(count, fit)
 
 
 def _written(

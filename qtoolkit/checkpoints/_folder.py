@@ -19,8 +19,8 @@ _CONFIGS = ("quantization_config", "compression_config")
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def byte_count(size: int | str) -> int:
-    """The bytes that "5GB", "500MiB" or a number stand for.
+def byte_count(size: int | str, name: str = "max_shard_size") -> int:
+    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it.
 
     Raises:
       ValueError: It is neither, or not above 0.
@@ -32,7 +32,7 @@ def byte_count(size: int | str) -> int:
     else:
         count = size if isinstance(size, int) else 0
     if count <= 0:
-        raise ValueError(f"max_shard_size={size!r}, expected such as '5GB', '500MiB' or bytes")
+        raise ValueError(f"{name}={size!r}, expected such as '5GB', '500MiB' or bytes")
     return count
 
 

@@ -129,6 +129,9 @@ WORKERS = typer.Option(
     show_default="one for each core, at most 4",
     help="Threads that read and quantize; the bytes are the same whatever their number.",
 )
+_MAX_MEMORY = typer.Option(
+    metavar="SIZE", help="What the process may take, such as 400MB: so many workers at most."
+)
 _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
 
 
@@ -219,6 +222,7 @@ def convert(
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, WORKERS] = None,
+    max_memory: Annotated[str | None, _MAX_MEMORY] = None,
     dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -262,6 +266,7 @@ def convert(
                 overwrite=overwrite,
                 shard=shard,
                 workers=workers,
+                max_memory=max_memory,
                 progress=callback,
                 **options,
             )

@@ -107,6 +107,32 @@ def test_workers_out_of_range(tmp_path, workers):
     assert os.listdir(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize("memory", ["299MiB", 0, "much"])
+def test_memory_out_of_range(tmp_path, memory):
+    save(tmp_path / "src", {"a.weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"max_memory=.*, expected "):
+        convert(tmp_path / "src", tmp_path / TARGET, max_memory=memory)
+    assert os.listdir(tmp_path) == ["src"]
+
+
+def test_memory_stays_below_its_limit(tmp_path):
+    """Of a process that converts 128 MiB, 64 times what one worker holds."""
+    x = np.random.default_rng(0).normal(size=(4096, 4096)).astype(ml_dtypes.bfloat16)
+    save(tmp_path / "src", {f"{i}.weight": x for i in range(4)})
+    limit = 340
+    program = (
+        "import pathlib, re, sys\n"
+        "from qtoolkit.checkpoints import convert\n"
+        f"convert(sys.argv[1], sys.argv[2], workers=16, max_memory='{limit}MiB')\n"
+        # Not getrusage, which counts what this process had before it became that program.
+        "status = pathlib.Path('/proc/self/status').read_text()\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "src"), str(tmp_path / TARGET)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < limit * 2**10  # KiB
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
     x = np.random.default_rng(0).normal(size=(2048, 2048)).astype(ml_dtypes.bfloat16)
