@@ -45,6 +45,7 @@ bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run; ARG
 	  $(BIN)/python experiments/benchmarks/$$name.py --results $(RESULTS)/results $(ARGS) || exit; \
 	done
 	$(BIN)/python experiments/benchmarks/results.py --results $(RESULTS)/results
+	$(if $(filter --quick,$(ARGS)),,$(BIN)/python experiments/readme_figures.py)
 
 docs: $(VENV)/.stamp-docs  ## the documentation site, into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
-from qtoolkit.checkpoints._folder import byte_count, check_destination
+from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
 from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
 from qtoolkit.checkpoints._report import Report, TensorReport
@@ -26,8 +26,6 @@ from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
-_BASE_MEMORY = 280 * 2**20  # Python, JAX and compiled programs: 260 measured
-_WORKER_MEMORY = 20 * 2**20  # chunks that are read, quantized and written: 8 to 17 measured
 
 Progress = Callable[[str, int, int], None]
 
@@ -93,7 +91,7 @@ def convert(
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
-    workers = _workers(workers, max_memory)
+    workers = worker_count(workers, max_memory)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
@@ -143,22 +141,8 @@ def dequantize_checkpoint(
                 "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
             )
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _Work(source, plan, True, progress, _workers())
+        work = _Work(source, plan, True, progress, worker_count())
         return _written(dst, opened, work, limit, overwrite, shard)
-
-
-def _workers(count: int | None = None, memory: int | str | None = None) -> int:
-    if count is None:
-        count = min(os.cpu_count() or 1, 4)
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
-        raise ValueError(f"workers={count!r}, expected 1 to 64")
-    if memory is None:
-        return count
-    fit = (byte_count(memory, "max_memory") - _BASE_MEMORY) // _WORKER_MEMORY
-    if fit < 1:
-        least = (_BASE_MEMORY + _WORKER_MEMORY) // 2**20
-        raise ValueError(f"max_memory={memory!r}, expected '{least}MiB' or more")
-    return min(count, fit)
 
 
 def _written(

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -12,28 +11,8 @@ from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import is_under_way
 from qtoolkit.checkpoints._storage import Path, identity, is_url, storage
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
 _CONFIGS = ("quantization_config", "compression_config")
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def byte_count(size: int | str, name: str = "max_shard_size") -> int:
-    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it.
-
-    Raises:
-      ValueError: It is neither, or not above 0.
-    """
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match:
-        unit = match[2][:1].upper() + match[2][1:].lower()
-        count = int(float(match[1]) * _UNITS[unit]) if unit in _UNITS else 0
-    else:
-        count = size if isinstance(size, int) else 0
-    if count <= 0:
-        raise ValueError(f"{name}={size!r}, expected such as '5GB', '500MiB' or bytes")
-    return count
 
 
 def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:

@@ -1,8 +1,9 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
-from qtoolkit.checkpoints._folder import byte_count, check_destination
+from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
+from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._source import Folder, Source, read_json
@@ -29,4 +30,5 @@ __all__ = [
     "shown",
     "statistics",
     "target_names",
+    "worker_count",
 ]

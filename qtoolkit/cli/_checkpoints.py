@@ -23,6 +23,7 @@ from qtoolkit.checkpoints.internal import (
     resolve_target,
     shown,
     target_names,
+    worker_count,
 )
 from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._summaries import (
@@ -82,6 +83,14 @@ def _known_size(size: str) -> str:
     return size
 
 
+def _known_memory(size: str | None) -> str | None:
+    try:
+        worker_count(None, size)
+    except ValueError as error:
+        raise failure(f"--max-memory: {str(error).partition('=')[2]}", 2) from error
+    return size
+
+
 def _shard(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if not found or not int(found[1]) < int(found[2]):
@@ -130,7 +139,9 @@ WORKERS = typer.Option(
     help="Threads that read and quantize; the bytes are the same whatever their number.",
 )
 _MAX_MEMORY = typer.Option(
-    metavar="SIZE", help="What the process may take, such as 400MB: so many workers at most."
+    metavar="SIZE",
+    callback=_known_memory,
+    help="What the process may take, such as 400MB: so many workers at most.",
 )
 _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
 

@@ -1,0 +1,90 @@
+"""Puts the few figures that README.md quotes in their place there, from the stored results.
+
+Command: python experiments/readme_figures.py   (`make bench` ends so)
+Claim: nobody types them; a test compares README.md with experiments/results.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks._results import ROOT, load
+from update_readme import README, with_block
+
+RESULTS = ROOT / "experiments" / "results"
+Row = dict[str, Any]
+Stored = Mapping[str, Sequence[Row]]  # of each benchmark: its origin, and its rows
+
+
+class Ratio(NamedTuple):
+    """Medians of two rows of one table.
+
+    Attributes:
+      words: What README.md calls it.
+      benchmark: Whose results have it.
+      table: What the title of the table begins with.
+      row, of: The two rows.
+    """
+
+    words: str
+    benchmark: str
+    table: str
+    row: str
+    of: str
+
+
+PLAIN, WRAPPED = "plain float32", "wrapped, E4M3 / E5M2"
+STEP = "training step, nnx, 2 blocks, d = 512"
+RATIOS = (
+    Ratio(
+        "casting 2^24 float32 numbers to E4M3FN, beside C with the same arithmetic",
+        *("casts", "float32 to codes, 16,777,216", "encode e4m3fn", "C e4m3fn"),
+    ),
+    Ratio(
+        "quantizing them to MXFP8, scales found and stored, beside a kernel that narrows bytes",
+        *("scales", "float32 to codes and scales, 4,096", "quantize mxfp8_e4m3", "trivial kernel"),
+    ),
+    Ratio(
+        "a training step in emulated FP8, d = 512, beside float32's",
+        *("training", STEP, WRAPPED, PLAIN),
+    ),
+    Ratio("the same step, beside qwix's", "training", STEP, WRAPPED, "qwix"),
+    Ratio(
+        "converting 1 GiB of bfloat16 to FP8 by channel, beside `dd conv=fsync`",
+        *("conversion", "1024 MiB", "by channel", "dd conv=fsync"),
+    ),
+)
+
+
+def figures(stored: Stored) -> str:
+    """A table of them; what was not measured is left out."""
+    lines = ["| measured | figure |", "| --- | --- |"]
+    if "every_float32" in stored:
+        rows = stored["every_float32"][1:]
+        codes = sum(row["compared"] * len(row["differ"]) for row in rows)
+        differ = sum(sum(row["differ"].values()) for row in rows)
+        words = "codes of every float32, in all modes, that differ from those of an oracle in C"
+        lines.append(f"| {words} | {differ:,} of {codes:,} |")
+    lines += [f"| {ratio.words} | {_found(stored, ratio):.2f} times |" for ratio in RATIOS]
+    hosts = dict.fromkeys(stored[ratio.benchmark][0]["host"] for ratio in RATIOS)
+    days = sorted({stored[ratio.benchmark][0]["date"][:10] for ratio in RATIOS})
+    lines += ["", f"Medians; {'; '.join(hosts)}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"]
+    return "\n".join(lines)
+
+
+def _found(stored: Stored, ratio: Ratio) -> float:
+    rows = [row for row in stored[ratio.benchmark][1:] if row["table"].startswith(ratio.table)]
+    medians = {row["row"]: row["median_ms"] for row in rows if "median_ms" in row}
+    return float(medians[ratio.row] / medians[ratio.of])
+
+
+def stored_results() -> Stored:
+    return {path.stem: load(path) for path in sorted(RESULTS.glob("*.jsonl"))}
+
+
+def main() -> None:
+    text = with_block(README.read_text(encoding="utf-8"), "figures", figures(stored_results()))
+    README.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
