@@ -64,16 +64,27 @@ def figures(stored: Stored) -> str:
         differ = sum(sum(row["differ"].values()) for row in rows)
         words = "codes of every float32, in all modes, that differ from those of an oracle in C"
         lines.append(f"| {words} | {differ:,} of {codes:,} |")
-    lines += [f"| {ratio.words} | {_found(stored, ratio):.2f} times |" for ratio in RATIOS]
-    hosts = dict.fromkeys(stored[ratio.benchmark][0]["host"] for ratio in RATIOS)
-    days = sorted({stored[ratio.benchmark][0]["date"][:10] for ratio in RATIOS})
-    lines += ["", f"Medians; {'; '.join(hosts)}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"]
+    found = {ratio: value for ratio in RATIOS if (value := _found(stored, ratio)) is not None}
+    lines += [f"| {ratio.words} | {value:.2f} times |" for ratio, value in found.items()]
+    origins = [stored[ratio.benchmark][0] for ratio in found]
+    if origins:
+        hosts = dict.fromkeys(origin["host"] for origin in origins)
+        days = sorted(origin["date"][:10] for origin in origins)
+        dates = " to ".join(dict.fromkeys((days[0], days[-1])))
+        lines += ["", f"Medians; {'; '.join(hosts)}; {dates}"]
     return "\n".join(lines)
 
 
-def _found(stored: Stored, ratio: Ratio) -> float:
-    rows = [row for row in stored[ratio.benchmark][1:] if row["table"].startswith(ratio.table)]
-    medians = {row["row"]: row["median_ms"] for row in rows if "median_ms" in row}
+def _found(stored: Stored, ratio: Ratio) -> float | None:
+    """None where one of the two was not measured."""
+    rows = stored.get(ratio.benchmark, ())[1:]
+    medians = {
+        row["row"]: row["median_ms"]
+        for row in rows
+        if row["table"].startswith(ratio.table) and "median_ms" in row
+    }
+    if not {ratio.row, ratio.of} <= medians.keys():
+        return None
     return float(medians[ratio.row] / medians[ratio.of])
 
 

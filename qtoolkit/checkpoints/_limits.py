@@ -28,10 +28,12 @@ def byte_count(size: int | str, name: str = "max_shard_size") -> int:
 
 
 def worker_count(workers: int | None = None, max_memory: int | str | None = None) -> int:
-    """How many threads convert: so many, or one for each core and at most 4; fewer in less memory.
+    """Threads of a conversion, `workers` or one for each core and at most 4.
+
+    Fewer, where 280 MiB and 20 MiB for each of them exceed `max_memory`.
 
     Raises:
-      ValueError: One of them is out of range.
+      ValueError: One of the two is out of range.
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, 4)

@@ -141,7 +141,8 @@ WORKERS = typer.Option(
 _MAX_MEMORY = typer.Option(
     metavar="SIZE",
     callback=_known_memory,
-    help="What the process may take, such as 400MB: so many workers at most.",
+    help="Memory that the process may take, 300MiB or more: fewer workers are started. An "
+    "estimate, for CPU.",
 )
 _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
 

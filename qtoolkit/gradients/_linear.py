@@ -40,8 +40,9 @@ def linear_with_transpose(
         linear: rounding the cotangent is what it is for.
       residuals: Arrays that both functions get.
       x: The linear operand, an array; or a tuple of them, which both functions take and give.
-      out_type: `jax.typeof` of the result, where it is known: `forward` is traced only where it is
-        computed then, which reverse mode never does.
+      out_type: `jax.typeof` of the result; None: found by tracing `forward`. Given, `forward` is
+        traced only where it is computed, which reverse mode never does, and so is `transpose`: one
+        of another shape or dtype fails when it is compiled.
     """
     is_tuple = isinstance(x, tuple)
     xs = x if is_tuple else (x,)
@@ -190,7 +191,6 @@ def _transpose(
     residuals: int,
     out_types: Any,
 ) -> list[Any]:
-    del out_types
     kept, xs = operands[:residuals], operands[residuals:]
     nothing = [None] * residuals
     if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
@@ -202,7 +202,7 @@ def _transpose(
         forward=transpose,
         transpose=forward,
         residuals=residuals,
-        out_types=tuple(x.aval for x in xs),
+        out_types=out_types and tuple(x.aval.update(weak_type=False) for x in xs),
     )
 
 

@@ -312,12 +312,12 @@ class Kept:
 
 def keeps_codes(how: Cut) -> bool:
     """Whether derivatives keep codes of an operand, beside a carrier of its own derivative."""
-    return how.operand is not None and _container(how.operand.spec.element) is not None
+    return _codes_format(how) is not None
 
 
 def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
     """What derivatives need of an operand that was rounded from `x`."""
-    fmt = None if how.operand is None else _container(how.operand.spec.element)
+    fmt = _codes_format(how)
     if fmt is None:
         return operand
     q = lax.stop_gradient(operand.q)
@@ -361,6 +361,11 @@ def _carrier(x: Array) -> Array:
 @_carrier.defjvp
 def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _carrier(*primals), tangents[0]
+
+
+def _codes_format(how: Cut) -> Format | None:
+    """Of the codes that derivatives keep; None where they keep the operand itself."""
+    return None if how.operand is None else _container(how.operand.spec.element)
 
 
 @functools.lru_cache

@@ -244,7 +244,8 @@ def _forward_operands(lhs: Given, rhs: Given, state: State, plan: _Plan) -> tupl
 def _operand(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
     if isinstance(x, QArray):
         return restored_operand("product", x)
-    # Derivatives flow through what was given, second ones through what is kept of it.
+    # `_product_jvp` reads no tangent of a rounded operand, and second derivatives flow through the
+    # carrier beside its codes: JAX would trace the derivative of the rounding for nobody.
     return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)
 
 
@@ -270,7 +271,8 @@ def _product(
 
 
 def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """By what was given; the tangents of its roundings are for second derivatives alone.
+    """By what was given; the tangents of operands are for second derivatives alone, and
+    where codes are kept there are none.
 
     Where nobody differentiates by the probe, nobody rolls the state, whose scales would go stale:
     then all scales are current ones.

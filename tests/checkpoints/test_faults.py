@@ -116,7 +116,7 @@ def test_memory_out_of_range(tmp_path, memory):
 
 
 def test_memory_stays_below_its_limit(tmp_path):
-    """Of a process that converts 128 MiB, 64 times what one worker holds."""
+    """Of a process that converts 128 MiB; 16 workers would be given 600, the limit allows 3."""
     x = np.random.default_rng(0).normal(size=(4096, 4096)).astype(ml_dtypes.bfloat16)
     save(tmp_path / "src", {f"{i}.weight": x for i in range(4)})
     limit = 340

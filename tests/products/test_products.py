@@ -161,6 +161,14 @@ def test_transformations_agree():
     np.testing.assert_allclose(jax.grad(scanned)(x, w), one_by_one, rtol=1e-6)
 
 
+def test_the_gradient_by_a_weakly_typed_kernel_is_not_weak():
+    kernel = jax.lax.full((4, 4), 0.5)
+    assert kernel.weak_type
+    for transform in (lambda f: f, jax.jit):
+        gradient = transform(jax.grad(lambda w: dot_general(jnp.ones((2, 4)), w, MATMUL).sum()))
+        assert not gradient(kernel).weak_type
+
+
 def test_second_derivatives_are_those_of_the_estimate():
     x, w = draw(4, 5), draw(5, 3, seed=1)
     recipe = Recipe(gradient=None)

@@ -1,0 +1,47 @@
+"""The figures of README.md, whose oracle are the stored results and a made-up set of them."""
+
+import re
+
+import readme_figures
+from readme_figures import RATIOS, figures
+
+
+def made_up(seconds: float = 2.0):
+    """Results in which every row named takes `seconds`, and its yardstick 1.6."""
+    origin = {"host": "a computer", "date": "2026-01-02 03:04 UTC"}
+    stored = {ratio.benchmark: [origin] for ratio in RATIOS}
+    for ratio in RATIOS:
+        for row, median in ((ratio.row, 1e3 * seconds), (ratio.of, 1600.0)):
+            stored[ratio.benchmark].append(
+                {"table": f"{ratio.table} and more", "row": row, "median_ms": median}
+            )
+    rows = [{"compared": 8, "differ": {"finite": 0, "none": 1}}] * 3
+    return stored | {"every_float32": [origin, *rows]}
+
+
+def test_figures_of_results_that_are_made_up():
+    lines = figures(made_up()).splitlines()
+    assert lines[:2] == ["| measured | figure |", "| --- | --- |"]
+    assert lines[2].endswith("| 3 of 48 |")
+    assert [line.split(" | ")[-1] for line in lines[3:8]] == ["1.25 times |"] * 5
+    assert lines[8:] == ["", "Medians; a computer; 2026-01-02"]
+
+
+def test_what_was_not_measured_is_left_out():
+    stored = made_up()
+    stored["casts"] = [row for row in stored["casts"] if row.get("row") != "C e4m3fn"]
+    del stored["conversion"], stored["every_float32"]
+    assert len(figures(stored).splitlines()) == 2 + len(RATIOS) - 2 + 2
+    assert figures({}).splitlines() == ["| measured | figure |", "| --- | --- |"]
+
+
+def test_the_readme_quotes_the_stored_results():
+    text = readme_figures.README.read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- figures\b[^>]*-->\n(.*?)<!-- /figures -->", text, re.DOTALL)
+    assert block.strip() == figures(readme_figures.stored_results())
+
+
+def test_every_figure_was_measured():
+    """The titles and rows that are looked for are those that the benchmarks write."""
+    block = figures(readme_figures.stored_results())
+    assert [ratio.words for ratio in RATIOS if ratio.words not in block] == []
