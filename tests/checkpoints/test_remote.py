@@ -28,8 +28,8 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import _parts as parts_module
 from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.checkpoints._place import Place
 from qtoolkit.checkpoints._storage import identity
 from qtoolkit.cli._app import app
 
@@ -249,7 +249,7 @@ def test_failures_of_one_process_leave_nothing_and_kills_what_is_kept(
             convert(source, f"{store}/dst", max_shard_size=SIZE)
         assert found(store) == {}
         # As SIGKILL leaves it: nothing is cleaned up.
-        patched.setattr(parts_module, "_remove", lambda *_: None)
+        patched.setattr(Place, "remove", lambda *_: None)
         with pytest.raises(OSError, match="no space"):
             convert(source, f"{store}/dst", max_shard_size=SIZE)
     assert "dst/model-00001-of-00003.safetensors" in found(store)

@@ -26,8 +26,10 @@ from qtoolkit.checkpoints import (
     load,
     save,
 )
+from qtoolkit.checkpoints import _job as job_module
 from qtoolkit.checkpoints import _parts as parts_module
 from qtoolkit.checkpoints import _storage as storage_module
+from qtoolkit.checkpoints._place import Place
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
@@ -205,7 +207,7 @@ def one_changed_number(source, tmp_path):
 
 
 def other_version(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "__version__", "9")
+    monkeypatch.setattr(job_module, "__version__", "9")
     return {}
 
 
@@ -361,13 +363,13 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
     # Killed after it had its name, before the records were removed.
     shutil.rmtree(tmp_path / "dst")
     shard(source, tmp_path / "dst", 0, 1)
-    replace = parts_module._replace
+    replace = Place.replace
 
     def killed(place):
         replace(place)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts_module, "_replace", killed)
+    monkeypatch.setattr(Place, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         finalize(tmp_path / "dst")
     assert sorted(os.listdir(tmp_path)) == [PARTS, "dst", "src"]
