@@ -20,7 +20,7 @@ lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# MODES=all compares with a C oracle in all modes and saturations: needs a C compiler, takes 15 to 50 minutes,
+# MODES=all compares with a C oracle in all modes and saturations: needs a C compiler, takes under an hour,
 # goes on where it was interrupted, and writes experiments/RESULTS.md.
 exhaustive: $(VENV)/.stamp-dev  ## what `make test` leaves out: all cases, every float32 input
 ifeq ($(MODES),all)

@@ -62,10 +62,10 @@ def figures(stored: Stored) -> str:
         rows = stored["every_float32"][1:]
         codes = sum(row["compared"] * len(row["differ"]) for row in rows)
         differ = sum(sum(row["differ"].values()) for row in rows)
-        words = "codes of every float32, in all modes, that differ from those of an oracle in C"
+        words = "codes of every float32, 6 roundings, 3 saturations, that differ from C's"
         lines.append(f"| {words} | {differ:,} of {codes:,} |")
     found = {ratio: value for ratio in RATIOS if (value := _found(stored, ratio)) is not None}
-    lines += [f"| {ratio.words} | {value:.2f} times |" for ratio, value in found.items()]
+    lines += [f"| {ratio.words} | {value:.2f} times as long |" for ratio, value in found.items()]
     origins = [stored[ratio.benchmark][0] for ratio in found]
     if origins:
         hosts = dict.fromkeys(origin["host"] for origin in origins)

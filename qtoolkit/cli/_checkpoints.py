@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -75,20 +75,18 @@ def _known_float(name: str | None) -> str | None:
     return _one_of("--keep-dtype", ("float32", "bfloat16", "float16"))(name)
 
 
-def _known_size(size: str) -> str:
-    try:
-        byte_count(size)
-    except ValueError as error:
-        raise failure(f"--max-shard-size: {str(error).partition('=')[2]}", 2) from error
-    return size
+def _size(option: str, check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A callback that turns the error of a check of `NAME=...` into one of the option."""
 
+    def callback(size: str | None) -> str | None:
+        try:
+            if size is not None:
+                check(size)
+        except ValueError as error:
+            raise failure(f"{option}: {str(error).partition('=')[2]}", 2) from error
+        return size
 
-def _known_memory(size: str | None) -> str | None:
-    try:
-        worker_count(None, size)
-    except ValueError as error:
-        raise failure(f"--max-memory: {str(error).partition('=')[2]}", 2) from error
-    return size
+    return callback
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -120,7 +118,9 @@ _SHARD = typer.Option(
 )
 _OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
 _SHARD_SIZE = typer.Option(
-    metavar="SIZE", callback=_known_size, help="Bytes of a file of a folder: 5GB, 500MiB."
+    metavar="SIZE",
+    callback=_size("--max-shard-size", byte_count),
+    help="Bytes of a file of a folder: 5GB, 500MiB.",
 )
 _JSON = typer.Option("--json", help="Print one JSON object instead of text.")
 _QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
@@ -140,7 +140,7 @@ WORKERS = typer.Option(
 )
 _MAX_MEMORY = typer.Option(
     metavar="SIZE",
-    callback=_known_memory,
+    callback=_size("--max-memory", lambda size: worker_count(None, size)),
     help="Memory that the process may take, 300MiB or more: fewer workers are started. An "
     "estimate, for CPU.",
 )

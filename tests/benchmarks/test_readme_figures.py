@@ -23,7 +23,7 @@ def test_figures_of_results_that_are_made_up():
     lines = figures(made_up()).splitlines()
     assert lines[:2] == ["| measured | figure |", "| --- | --- |"]
     assert lines[2].endswith("| 3 of 48 |")
-    assert [line.split(" | ")[-1] for line in lines[3:8]] == ["1.25 times |"] * 5
+    assert [line.split(" | ")[-1] for line in lines[3:8]] == ["1.25 times as long |"] * 5
     assert lines[8:] == ["", "Medians; a computer; 2026-01-02"]
 
 
