@@ -74,8 +74,8 @@ def convert(
       workers: Threads that read and quantize, each with some 20 MiB; None for one for each core, at
         most 4. The bytes are the same whatever their number.
       max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
-        by an estimate, on CPU, of 280 MiB for Python, JAX and compiled programs and 20 for each
-        worker; hence at least "300MiB". Sources that are read array by array (npz, msgpack) take
+        by an estimate, on CPU, of 340 MiB for Python, JAX and compiled programs and 20 for each
+        worker; hence at least "360MiB". Sources that are read array by array (npz, msgpack) take
         their largest array in addition.
       progress: Called with (name, bytes written, bytes to write in all).
 

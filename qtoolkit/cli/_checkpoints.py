@@ -141,7 +141,7 @@ WORKERS = typer.Option(
 _MAX_MEMORY = typer.Option(
     metavar="SIZE",
     callback=_size("--max-memory", lambda size: worker_count(None, size)),
-    help="Memory that the process may take, 300MiB or more: fewer workers are started. An "
+    help="Memory that the process may take, 360MiB or more: fewer workers are started. An "
     "estimate, for CPU.",
 )
 _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_to(source):
         (["--channel-axis", "2"], "--channel-axis: '2', expected one of auto, first, last"),
         (["--max-shard-size", "big"], "--max-shard-size: 'big', expected such as '5GB'"),
         (["--max-memory", "lots"], "--max-memory: 'lots', expected such as '5GB'"),
-        (["--max-memory", "1MB"], "--max-memory: '1MB', expected '300MiB' or more"),
+        (["--max-memory", "1MB"], "--max-memory: '1MB', expected '360MiB' or more"),
         (["--report", "html"], "--report: 'html', expected one of json, md"),
         (["--unknown"], "No such option: --unknown"),
     ],
