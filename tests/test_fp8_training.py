@@ -1,5 +1,7 @@
 """The experiment `fp8_training`: its command, that it goes on where it was, and its table."""
 
+import functools
+
 import fp8_training
 import numpy as np
 import pytest
@@ -19,8 +21,9 @@ def run(*arguments):
 def images(monkeypatch):
     """In place of those of scikit-learn, which the tests do without."""
     draw = np.random.default_rng(0)
-    found = draw.random((24, 8, 8)), draw.integers(0, 10, 24), 20, "noise"
-    monkeypatch.setattr(fp8_training, "load_images", lambda: found)
+    found = fp8_training.Images(draw.random((24, 8, 8)), draw.integers(0, 10, 24), 20, "noise")
+    make = functools.partial(fp8_training.cnn, lambda: found)
+    monkeypatch.setitem(fp8_training.MODELS, "cnn", make)
 
 
 def test_a_quick_run_is_stored_and_not_repeated(images, monkeypatch, tmp_path):
