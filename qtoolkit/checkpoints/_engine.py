@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero, projection_of
 from qtoolkit.checkpoints._chunks import Chunk, Cut
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
@@ -352,8 +352,8 @@ class _Encoder:
             )
             parts.append(np.asarray(done.codes))
             if scale is not None:
-                scale[tile.blocks - first] = np.asarray(done.scale).reshape(-1)[:units]
-            sums.append(_sums(tile, done, factor, spec))
+                scale[tile.blocks - first] = np.asarray(done.scales.scale).reshape(-1)[:units]
+            sums.append(_sums(tile, done, factor, spec, layout.axis))
         return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), sums
 
 
@@ -399,12 +399,13 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
     return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
 
 
-def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat) -> Sums:
+def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat, axis: int) -> Sums:
     """What quantizing did to a tile; `factor` is that of `_encoded`."""
-    error = np.asarray(done.error).reshape(-1)
-    signal, noise, nonfinite = float(done.signal), float(error @ error), 0
+    signal, noise, nonfinite = float(done.signal), float(done.noise), 0
     if not (math.isfinite(signal) and math.isfinite(noise)):
-        x = tile.x.reshape(-1).astype(np.float32) * np.float32(factor)
+        x, error = (
+            np.asarray(a) for a in _errors(tile.x, done.scales, np.float32(factor), spec, axis)
+        )
         nonfinite = int(np.count_nonzero(~np.isfinite(x)))
         known = np.isfinite(x) & np.isfinite(error)
         x, error = x[known], error[known]
@@ -476,18 +477,17 @@ class _Encoded(NamedTuple):
 
     Attributes:
       codes: In the shape of the tile.
-      scale: Of each unit as stored, None where there is none.
-      unit: float32, what codes of each unit are multiplied with.
-      signal: The sum of the squares of all elements times the factor, float32; not finite where
-        one is not.
-      error: x - value, times the factor, float32; not finite where the element or its scale is not.
+      scales: Of each unit, as stored.
+      unit: float32, what codes of each unit are multiplied with; None where there is no scale.
+      signal, noise: The sums of the squares of all elements and of all errors, x - value, each
+        times the factor, float32; not finite where an element or its scale is not.
     """
 
     codes: jax.Array
-    scale: jax.Array | None
+    scales: Scales
     unit: jax.Array | None
     signal: jax.Array
-    error: jax.Array
+    noise: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -515,20 +515,33 @@ def _encoded(
     axis: int,
 ) -> _Encoded:
     """The codes of a tile whose units have blocks of these amaxes; `factor` is a power of two."""
-    units = dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
     scale = nonzero = unit = None
-    rate = factor
     if amax is not None:
         scale, nonzero = scale_from(amax, spec, tensor_scale), ~is_zero(amax)
         unit = effective(scale, tensor_scale, spec)
-        rate = unit * factor
-    scales = Scales(scale, tensor_scale)
-    projection = _KEEPING_INF if _is_cast(spec) else NEAREST
-    codes = block_codes(x, units, projection, scales, nonzero)
-    q = element_values(scaled_values(x, units, scales), spec, projection, None)
+    scales, units = Scales(scale, tensor_scale), _units(spec, axis)
+    codes = block_codes(x, units, _projection(spec), scales, nonzero)
+    wide, error = _errors(x, scales, factor, spec, axis)
+    return _Encoded(codes, scales, unit, jnp.sum(wide * wide), jnp.sum(error * error))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _errors(
+    x: jax.Array, scales: Scales, factor: jax.Array, spec: BlockFormat, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """The elements of a tile, and x - value, both times the factor, float32."""
+    rate = factor
+    if scales.scale is not None:
+        rate = effective(scales.scale, scales.tensor_scale, spec) * factor
+    u = scaled_values(x, _units(spec, axis), scales)
     wide = exact_float32(x) * factor
-    # The squares of errors are left to NumPy, which is faster: XLA's CPU would round a second
-    # time for their sum. Of long sums it vectorizes none; short ones over rows it does.
-    short = (wide * wide).reshape(-1, math.gcd(x.shape[0], 32), x.shape[1])
-    signal = jnp.sum(lax.optimization_barrier(jnp.sum(short, axis=1)))
-    return _Encoded(codes, scale, unit, signal, wide - q * rate)
+    return wide, wide - element_values(u, spec, _projection(spec), None) * rate
+
+
+def _units(spec: BlockFormat, axis: int) -> BlockFormat:
+    """`spec` for tiles whose units lie along `axis`, each with a scale of its own."""
+    return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
+
+
+def _projection(spec: BlockFormat) -> Projection:
+    return _KEEPING_INF if _is_cast(spec) else NEAREST

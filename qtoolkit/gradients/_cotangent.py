@@ -11,7 +11,6 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
-    in_dtype,
     round_values,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
@@ -79,5 +78,4 @@ class _Rounding:
         if self.spec.scale is None:
             return round_values(cotangent, self.spec.element, projection.drawn(cotangent.shape))
         scales, nonzero = find_scales(cotangent, self.spec)
-        y = block_values(cotangent, self.spec, projection, scales, nonzero)
-        return in_dtype(y, cotangent.dtype)
+        return block_values(cotangent, self.spec, projection, scales, nonzero, cotangent.dtype)

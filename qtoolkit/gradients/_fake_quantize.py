@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
-from qtoolkit.casts.internal import in_dtype
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
@@ -71,7 +70,7 @@ def _fake_quantize(
     x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat, rule: Estimator
 ) -> jax.Array:
     scales, nonzero = find_scales(x, spec, given)
-    return in_dtype(block_values(x, spec, projection, scales, nonzero), x.dtype)
+    return block_values(x, spec, projection, scales, nonzero, x.dtype)
 
 
 @_fake_quantize.defjvp

@@ -116,10 +116,13 @@ def block_codes(
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
 
-    def round_scaled(u: Array, unscale: Map) -> Array:
-        return blocks.join(element_codes(u, spec, projection, blocks.spread(scales.zero_point)))
+    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
 
-    codes = _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
+    def rounded(divide: Map, multiply: Map) -> Array:
+        u = _scaled(view, divide, projection)
+        return blocks.join(element_codes(u, spec, projection, zero_point))
+
+    codes = _with_scales(rounded, spec, scales, blocks, nonzero)
     if not packed:
         return codes
     # Fused into the strides of packing, XLA's CPU would not vectorize the rounding.
@@ -132,8 +135,9 @@ def block_values(
     projection: Projection,
     scales: Scales,
     nonzero: Array | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Array:
-    """The values of those codes times their scales: float32, in the shape of `x`."""
+    """The values of those codes times their scales: as `dtype`, in the shape of `x`."""
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
     if nonzero is not None:
@@ -141,11 +145,13 @@ def block_values(
         # becomes 448 * 2**-127: such a block is not one of zeros.
         nonzero |= lax.cond(jnp.all(nonzero), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
 
-    def round_scaled(u: Array, unscale: Map) -> Array:
-        q = element_values(u, spec, projection, blocks.spread(scales.zero_point))
-        return blocks.join(unscale(q))
+    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
 
-    return _with_scales(blocks.split(x), spec, projection, scales, blocks, nonzero, round_scaled)
+    def rounded(divide: Map, multiply: Map) -> Array:
+        q = element_values(_scaled(view, divide, projection), spec, projection, zero_point)
+        return in_dtype(blocks.join(multiply(q)), dtype)
+
+    return _with_scales(rounded, spec, scales, blocks, nonzero)
 
 
 def operand_values(
@@ -168,12 +174,15 @@ def operand_values(
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
 
-    def rounded(u: Array, unscale: Map) -> Array:
-        q, wide = blocks.join(element_values(u, spec, projection, None)), exact_float32(x)
+    view = blocks.split(x)
+
+    def rounded(divide: Map, multiply: Map) -> Array:
+        q = element_values(_scaled(view, divide, projection), spec, projection, None)
+        q, wide = blocks.join(q), exact_float32(x)
         return jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
 
     def everything() -> Array:
-        return _with_scales(blocks.split(x), spec, projection, scales, blocks, None, rounded)
+        return _with_scales(rounded, spec, scales, blocks)
 
     # Where scales are powers of two, `everything` is a branch already.
     return everything() if spec.has_powers else _once(everything, x, scales.scale), scales
@@ -197,9 +206,12 @@ def _once(make: Callable[[], Array], x: Array, scale: Array | None) -> Array:
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
     """What `q * scale` is, of what `operand_values` gave, float32."""
     blocks = blocks_of(q, spec)
-    view = blocks.split(exact_float32(q))
-    y = _with_scales(view, spec, NEAREST, scales, blocks, None, lambda _, unscale: unscale(view))
-    return blocks.join(y)
+    view = blocks.split(q)
+
+    def multiplied(divide: Map, multiply: Map) -> Array:
+        return blocks.join(multiply(exact_float32(view)))
+
+    return _with_scales(multiplied, spec, scales, blocks)
 
 
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:
@@ -211,23 +223,27 @@ def single_scale(scales: Scales, spec: BlockFormat) -> Array:
 def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
     """What is rounded: `x` divided by its scales, plus the zero point; float32, shape of `x`."""
     blocks = blocks_of(x, spec)
+    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
 
-    def unrounded(u: Array, unscale: Map) -> Array:
-        zero_point = blocks.spread(scales.zero_point)
+    def unrounded(divide: Map, multiply: Map) -> Array:
+        u = divide(exact_float32(view))
         return blocks.join(u if zero_point is None else u + zero_point.astype(jnp.float32))
 
-    return _with_scales(blocks.split(x), spec, NEAREST, scales, blocks, None, unrounded)
+    return _with_scales(unrounded, spec, scales, blocks)
 
 
 def dequantized(
     codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
 ) -> Array:
     """The numbers that codes and scales stand for, in the shape of `codes`."""
-    q = blocks.split(values_of(codes, spec.element, jnp.float32))
-    zero_point = blocks.spread(scales.zero_point)
-    q = q if zero_point is None else q - zero_point.astype(jnp.float32)
-    y = _with_scales(q, spec, NEAREST, scales, blocks, None, lambda _, unscale: unscale(q))
-    return in_dtype(blocks.join(y), dtype)
+    view, zero_point = blocks.split(codes), blocks.spread(scales.zero_point)
+
+    def multiplied(divide: Map, multiply: Map) -> Array:
+        q = values_of(view, spec.element, jnp.float32)
+        q = q if zero_point is None else q - zero_point.astype(jnp.float32)
+        return in_dtype(blocks.join(multiply(q)), dtype)
+
+    return _with_scales(multiplied, spec, scales, blocks)
 
 
 def element_codes(
@@ -267,35 +283,41 @@ def _with_zero_point(
     return jnp.clip(moved, np.float32(first), np.float32(last))
 
 
+def _scaled(view: Array, divide: Map, projection: Projection) -> Array:
+    """What is rounded: the elements, divided; next to nothing is not zero where that matters."""
+    x = exact_float32(view)
+    u = divide(x)
+    return kept_from_zero(u, x) if projection.rounding in _DIRECTED else u
+
+
 def _with_scales(
-    view: Array,
+    compute: Callable[[Map, Map], Array],
     spec: BlockFormat,
-    projection: Projection,
     scales: Scales,
     blocks: Blocks,
-    nonzero: Array | None,
-    round_scaled: Callable[[Array, Map], Array],
+    nonzero: Array | None = None,
 ) -> Array:
-    """`round_scaled(u, unscale)` of the scaled values u and the multiplication by the scales."""
-    x = exact_float32(view)
-    is_directed = projection.rounding in _DIRECTED
+    """`compute(divide, multiply)`, which divide and multiply by the scales what is in the view.
 
-    def call(u: Array, unscale: Map) -> Array:
-        return round_scaled(kept_from_zero(u, x) if is_directed else u, unscale)
-
+    Where scales are powers of two, a branch: `compute` should read the elements as they lie in
+    memory and make the result in its own dtype, because XLA writes out what enters and leaves a
+    branch (float32 of bfloat16 codes made MXFP8 three times as slow).
+    """
     if scales.scale is None:
-        return round_scaled(x, lambda q: q)
+        return compute(lambda x: x, lambda q: q)
     if not spec.has_powers:
         scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
-        return call(quotient(x, scale), lambda q: product(q, scale))
+        return compute(lambda x: quotient(x, scale), lambda q: product(q, scale))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     down, up = factors(exponent, is_nan)
 
     def exactly() -> Array:
-        return call(shifted(x, -exponent, is_nan), lambda q: shifted(q, exponent, is_nan))
+        return compute(
+            lambda x: shifted(x, -exponent, is_nan), lambda q: shifted(q, exponent, is_nan)
+        )
 
     def by_factors() -> Array:
-        return call(x * down, lambda q: q * up)
+        return compute(lambda x: x * down, lambda q: q * up)
 
     safe = are_safe(exponent, spec) | is_nan
     return lax.cond(jnp.all(safe if nonzero is None else safe | ~nonzero), by_factors, exactly)
