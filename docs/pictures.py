@@ -1,10 +1,12 @@
 """The pictures of the documentation and of the README, drawn from the library.
 
 Command: python docs/pictures.py [--out docs/pages/pictures]
-Claim: every picture shows what the library computes, no figure is typed in.
+Claim: every picture shows what the library computes or what an experiment stored, no figure is
+typed in.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ import numpy as np
 
 import qtoolkit as qt
 
-FOLDER = Path(__file__).parent / "pages" / "pictures"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs/pages/pictures"
+sys.path.append(str(ROOT / "experiments"))
+
+from benchmarks._gaps import figure_of_gaps  # noqa: E402  # experiments are no package
+from benchmarks._results import load  # noqa: E402
+
 PICTURES: dict[str, Callable[[], Any]] = {}
 
 
@@ -131,6 +139,12 @@ def recipes() -> Any:
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure
+
+
+@picture
+def gaps() -> Any:
+    """What training by each preset lost beside bfloat16, of the stored runs of fp8_training.py."""
+    return figure_of_gaps(load(ROOT / "experiments/results/fp8_training.jsonl")[1:])
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from benchmarks._gaps import paired_gaps, text_of_gaps
+from benchmarks._gaps import figure_of_gaps, text_of_gaps
 from benchmarks._results import Folder, Quick, Rows
 from flax import nnx
 
@@ -210,34 +210,6 @@ def trained(problem: Problem, recipe: qt.Recipe | None, steps: int, seed: int) -
     return {"data": problem.data, "at": evaluate_at, "losses": losses, "seconds": seconds}
 
 
-def plot_gaps(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A PNG with a panel for each model: gaps to bfloat16, a point for each seed and the mean."""
-    from matplotlib.figure import Figure
-
-    tables = paired_gaps(rows)
-    figure = Figure(figsize=(5.2 * len(tables), 4.6), layout="constrained")
-    panels = figure.subplots(1, len(tables), squeeze=False)[0]
-    for axes, (model, gaps) in zip(panels, tables.items(), strict=True):
-        for place, gap in enumerate(gaps):
-            values = 100 * np.array(gap["to bfloat16"])
-            axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.5)
-            axes.plot(
-                [values.mean()], [place], "|", color="#d1495b", markersize=18, markeredgewidth=2
-            )
-        axes.set_yticks(range(len(gaps)), [gap["recipe"] for gap in gaps])
-        axes.invert_yaxis()
-        axes.axvline(0, color="grey", linewidth=0.8)
-        axes.set_xscale("symlog", linthresh=1.0)
-        least, most = axes.get_xlim()
-        ticks = [t for t in (-10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if least <= t <= most]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("validation loss, gap to bfloat16 in %: seeds, and their mean")
-        axes.set_title(model)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=150, format="png")
-
-
 def main(
     steps: int = 400,
     seeds: int = 3,
@@ -270,7 +242,7 @@ def main(
                 found.append(row)
     print(text_of_gaps(found))
     if plot is not None:
-        plot_gaps(plot, found)
+        figure_of_gaps(found).savefig(plot, dpi=150, format="png")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def assert_same_bits(got, expected):
         assert mine.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_exports_for_every_platform_without_custom_calls(name):
     function, x = FUNCTIONS[name], example(4)
@@ -110,7 +110,7 @@ def test_exports_for_every_platform_without_custom_calls(name):
     assert_same_bits(reloaded.call(x), function(x))
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in FIXED_SHAPE])
 def test_a_symbolic_batch_gives_the_bits_of_every_batch(name):
     function = FUNCTIONS[name]

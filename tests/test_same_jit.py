@@ -188,7 +188,7 @@ def halves(dtype):
     return tuple(jnp.asarray(v, jnp.float32).astype(dtype) for v in (a, b))
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(12)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", EXACT)
@@ -196,7 +196,7 @@ def test_half_precision_made_in_the_same_jit(name, dtype):
     check(EXACT[name], HALF_PRODUCERS, halves(dtype), equal)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_half_precision_made_in_the_same_jit(name, dtype):
@@ -217,14 +217,14 @@ def known():
     )
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(6)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", EXACT)
 def test_float32_that_a_compiler_knows_something_of(name):
     check(EXACT[name], KNOWN_PRODUCERS, known(), equal)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_float32_that_a_compiler_knows_something_of(name):
     check(SUMS[name], KNOWN_PRODUCERS, known(), close)

@@ -52,6 +52,34 @@ def text_of_gaps(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A panel for each model: gaps to bfloat16, a point for each seed, and their mean."""
+    from matplotlib.figure import Figure
+
+    tables = paired_gaps(rows)
+    figure = Figure(figsize=(5.2 * len(tables), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axes, (model, gaps) in zip(panels, tables.items(), strict=True):
+        for place, gap in enumerate(gaps):
+            values = 100 * np.array(gap["to bfloat16"])
+            axes.plot(values, [place] * len(values), "o", color="#1f4e79", alpha=0.5)
+            axes.plot(
+                [values.mean()], [place], "|", color="#d1495b", markersize=18, markeredgewidth=2
+            )
+        axes.set_yticks(range(len(gaps)), [gap["recipe"] for gap in gaps])
+        axes.invert_yaxis()
+        axes.axvline(0, color="grey", linewidth=0.8)
+        axes.set_xscale("symlog", linthresh=1.0)
+        least, most = axes.get_xlim()
+        ticks = [t for t in (-10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if least <= t <= most]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("validation loss, gap to bfloat16 in %: seeds, and their mean")
+        axes.set_title(model)
+        axes.grid(alpha=0.25)
+    return figure
+
+
 def _gap_cells(gap: Mapping[str, Any]) -> list[str]:
     means = [f"{np.mean(gap[f'to {base}']):+.3%}" if gap[f"to {base}"] else "-" for base in BASES]
     paired, most = gap["to bfloat16"], GAPS.get(gap["recipe"])

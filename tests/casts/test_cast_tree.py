@@ -80,6 +80,7 @@ def test_float_leaves_become_what_ml_dtypes_makes_of_them():
             assert new[name] is leaf, name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -342,6 +343,7 @@ def test_errors_name_the_leaf_or_the_rule(fmt, options, error, message):
         cast_tree(leaves, fmt, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_leaves_stay_where_they_are(kind):
     """On four devices, one mesh of them in another order."""

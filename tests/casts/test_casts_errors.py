@@ -313,6 +313,7 @@ def test_formats_without_a_sign_clamp_what_is_negative():
     np.testing.assert_array_equal(qt.encode(x, "uint8"), [0, 0, 0])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("dtype", "fmt", "hint"),
     [

@@ -60,7 +60,7 @@ SOME = [
 COMPILED = {*SHIPPED, "float32", "int32", "e8m0fnu", "e2m1fn", "hifloat8", "nf4", "binary16p3se"}
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", SOURCES_64)
 @pytest.mark.parametrize("name", TO)
 def test_64_bit_integers_with_and_without_x64(name, source):
@@ -76,7 +76,7 @@ def test_64_bit_integers_with_and_without_x64(name, source):
             assert_same_bits(got, row, x)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "source"),
     [
@@ -92,7 +92,7 @@ def test_integers_of_32_bits_and_less(name, source):
     assert_same_variants(run(qt.encode, name, SOME)(x), every_code(x, spec, SOME), x, SOME)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", ["int4", "uint4", "int2", "uint2", "bool"])
 def test_integers_of_less_than_a_byte_as_sources(source):
     spec = SPECS[source]
@@ -104,7 +104,7 @@ def test_integers_of_less_than_a_byte_as_sources(source):
         assert_same_bits(qt.encode(x, name), expected[0], x)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 @pytest.mark.parametrize("source", ["float32", "int64", "uint64", "float64"])
 def test_every_width_as_a_destination(source, signed):
@@ -135,6 +135,7 @@ def test_every_width_as_a_destination(source, signed):
             assert_same_bits(row, wanted, x)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [n for n in DTYPES if "int" in n and "64" not in n] + ["bool"])
 def test_cast_to_integers_has_their_dtype(name):
     """numpy's `astype` of the clipped and rounded input is the oracle."""
@@ -150,7 +151,7 @@ def test_cast_to_integers_has_their_dtype(name):
         np.testing.assert_array_equal(got.astype(np.int64), wide.astype(np.int64))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["int2", "uint2", "int4", "uint4", "int8", "uint8", "int5", "int16"]
 )
@@ -163,7 +164,7 @@ def test_encode_of_decode_gives_every_code_back(name):
         assert_same_bits(qt.encode(value, name, rounding=rounding), every, value)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", "ABC")
 @pytest.mark.parametrize("source", ["int32", "float32"])
 def test_stochastic_rounding_to_and_from_integers(source, variant):
@@ -184,6 +185,7 @@ def test_stochastic_rounding_to_and_from_integers(source, variant):
             assert_same_bits(got, expected, x)
 
 
+@pytest.mark.sample(21)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("x", "name", "rounding", "code"),

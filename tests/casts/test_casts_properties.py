@@ -68,6 +68,7 @@ def _value(x, name, rounding, saturation="finite") -> np.ndarray:
     return np.asarray(qt.decode(code, name))
 
 
+@pytest.mark.exhaustive
 @few
 @given(arrays(), names, roundings)
 def test_casts_are_monotone(x, name, rounding):
@@ -117,6 +118,7 @@ def test_every_rounding_is_one_of_two_neighbours(x, name):
     np.testing.assert_array_equal(low[exact_ones], x[exact_ones])
 
 
+@pytest.mark.exhaustive
 @few
 @given(arrays(2**12), names, roundings, saturations)
 def test_jit_vmap_and_x64_change_no_bit(x, name, rounding, saturation):
@@ -136,6 +138,7 @@ def test_jit_vmap_and_x64_change_no_bit(x, name, rounding, saturation):
     assert_same_bits(eager, codes(x, spec, saturation, rounding), x)
 
 
+@pytest.mark.exhaustive
 @few
 @given(st.integers(0, 2**32), names, roundings, saturations)
 def test_integers_are_cast_as_the_floats_that_hold_them(seed, name, rounding, saturation):
@@ -178,6 +181,7 @@ def float_specs(draw) -> Float:
     return spec
 
 
+@pytest.mark.exhaustive
 @settings(few, max_examples=40)
 @given(float_specs(), roundings, saturations)
 def test_any_format_that_can_be_made_is_cast_as_the_oracle_says(spec, rounding, saturation):

@@ -193,6 +193,7 @@ def places(spec):
     return sorted(codes - ({last} if spec.overflow == "max" else set()))  # that one is clamped
 
 
+@pytest.mark.sample(3)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "bits"),
@@ -246,7 +247,7 @@ def test_numbers_round_up_as_often_as_they_should(name, bits):
     assert np.max(np.abs(statistics)) < bound(len(statistics))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("name", ["int8", "uint4", "int16"])
 def test_integers_round_up_as_often_as_they_should(name, saturation):
@@ -293,7 +294,7 @@ def test_at_the_edge_finite_saturation_clamps_whatever_the_bits(variant):
     np.testing.assert_array_equal(codes, np.full(x.shape, spec.max_code, np.uint8))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e3m2fn"])
 def test_the_mean_of_random_numbers_is_kept(name, variant):
@@ -330,7 +331,7 @@ def test_the_mean_of_random_numbers_is_kept(name, variant):
 # One key, one stream.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["e4m3fn", "bfloat16", "int8", "e8m0fnu", "binary6p3se"])
 def test_key_and_random_bits_are_the_same_rounding(name):
@@ -345,6 +346,7 @@ def test_key_and_random_bits_are_the_same_rounding(name):
         assert_same_bits(given, expected, X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("function", [qt.encode, qt.fake_cast])
 def test_the_same_bits_however_it_is_run(function):
@@ -379,6 +381,7 @@ def test_random_bits_do_not_change_what_the_format_holds():
         assert_same_bits(codes, np.arange(256, dtype=np.uint8))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_typed_keys_and_raw_ones_are_the_same(impl):
     typed = jax.random.key(11, impl=impl)
@@ -391,6 +394,7 @@ def test_typed_keys_and_raw_ones_are_the_same(impl):
     assert all(np.mean(np.asarray(other) != np.asarray(expected)) > 0.2 for other in others)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("function", [qt.encode, qt.fake_cast])
 def test_vmap_over_numbers_and_keys(function):
@@ -416,6 +420,7 @@ def test_vmap_over_numbers_and_keys(function):
     assert_same_bits(continued, np.asarray(run(X, KEY)))  # rows of one stream
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "start", [0, 5, 2**16, 2**32 - 3, 2**32, 2**33 - 7, 2**63 - 2, 2**64 - 300]
 )
@@ -438,6 +443,7 @@ def test_chunks_across_the_end_of_the_index_wrap():
     assert_same_bits(stochastic(qt.encode, x[4:], KEY), whole[4:])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32])
 def test_traced_offsets(dtype):
     x = X.ravel()
@@ -481,7 +487,7 @@ def test_other_sources_draw_the_same_bits():
 # Random bits of the caller's own.
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(), (1,), (35,), (6, 1), (1, 35), (6, 35)], ids=str)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -526,6 +532,7 @@ def test_the_high_product_against_pythons_integers():
         np.testing.assert_array_equal(np.asarray(high_product(a, b)), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (2, 3, 4, 5)], ids=str)
 def test_small_arrays_are_counted_in_c_order(shape):
     low, high = element_index(shape)
@@ -565,6 +572,7 @@ def test_arrays_of_more_than_2_to_the_32_elements(shape, start, size):
     np.testing.assert_array_equal(high.astype(object) * 2**32 + low.astype(object), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "start", "size"), LARGE, ids=str)
 def test_large_arrays_are_rounded_as_their_chunks_are(shape, start, size):
     words = jax.random.key_data(KEY)
@@ -580,6 +588,7 @@ def test_large_arrays_are_rounded_as_their_chunks_are(shape, start, size):
 # With derivatives.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fake_cast_has_the_clipped_slope_whatever_the_bits(variant):
     x = np.float32([-500, -448, 448, 449, 470, 0, -0.0, 1e-9, 3.3, np.inf, -np.inf, np.nan])
@@ -602,6 +611,7 @@ def test_fake_cast_has_the_clipped_slope_whatever_the_bits(variant):
     np.testing.assert_array_equal(jax.jit(jax.grad(total))(finite, KEY), expected[:9])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shift", [None, 3.0])
 def test_fake_convert_rounds_what_it_scaled_with_the_same_bits(shift):
     """Oracle: `round_to_format` of the scaled numbers; powers of two lose nothing."""
@@ -625,6 +635,7 @@ def test_fake_convert_rounds_what_it_scaled_with_the_same_bits(shift):
     np.testing.assert_allclose(ds, ((inside * X - expected) / scale).sum(), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scaling", ["none", "tensor"])
 def test_round_cotangent_rounds_with_the_key(scaling):
     """Oracle: `round_to_format` of the cotangent, scaled as documented, with the same key."""
@@ -720,6 +731,7 @@ def test_eight_devices_draw_what_one_draws(on_one_device, kind):
                 np.testing.assert_array_equal(bits_of(got[name]), bits_of(wanted), err_msg=name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_offset_of_a_shard_continues_the_stream(on_one_device, kind):

@@ -30,7 +30,7 @@ def assert_equal(got, expected):
     np.testing.assert_array_equal(np.asarray(got), expected, strict=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_length_up_to_three_groups(bits):
@@ -57,6 +57,7 @@ def test_the_first_code_is_in_the_low_bits():
     assert_equal(qt.pack(one(codes), 6), one([*word.to_bytes(3, "little")]))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_code_beside_every_other(bits):
     count = CODES_OF_A_GROUP[bits]
@@ -77,6 +78,7 @@ def test_every_byte_is_unpacked(bits):
     assert_equal(oracle(np.asarray(qt.unpack(packed, bits)), bits), packed)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
 def test_axes(bits, axis):
@@ -86,6 +88,7 @@ def test_axes(bits, axis):
     assert_equal(qt.unpack(packed, bits, codes.shape[axis], axis=axis), codes)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 5), (0, 8), (5, 0, 3)], ids=str)
 @pytest.mark.parametrize("axis", [0, -1])
@@ -113,6 +116,7 @@ def test_the_layout_is_that_of_xla(bits, dtype):
     assert_equal(qt.unpack(packed, bits), np.asarray(narrow).ravel())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fmt", "bits"),
     [
@@ -135,6 +139,7 @@ def test_formats_stand_for_their_width(fmt, bits):
     assert_equal(qt.unpack(packed, fmt, 11), codes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_jit_vmap_and_scan(bits):
     codes = draw((3, 4, 13), bits)

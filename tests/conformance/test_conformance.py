@@ -466,6 +466,7 @@ def written(body):
     return {row: (numbers(c), numbers(d)) for row, (_, c, d) in rows(body).items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("operator", ROWS)
 def test_every_number_is_what_the_tests_go_through(operator):
     body = sections()[operator]

@@ -56,6 +56,7 @@ def _derivatives(function):
     yield lambda x: jax.jvp(function, (x,), (x,))
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("where", "function"), NARROW)
 def test_what_has_no_derivative_says_so_and_names_what_has(where, function):
     for derivative in _derivatives(function):
@@ -83,6 +84,7 @@ FROM_NARROW = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("where", "dtype", "function"), FROM_NARROW)
 def test_cotangents_of_8_bits_are_refused(where, dtype, function):
     """JAX would round them: 1000.3 times as much is NaN in e4m3fn, and e8m0 has no sign."""
@@ -226,6 +228,7 @@ SWAPPED = [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("function", SWAPPED)
 def test_arrays_of_the_other_byte_order(function):
     np.testing.assert_array_equal(function(BIG), function(BIG.astype(np.float32)))

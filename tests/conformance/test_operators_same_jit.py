@@ -80,7 +80,7 @@ OF_ONE = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n, (_, dtypes) in OF_ONE.items() for d in dtypes], ids=str
 )
@@ -118,7 +118,7 @@ PRODUCERS = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ANY, ids=str)
 @pytest.mark.parametrize("name", OF_THREE)
 def test_parameters_made_in_the_same_jit(name, dtype):

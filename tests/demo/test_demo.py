@@ -35,6 +35,7 @@ def finished(tmp_path_factory):
     return output.getvalue(), folder
 
 
+@pytest.mark.exhaustive
 def test_it_leaves_checkpoints_plots_and_the_table(finished):
     output, folder = finished
     names = {path.name for path in folder.iterdir()}
@@ -87,6 +88,7 @@ def test_both_models_start_alike_and_see_the_same_batches(corpus):
     assert again.wide.losses == pair.wide.losses
 
 
+@pytest.mark.exhaustive
 def test_parameters_and_restore_are_inverse():
     model = demo.ByteTransformer(rngs=nnx.Rngs(0))
     other = demo.ByteTransformer(rngs=nnx.Rngs(1))
@@ -120,6 +122,7 @@ def test_on_a_small_terminal_the_bar_and_its_estimate_stay_visible():
     assert any("400" in line and "+0.00%" in line for line in lines[:-1])  # the newest row
 
 
+@pytest.mark.exhaustive
 def test_with_astype_rounds_every_operand_and_every_cotangent():
     """Oracle: E4M3 by ml_dtypes, without a scale; beyond 464 it is NaN."""
     model = demo.ByteTransformer(width=16, layers=1, heads=2, rngs=nnx.Rngs(0))

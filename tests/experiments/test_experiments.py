@@ -14,6 +14,7 @@ NAMES = results.EXPERIMENTS
 TRAINING = {"rounding_modes", "fp8_gradients", "qat"}  # each compiles for ten seconds and more
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES],
@@ -30,6 +31,7 @@ def test_its_quick_setting_bears_the_claims_out(name, tmp_path, capsys):
     assert any("figures" in row for row in rows)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_it_says_its_command_and_its_claim(name):

@@ -37,7 +37,7 @@ def assert_same_bits(got, expected):
     np.testing.assert_array_equal(np.asarray(got).view(width), expected.view(width))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fmt", "target", "largest"), TARGETS)
@@ -90,7 +90,7 @@ MODES = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize(
     ("dtype", "fmt", "saturation"),
@@ -116,7 +116,7 @@ def assert_same_nan_or_bits(got, expected):
     assert_same_bits(np.asarray(got)[keep], expected[keep])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_has_the_same_slope(name):
     """dy/dx is the estimator's, one inside, zero outside, whatever the rounding."""
@@ -129,7 +129,7 @@ def test_every_mode_has_the_same_slope(name):
         np.testing.assert_array_equal(got, [1, 1, 0, 1, 0, 1, 0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODES)
 def test_gradients_by_scale_and_shift_in_every_mode(name):
     x = draw(np.float32, (40,), spread=300.0)
@@ -165,6 +165,7 @@ def reference_slopes(x, s, z, fmt="e4m3fn"):
     return d, (d * x - y) / s, (1 - d) / s
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("with_shift", [False, True])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients_by_data_scale_and_shift(with_shift, wrap):
@@ -211,6 +212,7 @@ def test_no_nan_at_infinite_data():
     assert gs == -(448 / 2 - 448 / 2 + 448 / 2) / 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_and_reverse_mode_agree(dtype):
     x, s, z = draw(dtype, 9), np.asarray(1.3, dtype), np.asarray(0.2, dtype)
@@ -295,6 +297,7 @@ def test_errors():
         fake_convert(x, fmt="e4m3fn", rounding="stochastic", random_bits=np.zeros(2, np.uint16))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_gradients_of_scale_and_shift_are_summed_in_float32(dtype):
     """2**20 terms. Oracle: the documented derivatives in float64, summed there and rounded once.
@@ -323,6 +326,7 @@ def test_gradients_of_scale_and_shift_are_summed_in_float32(dtype):
     assert abs(float(got[0]) - exact[0]) <= bound
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gradient", ["clipped", EWGS()], ids=["clipped", "EWGS"])
 def test_an_element_under_a_zero_cotangent_adds_nothing(gradient):
     """A masked loss: 0 times a NaN or an infinity would make the sums NaN.

@@ -82,7 +82,7 @@ def data(dtype, fmt):
     return x
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     [
@@ -154,7 +154,7 @@ def every_gradient(f, x, *parameters):
     return list(map(np.asarray, tangents(x, *parameters)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fmt", INTEGERS)
 def test_gradients_case_by_case(fmt):
     """Oracle: equations 3 and 5 of LSQ in float64. Powers of two for scales: u is exact."""
@@ -201,7 +201,7 @@ def published(x, scale, fmt, offset=0.0):
     return inside.astype(float), np.where(inside, q - u, q), (~inside).astype(float), near, u
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fmt", "shape"),
     [
@@ -310,6 +310,7 @@ def central(f, at, h):
     return (f(at + h) - f(at - h)) / (2 * h)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fmt", ["int2", "int4", "uint4"])
 def test_gradients_against_finite_differences_of_a_smoothed_model(fmt):
     """Oracle: central differences of y(x, s, b) = s * (C(u) + r) + b, u = (x - b) / s, in float64.
@@ -372,7 +373,7 @@ def test_pact_gradients_against_finite_differences_of_a_smoothed_model():
     assert 0 < da.mean() < 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("bits", "dtype"),
     [(bits, np.float32) for bits in range(1, 9)] + [(5, dtype) for dtype in DTYPES[1:]],
@@ -445,6 +446,7 @@ LEARNED = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("f", LEARNED.values(), ids=LEARNED)
 def test_transformations(f):
     """Oracle: the function and its gradient, one example at a time."""
@@ -487,6 +489,7 @@ def test_transformations(f):
     close(jax.jvp(loss, (x[0], s[0]), (x[1], s[1]))[1], along, rtol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("f", LEARNED.values(), ids=LEARNED)
 def test_second_derivatives_are_those_of_the_frozen_model(f):
     """Oracle: the chain rule. f has none of its own, so the Hessian of f**2 is 2 * f' * f'."""
@@ -533,7 +536,7 @@ def test_the_gradient_of_the_scale_is_summed_in_float32():
         assert alpha(jnp.ones(2**14, dtype))[0] == 2**14
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.7, 1e-40, -np.inf])
 def test_scales_that_training_made_zero_or_negative(scale):
     """They count as 2**-126: finite, no NaN, and gradients that make the scale grow again."""
@@ -589,6 +592,7 @@ def best_of_grid(w, errors, largest):
     return float(np.min(jax.jit(jax.vmap(errors))(grid)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("start", "factor"), [("amax", 1.0), ("lsq_scale", 1.0), ("amax", None)], ids=str
 )
@@ -768,6 +772,7 @@ def test_errors_of_formats_factors_and_bits():
             lsq_plus_scale_offset(x, "int4", steps=bad)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["int4", "uint8", "e4m3fn", "e2m1fn"])

@@ -35,6 +35,7 @@ def variables():
     return MODULE.init(jax.random.key(1), X)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_each_number_is_that_of_metrics_of_the_captured_operand(variables):
     found = qt.linen.numerics(MODULE, variables, X, loss_fn)
@@ -86,6 +87,7 @@ def test_a_frozen_module_does_not_depend_on_the_batch(variables):
         frozen.apply(variables, X)
 
 
+@pytest.mark.exhaustive
 def test_layers_that_scan_stacks_share_a_row_and_a_scale():
     class Block(nn.Module):
         @nn.compact

@@ -59,6 +59,7 @@ def kernels(params):
     }
 
 
+@pytest.mark.exhaustive
 def test_it_computes_what_the_wrapped_module_does(variables):
     served, weights = qt.linen.quantize(Model(), variables, WEIGHTS, X)
     wrapped = qt.linen.wrap(Model(), WEIGHTS)

@@ -196,6 +196,7 @@ def test_keys_of_stochastic_rounding():
     run({"params": variables["params"]}, {})  # bits that follow from the values
 
 
+@pytest.mark.exhaustive
 def test_layers_with_a_recipe_of_their_own():
     from qtoolkit.linen import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 

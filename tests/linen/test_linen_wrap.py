@@ -176,6 +176,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_quantized_and_every_parameter_is_there(name):
     module, x, products = MODELS[name]
@@ -404,6 +405,7 @@ def test_weights_are_rounded_from_their_own_dtype():
 A, B = Recipe(), Recipe("mxfp8")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
@@ -521,6 +523,7 @@ SURVIVAL = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SURVIVAL)
 def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
     """Near those of the plain module, whatever transforms it; blocks are traced alone."""

@@ -53,7 +53,7 @@ def found(wrapped):
 call = nnx.jit(lambda model, x: model(x))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -211,6 +211,7 @@ def test_models_that_write_state_are_calibrated_and_measured():
     assert model.drop.rngs.count[...] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_decoding_step_is_calibrated():
     attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
     attention.init_cache((1, 3, 8))

@@ -198,6 +198,7 @@ def made(name):
     return make(rngs=nnx.Rngs(0))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_reached(name):
     _, batch, count = MODELS[name]
@@ -213,6 +214,7 @@ def test_every_product_is_reached(name):
     assert isinstance(wrapped, type(model))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["own products beside a layer", "tied embedding", "LoRA"])
 def test_values_and_gradients_follow_the_plain_model(name):
     _, batch, _ = MODELS[name]
@@ -311,6 +313,7 @@ def test_results_that_are_no_arrays():
     assert len(qt.nnx.report(wrapped, x).quantized) == 3
 
 
+@pytest.mark.exhaustive
 def test_attention_weights_are_sown_as_before():
     attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
     wrapped = qt.nnx.wrap(attention)
@@ -486,7 +489,7 @@ def moved(recipe, calibrate=False):
     return max(np.abs(out - outs[0]).max() for out in outs), np.abs(others[0] - others[1]).max()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "te_delayed_hybrid", "plain"])
 def test_which_scales_are_causal(name):
     recipe = Recipe(None, None) if name == "plain" else getattr(qt.recipes, name)
@@ -524,6 +527,7 @@ def test_messages():
         qt.nnx.wrap(stored)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_closed_over():
     """By JAX's own transformations: a method that changes nothing writes nothing."""
     for make in (lambda: made("attention"), lambda: made("LoRA"), lambda: made("own product")):

@@ -180,6 +180,7 @@ def test_bad_batches_change_no_history_and_are_counted(x):
     np.testing.assert_array_equal(np.asarray(kept(model.a).history[...])[0], history[0])
 
 
+@pytest.mark.exhaustive
 def test_layers_in_a_scan_have_histories_of_their_own(x):
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs):
@@ -207,6 +208,7 @@ def test_layers_in_a_scan_have_histories_of_their_own(x):
     assert (newest(scanned)[:, 2] > 0).all()
 
 
+@pytest.mark.exhaustive
 def test_a_stack_that_arrives_whole_observes_for_all(x):
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(rngs):
@@ -354,6 +356,7 @@ def test_devices_see_what_one_sees(x):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.exhaustive
 def test_shards_add_their_histograms(x):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
@@ -372,6 +375,7 @@ def test_shards_add_their_histograms(x):
     assert newest(model)[0] == edge(np.abs(x).max())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layer", ["conv", "einsum", "attention"])
 def test_other_layers_have_histories(layer, x):
     rngs = nnx.Rngs(0)

@@ -97,6 +97,7 @@ def test_scales_train_with_the_model():
     assert [x[...] for x in kept(layer).scales] == trained
 
 
+@pytest.mark.exhaustive
 def test_numerics_of_learned_scales():
     layer = layer_of(LSQ)
     qt.nnx.start_scales(layer, X)
@@ -148,6 +149,7 @@ def test_learned_scales_stay_when_a_model_is_frozen_or_wrapped_again():
     assert np.isnan(kept(other).scales[1][...])
 
 
+@pytest.mark.exhaustive
 def test_a_learned_input_beside_another_kernel_in_attention():
     recipe = Recipe((Operand(INT4, scaling=Learned()), "int8"), None)
     made = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))

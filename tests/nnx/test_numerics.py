@@ -78,6 +78,7 @@ def check(row, x, spec):
     assert float(tally.uses) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_each_number_is_that_of_metrics_of_the_captured_operand(wrapped, found):
     trunk = wrapped.trunk(X)
@@ -103,6 +104,7 @@ def test_each_number_is_that_of_metrics_of_the_captured_operand(wrapped, found):
     check(row_of(found, "b", "cotangent", "wgrad"), of_b, whole)
 
 
+@pytest.mark.exhaustive
 def test_kernels_on_the_left_are_kernels():
     class Left(nnx.Module):
         def __init__(self):
@@ -166,6 +168,7 @@ def test_a_layer_that_runs_several_times_has_one_row():
     np.testing.assert_allclose(kernel.tally.amax, jnp.abs(layer.kernel[...]).max(), rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_it_is_pure_and_runs_under_jit():
     layer = qt.nnx.wrap(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), qt.recipes.fp8_lm)
     x = X[:, :8]
@@ -281,6 +284,7 @@ def test_a_planted_outlier_ranks_first(run_example):
         found.rules(4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused():
     model, x = Planted(), X[:, :16]

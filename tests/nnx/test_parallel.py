@@ -82,7 +82,7 @@ def alone():
     return trained()[:2]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", PLACES)
 def test_eight_devices_do_what_one_does(name, kind):
@@ -118,6 +118,7 @@ def shards(recipe, names=("data",)):
     return run(params, BATCHES[0])
 
 
+@pytest.mark.exhaustive
 def test_shards_that_share_scales_do_what_one_device_does():
     """With `axis_names`; without them every shard has scales of its own, and the loss differs."""
 

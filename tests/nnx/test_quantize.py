@@ -53,6 +53,7 @@ def model():
     return Model(nnx.Rngs(0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["te_current", "weight_only_e4m3", "w4a16"])
 def test_it_computes_what_the_wrapped_model_does(model, name):
     recipe = getattr(qt.recipes, name)
@@ -123,6 +124,7 @@ def test_layers_that_share_a_kernel_still_do():
     assert served.layers[0].kernel is served.layers[1].kernel
 
 
+@pytest.mark.exhaustive
 def test_a_stack_of_layers():
     make = nnx.vmap(lambda rngs: nnx.Linear(32, 32, rngs=rngs))
     model = make(nnx.Rngs(0).split(3))
@@ -132,6 +134,7 @@ def test_a_stack_of_layers():
     np.testing.assert_array_equal(run(served, X), run(qt.nnx.wrap(model, qt.recipes.te_current), X))
 
 
+@pytest.mark.exhaustive
 def test_a_trained_model_keeps_its_delayed_scales():
     operand = Operand("e4m3fn", scaling=Delayed(history=4))
     wrapped = qt.nnx.wrap(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), Recipe(operand, "e5m2"))

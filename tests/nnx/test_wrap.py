@@ -111,6 +111,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_hook_quantizes_the_forward_and_the_gradients(layer, x):
     module = LAYERS[layer](nnx.Rngs(0))
@@ -129,7 +130,7 @@ def test_attention_is_made_of_four_wrapped_projections(x):
     assert not np.array_equal(wrapped(x), attention(x))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_weights_are_rounded_from_their_own_dtype(layer, x):
     """Float32 parameters of a bfloat16 layer: the oracle rounds the float32 ones, by ml_dtypes."""
@@ -151,6 +152,7 @@ def test_weights_are_rounded_from_their_own_dtype(layer, x):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance)
 
 
+@pytest.mark.exhaustive
 def test_training_the_wrapped_model_trains_the_shared_parameters(model, x):
     wrapped = wrap(model)
     optimizer = nnx.Optimizer(wrapped, optax.adamw(1e-2), wrt=nnx.Param)
@@ -177,6 +179,7 @@ def test_wrapping_again_replaces_the_recipe(model, x):
     )
 
 
+@pytest.mark.exhaustive
 def test_wrapped_models_survive_split_merge_clone_and_remat(model, x):
     wrapped = wrap(model)
     expected = wrapped(x)
@@ -188,6 +191,7 @@ def test_wrapped_models_survive_split_merge_clone_and_remat(model, x):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, remat)
 
 
+@pytest.mark.exhaustive
 def test_float16_and_bfloat16_models(x):
     for dtype in (jnp.float16, jnp.bfloat16):
         model = Everything(dtype, rngs=nnx.Rngs(0))
@@ -267,6 +271,7 @@ def recipes(model):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rules", "default", "expected"),
     [

@@ -42,6 +42,7 @@ def numbers(dtype, size=4096):
         return x.astype(dtype)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("name", INTEGER_OUTPUTS)
 def test_integers_by_tensor(name, dtype):
@@ -60,6 +61,7 @@ def test_integers_by_tensor(name, dtype):
             )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FLOAT_OUTPUTS)
 @pytest.mark.parametrize("saturate", [True, False])
 def test_floats_are_casts_of_the_quotient(name, saturate):
@@ -83,6 +85,7 @@ def test_a_zero_point_of_a_float_type_is_added():
     np.testing.assert_array_equal(back, [-3, 1, 1.25, 446])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["INT8", "UINT4", "FLOAT8E4M3FN"])
 def test_granularities_eager_and_jitted(name):
     rng = np.random.default_rng(4)
@@ -186,6 +189,7 @@ def test_integers_are_quantized_from_float32():
         np.testing.assert_array_equal(quantize_linear(x, scale, np.int8(0)), wanted)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("name", [*INTEGER_OUTPUTS, *FLOAT_OUTPUTS])
 def test_dequantize_every_code(name, dtype):
@@ -233,6 +237,7 @@ def test_products_are_rounded_before_a_sum():
     np.testing.assert_array_equal(got, x.astype(np.float32) * scale + bias)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["normal", "positive", "negative", "zero", "one", "wide"])
 def test_dynamic_quantize_linear(kind):
     x = np.random.default_rng(8).normal(0, 3, (7, 33)).astype(np.float32)

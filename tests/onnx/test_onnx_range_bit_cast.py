@@ -28,6 +28,7 @@ GRID = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "stash"),
     [
@@ -158,6 +159,7 @@ WIDTHS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bits_stay_as_they_are(width):
     storage = np.dtype(f"uint{max(width, 8)}")

@@ -46,6 +46,7 @@ def decimal(x: Fraction, scientific: bool) -> str:
     return f"{digits[: len(digits) - shift]}.{digits[len(digits) - shift :]}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FIELDS)
 def test_text_is_rounded_once_to_every_float_type(name):
     numbers = beside_ties(name)
@@ -152,6 +153,7 @@ def test_elements_that_are_no_text():
     assert len(str(error.value)) < 250
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("to", INTEGERS)
 def test_text_to_integers(to):
     lowest, bits = INTEGERS[to]
@@ -204,6 +206,7 @@ def test_text_inside_jit_is_a_constant():
     np.testing.assert_array_equal(compiled(jnp.zeros(2)), [2.5, 4])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["FLOAT16", "FLOAT", "DOUBLE"])
 def test_ieee_floats_print_the_fewest_digits_in_plain_notation(name):
     rng = np.random.default_rng(4)
@@ -251,6 +254,7 @@ def test_known_numbers_in_print():
     assert cast(np.ones((2, 0), np.float32), str).shape == (2, 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["BFLOAT16", *SMALL])
 def test_narrow_floats_print_the_fewest_digits(name):
     """Every number of the type: what is printed reads back, and nothing shorter does."""

@@ -47,6 +47,7 @@ def _numpy_is_quiet():
 # "openvino": the core's bits.
 
 
+@pytest.mark.sample(13)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", [*HALVES, np.float32])
@@ -59,7 +60,7 @@ def test_openvino_arithmetic_has_the_bits_of_the_core(source, target):
 # "exact": to nearest even, once.
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(6)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*FLOATS, "f8e8m0"])
 @pytest.mark.parametrize("source", [*HALVES, np.float32])
@@ -97,6 +98,7 @@ def test_exact_to_f4e2m1(source):
     assert (got[np.isnan(x)].astype(np.float32) == 6).all()
 
 
+@pytest.mark.sample(11)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*INTEGERS, "boolean"])
 @pytest.mark.parametrize("source", [*HALVES, np.float32])
@@ -118,7 +120,7 @@ def test_exact_floats_to_integers(source, target):
     assert (got[np.isnan(wide)] == 0).all()
 
 
-@pytest.mark.sample(21)
+@pytest.mark.sample(8)
 @pytest.mark.quick
 @pytest.mark.parametrize("target", [*INTEGERS, *FLOATS, "boolean"])
 @pytest.mark.parametrize("source", ["i8", "u8", "i16", "u16", "i32", "u32", "boolean"])
@@ -152,6 +154,7 @@ def test_integers_of_few_bits_wrap(target):
         np.testing.assert_array_equal(got.astype(np.int16) & 15, nibbles)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("source", ["f8e4m3", "f8e5m2"])
 @pytest.mark.parametrize("target", ["f16", "f32", "i16", "boolean"])
 def test_exact_from_float8(source, target):

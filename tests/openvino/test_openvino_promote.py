@@ -51,6 +51,7 @@ def cells():
             yield types, ranks, target
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pytorch_scalar_promotion", [False, True])
 @pytest.mark.parametrize("promote_unsafe", [False, True])
 def test_every_pair_of_types_at_every_setting(promote_unsafe, pytorch_scalar_promotion):
@@ -140,6 +141,7 @@ def test_values_follow_convert():
     np.testing.assert_array_equal(y, b)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("promote_unsafe", [False, True])
 def test_pairs_of_dtypes(promote_unsafe):
     names = ["boolean", "u4", "u8", "i8", "i32", "u64", "f8e4m3", "f8e5m2", "bf16", "f16", "f64"]

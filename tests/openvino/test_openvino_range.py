@@ -52,6 +52,7 @@ def expected_of(arguments, name):
     return wide.astype(ml_dtypes.bfloat16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", [FLOATS, INTEGERS[:4], INTEGERS[4:]])
 def test_1000_ranges(names):
     compared = 0
@@ -130,6 +131,7 @@ def test_many_elements():
     core.assert_same_numbers(ov_range(*arguments, output_type="f32"), core.range(*arguments, "f32"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["f32", "bf16", "f16", "i32", "u8"])
 def test_under_jit(name):
@@ -149,6 +151,7 @@ def test_under_jit(name):
     core.assert_same_numbers(doubled, again + again)
 
 
+@pytest.mark.exhaustive
 def test_traced_arguments_of_every_dtype():
     with jax.enable_x64(True):
         for name, source in itertools.product((*FLOATS, *INTEGERS), ("f32", "i64", "f16", "u8")):

@@ -133,6 +133,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", AROUND)
 def test_other_transforms_go_around_it(name):
     inner = ADAM if name != "MultiSteps" else optax.MultiSteps(ADAM, 2).gradient_transformation()

@@ -169,6 +169,7 @@ def formats_of(tx, params):
 SCHEDULE_FREE = {"learning_rate": 1e-2, "warmup_steps": 2}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("tx", "kinds"),
     [
@@ -254,7 +255,7 @@ def test_stochastic_moments_are_right_on_average_and_never_repeat_bits():
         np.testing.assert_array_less(np.abs(draws.mean(0) - grads), 5 * deviation + rare)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest_even"])
 @pytest.mark.parametrize("spec", ["e4m3fn", "int8", "mxfp8_e4m3", "bfloat16"])
@@ -280,6 +281,7 @@ def test_zero_gradients_leave_exact_zeros():
     assert np.count_nonzero(np.asarray(updates)) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", ["e4m3fn", "int8"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_so(spec, bad):
@@ -332,6 +334,7 @@ def mlp_loss(params, windows):
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 6]).mean()
 
 
+@pytest.mark.exhaustive
 def test_it_converges_as_adamw_does():
     """The next byte of CPython's help topics after the last six, by a hidden layer. Three seeds at
     once, by vmap; the mean loss of the last 100 of 300 steps."""
@@ -386,6 +389,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", AROUND)
 def test_other_transforms_go_around_it(name):
     """Close to the same around optax's own: one step of E4M3 is 6 %, of a mean of such less."""

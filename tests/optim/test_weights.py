@@ -176,6 +176,7 @@ def test_master_weights_of_float32_cost_nothing():
     assert state.master["half"].dtype == jnp.float32
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("kind", ["master", "stochastic"])
 def test_other_transforms_go_around_them(name, kind):
@@ -202,6 +203,7 @@ def test_other_transforms_go_around_them(name, kind):
     assert params["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.exhaustive
 def test_in_an_nnx_optimizer_and_under_vmap():
     model = nnx.Linear(16, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     chained = optax.chain(optax.adam(1e-2), stochastic_round_updates())

@@ -48,6 +48,7 @@ def ticks(axes, colour):
 NORMAL, SUBNORMAL, ZERO = "#1f4e79", "#d1495b", "#222222"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", ["symlog", "linear"])
 def test_number_line_draws_every_value(scale, tmp_path):
     names = ["e4m3fn", "hifloat8", "ue4m3", "int4"]

@@ -43,6 +43,7 @@ PRODUCTS = {
 every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @every_kind
 @pytest.mark.parametrize("name", CASTS)
@@ -58,6 +59,7 @@ def test_casts_on_two_devices_give_what_one_gives(name, kind):
             np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @every_kind
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -65,6 +65,7 @@ def test_weights_are_rounded_from_their_own_dtype():
     assert np.mean(copied != qw) > 0.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_accumulates_in_float32_and_rounds_once(dtype):
     """The largest E4M3 and E5M2 products overflow float16; scaled back they do not."""
@@ -99,6 +100,7 @@ def test_batch_dimensions_and_einsum_agree():
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("strides", "padding", "options"),
     [
@@ -143,6 +145,7 @@ def test_forward_mode_sees_no_rounded_cotangent():
     np.testing.assert_allclose(dot, qx @ t * sx, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_transformations_agree():
     x, w = draw(4, 6, 8), draw(8, 3, seed=1)
 
@@ -169,6 +172,7 @@ def test_the_gradient_by_a_weakly_typed_kernel_is_not_weak():
         assert not gradient(kernel).weak_type
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_are_those_of_the_estimate():
     x, w = draw(4, 5), draw(5, 3, seed=1)
     recipe = Recipe(gradient=None)
@@ -214,6 +218,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fmt", OTHERS)
 def test_other_formats(fmt):
     x, w = draw(16, 16), draw(16, 16, seed=1)
@@ -276,7 +281,7 @@ def plain_products(x, w, ct):
     return y, *back(ct)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are_not(fmt):
     """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""
@@ -305,6 +310,7 @@ def test_an_infinite_loss_scale_skips_the_step_that_the_plain_model_skips():
     assert int(state.total_notfinite) == 1
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("exponents", [(36, 0), (0, 36), (-30, 30), (30, -30), (-35, 35), (18, 18)])
 @pytest.mark.parametrize("gradient", ["e5m2", None])
 def test_no_step_overflows_or_underflows_where_the_result_does_not(exponents, gradient):

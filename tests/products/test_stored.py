@@ -24,7 +24,7 @@ def stored(operand, w=W, stacked=0):
     return stored_kernel("test", w, operand, Axes((0,), (1,)), stacked)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "name", ["te_current", "token_scaled", "weight_only_e4m3", "w4a16", "int8_qat", "deepseek_v3"]
@@ -82,6 +82,7 @@ def test_no_gradient_by_a_stored_kernel():
         jax.grad(loss)(w)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "spec", [qt.BlockFormat.channel("uint8", axis=1, zero_point=True), "bfloat16", "mxfp4"]
 )
@@ -93,6 +94,7 @@ def test_any_quantized_array_is_an_operand(spec):
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_stack_of_kernels():
     stack = jnp.stack([W, 8 * W])
     recipe = qt.recipes.te_current

@@ -64,7 +64,7 @@ def _assert_same_bits(got, wanted):
         np.testing.assert_array_equal(*(x.view(f"uint{8 * x.itemsize}") for x in (a, b)))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @every_kind
 @pytest.mark.parametrize(
     ("spec", "place"),
@@ -118,6 +118,7 @@ def _crossing(mesh, shape, place):
     return host, jax.device_put(host, NamedSharding(mesh, place))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "place", "spec"), CROSSING)
 def test_blocks_that_cross_shards_are_moved_on_auto_meshes(shape, place, spec):
     mesh = _mesh(AxisType.Auto)

@@ -137,7 +137,7 @@ def test_absmax_is_the_largest_of_all_batches(name, dtype):
     assert (state.count, state.bad) == (4, 0)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_takes_the_scales(name):
     """Of one batch, absmax finds what `quantize` itself finds: the same codes, the same numbers."""
@@ -147,7 +147,7 @@ def test_quantize_takes_the_scales(name):
     same(quantize(x, fmt, **given), quantize(x, fmt))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cls", "name"), [*((cls, "nvfp4") for cls in SYMMETRIC), (MSE, "mxfp4 floor")]
 )
@@ -162,6 +162,7 @@ def test_every_scale_quantizes(cls, name):
     assert np.isfinite(q.dequantize()).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ASYMMETRIC)
 def test_minmax_gives_scales_and_zero_points(name):
     fmt, xs = ASYMMETRIC[name], batches()
@@ -185,6 +186,7 @@ def test_minmax_gives_scales_and_zero_points(name):
     assert np.all(np.abs(y - xs[1]) <= 1.001 * steps)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cls", [*SYMMETRIC, MinMax])
 def test_a_new_state_can_be_donated(cls):
     x = jnp.ones((8, 64))
@@ -215,6 +217,7 @@ def test_minmax_of_extremes_is_finite():
     same(state.amax(), np.array([1e-45], F32))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
 def test_moving_average_weighs_batches(decay):
     """numpy's float32 bit for bit; the closed formula in float64 within rounding."""
@@ -257,6 +260,7 @@ def test_edges_are_exact_and_bins_as_narrow_as_promised(bins):
     assert width.min() == 1 / (2 ** (bins.mantissa_bits + 1) - 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("bins", [Bins(), SMALL, Bins(-126, 253, 0)])
 def test_every_magnitude_is_in_its_bin(bins):
@@ -280,6 +284,7 @@ def numpy_counts(fmt, xs, bins):
     return counts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -297,6 +302,7 @@ def test_histograms_count_each_element_once(name, dtype):
     same(jax.lax.bitcast_convert_type(state.magnitude, jnp.float32), numpy_amax(fmt, xs))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99, 0.9999, 1.0])
 def test_percentile_is_the_least_edge(fraction):
     """Rational ranks, sorted data, and the bound that the width of a bin implies."""
@@ -318,6 +324,7 @@ def test_percentile_is_the_least_edge(fraction):
             assert finer.size < Fraction(str(fraction)) * part.size
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [7, 300, 999])
 def test_fractions_that_are_whole_ranks_take_that_rank(rank):
     x = np.arange(1, 1001, dtype=F32)
@@ -343,6 +350,7 @@ def test_percentile_of_huge_counts():
         same(state.amax(), SMALL.edges[[[expected]]])
 
 
+@pytest.mark.exhaustive
 def test_magnitudes_outside_the_bins():
     x = np.array([1e-30, 2e-30, 1e30, 3e30], F32)
     for fraction, expected in [(0.5, 2.0**-12), (0.75, 3e30), (1.0, 3e30)]:
@@ -370,7 +378,7 @@ def candidates(fmt, amax):
     return amax * np.exp2(-steps).astype(F32)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("element", "scale"),
     [("int8", "float32"), ("int4", "float32"), ("e4m3fn", "float32"), ("e2m1fn", "e8m0fnu")],
@@ -411,6 +419,7 @@ def numpy_cost(counts, bins, amax, scale, element):
     return np.sum(counts[1:, None] * (q * scale - points) ** 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("element", ["int8", "int4"])
 def test_mse_minimizes_the_error_of_its_histogram(element):
     fmt = BlockFormat.channel(element)
@@ -456,6 +465,7 @@ ROUND = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("element", ROUND)
 def test_entropy_minimizes_the_divergence_of_its_histogram(element):
     fmt, x = BlockFormat.channel(element), np.stack([heavy(), heavy(seed=6)], axis=-1)
@@ -496,6 +506,7 @@ def published_entropy(x, values=128, bins=2048):
     return edges[last + values]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "data",
     ["laplace", "student", "outliers", "uniform"],
@@ -515,6 +526,7 @@ def test_entropy_agrees_with_the_published_method(data):
     assert abs(math.log2(found / expected)) <= 3.01 / 16, (found, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cls", [MSE, Entropy])
 def test_searches_of_hardly_anything(cls):
     """One value, two values, one outlier: a scale that holds what there is."""
@@ -543,7 +555,7 @@ def ids(case):
     return case.__name__ if isinstance(case, type) else case.name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
 def test_eager_jit_scan_and_vmap_agree(cls, fmt):
     xs = batches()
@@ -591,7 +603,7 @@ def test_bad_batches_only_count_as_bad(cls, fmt, poison):
     same(dataclasses.replace(only, bad=clean.bad), new(cls, fmt))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
 def test_one_where_nothing_is_known(cls, fmt):
     start = new(cls, fmt)
@@ -620,6 +632,7 @@ def test_merging_is_observing_both(cls, fmt):
     same(a.merge(new(cls, fmt)), a)
 
 
+@pytest.mark.exhaustive
 def test_merge_across_a_mapped_axis():
     """`vmap` with a name: every place holds what all saw."""
     xs = batches(5)
@@ -668,6 +681,7 @@ def test_counts_saturate():
         assert merged.count.tolist() == [min(sum(counts), most)] * 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cls", [AbsMax, Percentile])
 def test_axes_of_whole_blocks_may_differ(cls):
     rng = np.random.default_rng(1)
@@ -742,7 +756,7 @@ def coarse(cls, fmt, shape):
     return cls.of(fmt, shape, **({"bins": Bins(mantissa_bits=3)} if hasattr(cls, "bins") else {}))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", range(len(OBSERVED)))
 def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
@@ -756,7 +770,7 @@ def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
 
 
 # mxfp4 has other scales in other rows, hence on other devices: there is nothing to merge.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cls", "fmt"), [c for c in OBSERVED if c[1].scale_shape((4, 64))[0] == 1])
 def test_merge_across_devices_is_merge(cls, fmt):
     """Inside `shard_map`."""

@@ -116,6 +116,7 @@ def test_amaxes_leave_out_what_is_not_finite():
     assert amax_of(jnp.asarray(draw(3), jnp.bfloat16))[0].dtype == jnp.float32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("weight", [1.0, 1 / 8, 1e-6])
 def test_sums_and_means_of_histograms_give_the_maximum(weight):
     """Of micro-batches, shards or uses of one layer: the top bucket is that of all of them."""
