@@ -89,7 +89,9 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     Args:
       wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model.
+      calibration: From `calibrate`, of this model. An `Embed` that it saw look up alone stays
+        without a scale, and its `attend` raises where it is called eagerly and gives NaN under
+        `jit`.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
@@ -116,6 +118,9 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes = calibration.amaxes(site.path)
         missing.extend(calibration.partly_known(site.path, needed))
+        if not amaxes and isinstance(node, nnx.Embed):
+            attach(node, recipe, found_at(node, site.path))
+            return node
         if not amaxes:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
@@ -163,7 +168,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`.
-      ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one.
+      ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one,
+        other than that of an `Embed` that only looks up.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
     """
@@ -181,9 +187,13 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         site = None if isinstance(module, StatefulProducts) else site_of(module)
         if site is None:
             continue
+        unreached: list[str] = []
         for number, kept in enumerate(product_states(module)):
             for side in (0, 1):
-                _start(kept, side, values.get((site.path, str(number), side)), site.path, missing)
+                value = values.get((site.path, str(number), side))
+                _start(kept, side, value, site.path, unreached)
+        if not isinstance(module, nnx.Embed):  # whose only product is `attend`
+            missing += unreached
     check_calibrated("start_scales", dict.fromkeys(missing))
 
 

@@ -248,3 +248,22 @@ def test_a_calibration_belongs_to_its_format():
         qt.nnx.wrap(frozen, qt.Recipe(static, None))(x)
     same = qt.products.Operand("e2m1fn", scaling=qt.products.Static())
     np.testing.assert_array_equal(qt.nnx.wrap(frozen, qt.Recipe(same, None))(x), frozen(x))
+
+
+@pytest.mark.quick
+def test_an_embedding_that_only_looks_up_needs_no_scale():
+    model = nnx.Sequential(nnx.Embed(10, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+    tokens = jnp.arange(6).reshape(2, 3)
+    wrapped = qt.nnx.wrap(model, INT8)
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [tokens]))
+    np.testing.assert_array_equal(call(frozen, tokens), call(wrapped, tokens))
+    embedding, x = frozen.layers[0], jnp.ones((2, 8))
+    with pytest.raises(ValueError, match=r"not calibrated, .*Static\(\)"):
+        embedding.attend(x)
+    assert np.isnan(nnx.jit(lambda embedding, x: embedding.attend(x))(embedding, x)).all()
+
+    learned = qt.nnx.wrap(model, qt.recipes.int4_lsq)
+    qt.nnx.start_scales(learned, (tokens,))
+    assert np.isfinite(call(learned, tokens)).all()
+    with pytest.raises(ValueError, match=r"dot_general of layers/0: .* has not been started"):
+        learned.layers[0].attend(x)
