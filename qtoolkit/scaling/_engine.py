@@ -301,7 +301,7 @@ def _with_scales(
 
     Where scales are powers of two, a branch: `compute` should read the elements as they lie in
     memory and make the result in its own dtype, because XLA writes out what enters and leaves a
-    branch (float32 of bfloat16 codes made MXFP8 three times as slow).
+    branch (MXFP8 of bfloat16 took 4.7 times as long with float32 there).
     """
     if scales.scale is None:
         return compute(lambda x: x, lambda q: q)
