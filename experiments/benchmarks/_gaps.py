@@ -70,13 +70,14 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         axes.invert_yaxis()
         axes.axvline(0, color="grey", linewidth=0.8)
         axes.set_xscale("symlog", linthresh=1.0)
+        axes.margins(x=0.08)
         least, most = axes.get_xlim()
         ticks = [t for t in (-10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if least <= t <= most]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_xlabel("validation loss, gap to bfloat16 in %: seeds, and their mean")
         axes.set_title(model)
         axes.grid(alpha=0.25)
+    figure.supxlabel("validation loss beside that in bfloat16, %: seeds, and their mean")
     return figure
 
 
