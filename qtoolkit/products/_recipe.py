@@ -214,11 +214,6 @@ _FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.t
 _UNSET: Any = object()
 
 
-def shown_pair(pair: Pair) -> str:
-    """The operands of a product: "e4m3fn by tensor, current x wide"."""
-    return " x ".join("wide" if operand is None else str(operand) for operand in pair)
-
-
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Recipe:
     """What a quantized product and the products of its derivatives round. Frozen, hashable.
@@ -322,8 +317,10 @@ class Recipe:
 
     def __repr__(self) -> str:
         """The operands as reports show them; `recipes.to_json` has every detail."""
-        pairs = {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
-        parts = [f"{name}: {shown_pair(pair)}" for name, pair in pairs.items()]
+        parts = []
+        for name in ("forward", "dgrad", "wgrad"):
+            shown = ["wide" if operand is None else str(operand) for operand in getattr(self, name)]
+            parts.append(f"{name}: {' x '.join(shown)}")
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
