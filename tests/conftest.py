@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items):
     """
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
+        is_exhaustive = item.get_closest_marker("exhaustive") is not None
+        if item.get_closest_marker("sample") and not is_exhaustive:
             families.setdefault((str(item.path), item.originalname), []).append(item)
     for family in families.values():
         (count,) = family[0].get_closest_marker("sample").args

@@ -56,7 +56,10 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A panel for each model: gaps to bfloat16, a point for each seed, and their mean."""
     from matplotlib.figure import Figure
 
-    tables = paired_gaps(rows)
+    tables = {
+        model: [gap for gap in gaps if gap["to bfloat16"]]
+        for model, gaps in paired_gaps(rows).items()
+    }
     figure = Figure(figsize=(5.2 * len(tables), 4.6), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (model, gaps) in zip(panels, tables.items(), strict=True):
@@ -75,7 +78,8 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         ticks = [t for t in (-10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if least <= t <= most]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_title(model)
+        seeds = sorted({len(gap["to bfloat16"]) for gap in gaps})
+        axes.set_title(f"{model}, seeds: {' or '.join(map(str, seeds))}")
         axes.grid(alpha=0.25)
     figure.supxlabel("validation loss beside that in bfloat16, %: seeds, and their mean")
     return figure

@@ -477,7 +477,7 @@ class _Encoded(NamedTuple):
 
     Attributes:
       codes: In the shape of the tile.
-      scales: Of each unit, as stored.
+      scales: Of each unit, and of the tensor, as stored; none where codes are numbers.
       unit: float32, what codes of each unit are multiplied with; None where there is no scale.
       signal, noise: The sums of the squares of all elements and of all errors, x - value, each
         times the factor, float32; not finite where an element or its scale is not.

@@ -89,9 +89,9 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     Args:
       wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model. An `Embed` that it saw look up alone stays
-        without a scale, and its `attend` raises where it is called eagerly and gives NaN under
-        `jit`.
+      calibration: From `calibrate`, of this model. An `Embed` whose `attend` the batches
+        never called stays without a scale: a later `attend` raises where it is called eagerly, and
+        gives NaN under `jit`.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
@@ -169,7 +169,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
     Raises:
       TypeError: `wrapped` is no `nnx.Module`.
       ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one,
-        other than that of an `Embed` that only looks up.
+        other than that of an `Embed` whose `attend` it never calls. Those scales stay NaN.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
     """

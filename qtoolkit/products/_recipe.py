@@ -316,10 +316,10 @@ class Recipe:
         object.__setattr__(self, "axis_names", axis_names)
 
     def __repr__(self) -> str:
-        """The operands as reports show them; `recipes.to_json` has every detail."""
+        """The operands as reports show them: not every detail, which `recipes.to_json` has."""
         parts = []
         for name in ("forward", "dgrad", "wgrad"):
-            shown = ["wide" if operand is None else str(operand) for operand in getattr(self, name)]
+            shown = ["wide" if o is None else f"({o})" for o in getattr(self, name)]
             parts.append(f"{name}: {' x '.join(shown)}")
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []

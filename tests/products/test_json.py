@@ -216,8 +216,8 @@ def test_a_wrong_value_anywhere_is_an_error_of_from_json_or_harmless(value):
 def test_a_recipe_prints_its_operands():
     recipe = Recipe(("e4m3fn", "mxfp8"), None, arithmetic="native", axis_names=("data",))
     assert repr(recipe) == (
-        "<Recipe forward: e4m3fn by tensor, current x mxfp8_e4m3; dgrad: wide x mxfp8_e4m3; "
-        "wgrad: e4m3fn by tensor, current x wide; native; scales over data>"
+        "<Recipe forward: (e4m3fn by tensor, current) x (mxfp8_e4m3); dgrad: wide x (mxfp8_e4m3); "
+        "wgrad: (e4m3fn by tensor, current) x wide; native; scales over data>"
     )
     assert str(Recipe(None, None)) == (
         "<Recipe forward: wide x wide; dgrad: wide x wide; wgrad: wide x wide>"
