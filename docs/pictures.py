@@ -83,7 +83,7 @@ def saturation() -> Any:
         axes.legend(fontsize=7, loc="upper left", frameon=False)
         axes.set_ylim(375, 530)
         axes.grid(alpha=0.25)
-    figure.supxlabel("x, where 448 is the largest value")
+    figure.supxlabel("x; e5m2 scaled so that its largest value, 57,344, is at 448 too", fontsize=10)
     return figure
 
 

@@ -24,7 +24,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `sample(n)`, n stay; the others become exhaustive.
+    """Of the cases of a test marked `sample(n)`, n stay; the others become exhaustive. Cases that
+    are exhaustive by themselves do not count.
 
     They are spread by the golden ratio: steps of a fixed length would meet only some values of a
     parameter. A case that is named on the command line is a family of its own, and runs.

@@ -297,7 +297,8 @@ def _with_scales(
     blocks: Blocks,
     nonzero: Array | None = None,
 ) -> Array:
-    """`compute(divide, multiply)`, which divide and multiply by the scales what is in the view.
+    """What `compute` makes of two functions: one divides elements of the view by their scales, the
+    other one multiplies.
 
     Where scales are powers of two, a branch: `compute` should read the elements as they lie in
     memory and make the result in its own dtype, because XLA writes out what enters and leaves a
