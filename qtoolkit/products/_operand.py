@@ -19,7 +19,7 @@ from qtoolkit.casts.internal import (
     to_stored,
     values_of,
 )
-from qtoolkit.formats import E4M3FN, BlockFormat, Format
+from qtoolkit.formats import E4M3FN, BlockFormat, Format, IntFormat, Overflow
 from qtoolkit.gradients.internal import differentiable_widened
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._recipe import Delayed, Hadamard, Operand, Static
@@ -36,7 +36,7 @@ from qtoolkit.scaling.internal import (
 
 Array = jax.Array
 
-_PROPAGATE = Projection(saturation="propagate")  # what is not finite stays so
+_UNCLAMPED = Projection(saturation="none")  # what is not finite stays so
 CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
 
 
@@ -332,8 +332,9 @@ def code_values(q: Array, fmt: Format) -> Array:
     A format may have a NaN, but no infinity: what an infinity does to a sum, a NaN does, too.
     """
     wide = exact_float32(q)
-    wide = wide if fmt.has_inf else jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
-    return codes_of(wide, fmt, _PROPAGATE)
+    if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:  # else no infinity is clamped
+        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+    return codes_of(wide, fmt, _UNCLAMPED)
 
 
 def restored(operand: Kept | Rounded) -> Rounded:

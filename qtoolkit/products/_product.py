@@ -556,10 +556,15 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     between them: x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 is 1e36, in either order.
     Where both are on one side of 1, x moves to that side in two steps.
     """
+    first, second = _in_safe_order(first, second)
+    return settled(settled(x * first) * second)
+
+
+@jax.jit
+def _in_safe_order(first: Array, second: Array) -> tuple[Array, Array]:
     is_mixed = (first < 1) != (second < 1)
     both = first * second
-    first, second = jnp.where(is_mixed, both, first), jnp.where(is_mixed, 1.0, second)
-    return settled(settled(x * first) * second)
+    return jnp.where(is_mixed, both, first), jnp.where(is_mixed, 1.0, second)
 
 
 @_times_scales.defjvp

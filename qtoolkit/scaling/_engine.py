@@ -23,13 +23,12 @@ from qtoolkit.casts.internal import (
     in_dtype,
     is_zero,
     kept_from_zero,
-    magnitude_ordinal,
     product,
     quotient,
     round_values,
     values_of,
 )
-from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat
 from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -46,7 +45,6 @@ Array = jax.Array
 Map = Callable[[Array], Array]
 # What integers are rounded to before their zero point is added: room for both.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
-_NO_SCALE = np.uint32(0x7FA5A5A5)  # the bits of a signaling NaN
 _DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
 
 
@@ -81,7 +79,7 @@ def find_scales(
         block NaN. None: where the element format has a NaN.
 
     Returns:
-      The latter in the view's shape; None where scales are no powers of two, or were given.
+      The latter in the view's shape; None where scales were given, and where there are none.
     """
     if spec.scale is None or given.scale is not None:
         return given, None
@@ -96,7 +94,7 @@ def find_scales(
     if spec.tensor_scale is not None and tensor_scale is None:
         tensor_scale = tensor_scale_from(_tensor_amax(x, amax), spec)
     scale = blocks.gather(scale_from(amax, spec, tensor_scale))
-    return Scales(scale, tensor_scale), ~is_zero(amax) if spec.has_powers else None
+    return Scales(scale, tensor_scale), ~is_zero(amax)
 
 
 def block_codes(
@@ -140,7 +138,7 @@ def block_values(
     """The values of those codes times their scales: as `dtype`, in the shape of `x`."""
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
-    if nonzero is not None:
+    if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
         nonzero |= lax.cond(jnp.all(nonzero), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
@@ -170,12 +168,16 @@ def operand_values(
       q: Shape and dtype of `x`.
       scales: As stored.
     """
-    scales, _ = find_scales(x, spec, given, holds_nan=True)
+    scales, nonzero = find_scales(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
 
     view = blocks.split(x)
 
+    # In a branch, so that q is in memory before anything reads it. An optimization barrier is gone
+    # before XLA's CPU fuses: every product and every transposed copy that reads q would repeat the
+    # rounding, and the division by the scale, which XLA does not repeat, would go through memory (a
+    # training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch, 1.45 unrounded).
     def rounded(divide: Map, multiply: Map) -> Array:
         q = element_values(_scaled(view, divide, projection), spec, projection, None)
         q, wide = blocks.join(q), exact_float32(x)
@@ -184,23 +186,18 @@ def operand_values(
     def everything() -> Array:
         return _with_scales(rounded, spec, scales, blocks)
 
-    # Where scales are powers of two, `everything` is a branch already.
-    return everything() if spec.has_powers else _once(everything, x, scales.scale), scales
+    if spec.has_powers or scales.scale is None:  # a branch already, or no division
+        return everything(), scales
+    if nonzero is None:
+        nonzero = ~is_zero(effective(scales.scale, scales.tensor_scale, spec))
+    return lax.cond(jnp.any(nonzero), everything, lambda: _zeros_rounded(x, spec.element)), scales
 
 
-def _once(make: Callable[[], Array], x: Array, scale: Array | None) -> Array:
-    """`make()`, shape and dtype of `x`, in memory before anything reads it.
-
-    An optimization barrier is gone before XLA's CPU fuses: every product and every transposed copy
-    that reads q repeats the rounding, and the division by the scale, which XLA does not repeat,
-    goes through memory (a training step at d = 512 reads and writes 2.27 GB, 1.45 GB without
-    rounding). A branch stays (2.05 GB). It is taken unless all scales are one certain signaling
-    NaN, which no arithmetic gives and XLA cannot rule out; then `make` gives NaN, too.
-    """
-    if scale is None or not jnp.issubdtype(scale.dtype, jnp.floating):
-        return lax.optimization_barrier(make())
-    is_scale = magnitude_ordinal(exact_float32(scale)) != _NO_SCALE
-    return lax.cond(jnp.any(is_scale), make, lambda: jnp.full_like(x, np.nan))
+def _zeros_rounded(x: Array, fmt: Format) -> Array:
+    """`x` without finite elements but zeros, as values of `fmt`, infinities and NaNs."""
+    if isinstance(fmt, FloatFormat) and fmt.has_negative_zero:
+        return x
+    return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:

@@ -4,6 +4,7 @@ Scales are used as they are stored, that is rounded. Powers of two are exponents
 results may be subnormal. All others are float32 numbers, by IEEE division and multiplication.
 """
 
+import functools
 from fractions import Fraction
 
 import jax
@@ -51,6 +52,8 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
     return _quotient_scale(amax, fmt.max_finite, _LEAST)
 
 
+# Traced once for each shape of scales: those of a tensor are alike, whatever its own shape.
+@functools.partial(jax.jit, static_argnames="spec")
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
     """The scale of blocks with this amax, as it is stored, by the rule of `spec`.
 
@@ -171,10 +174,15 @@ def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
 
 
 def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
-    """`amax / largest`, at least `least`; 1 where `amax` is zero."""
-    scale = quotient(amax, jnp.full_like(amax, float(largest)))
-    scale = jnp.maximum(scale, np.float32(float(least)))
-    return jnp.where(is_zero(amax), jnp.ones_like(scale), scale)
+    """`amax / largest`, at least `least`, a power of two; 1 where `amax` is zero.
+
+    The division comes last: XLA repeats what is cheap in every kernel that reads the scale, so that
+    a maximum after the division would be one more kernel to compile.
+    """
+    divisor = np.float32(float(largest))
+    bound = np.float32(float(max(least * Fraction(float(divisor)), _LEAST)))
+    dividend = jnp.where(is_zero(amax), divisor, jnp.maximum(amax, bound))
+    return quotient(dividend, jnp.full_like(amax, divisor))
 
 
 def kept_range(spec: BlockFormat) -> tuple[float, float]:
