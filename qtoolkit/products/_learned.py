@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import WIDTHS
@@ -26,6 +27,7 @@ Array = jax.Array
 
 # Scale and offset, float32 scalars; NaN before they are started, None for what is not learned.
 LearnedScale = tuple[Array | None, Array | None]
+_SIDES = ("lhs", "rhs")
 
 
 def with_learned_scales(
@@ -37,15 +39,17 @@ def with_learned_scales(
     zeros: Array | None,
 ) -> tuple[tuple[Any, Any], Tap | None]:
     """Both operands as learned scales round them, and a tap for what remains."""
-    if learned is None:
-        raise ValueError(
-            f"{where}: the recipe has Learned scaling, whose scales are parameters; expected a "
-            "layer of Flax in a model from qtoolkit.nnx.wrap"
-        )
     outs = list(sides)
     for side, operand in enumerate(recipe.forward):
         if operand is None or not operand.is_learned:
             continue
+        if learned is None or learned[side][0] is None:
+            raise ValueError(
+                f"{where}: the recipe has Learned scaling, whose scales are parameters, and there "
+                f"is none for {_SIDES[side]}; expected a layer of Flax in a model from "
+                'qtoolkit.nnx.wrap, or of linen and variables with its "qtoolkit_scales", which '
+                "qtoolkit.linen.start_scales(wrapped, variables, batch) makes"
+            )
         outs[side] = _rounded(where, sides[side], operand, learned[side], tap, zeros, side)
     if tap is not None:
         done = tuple(role for role in tap.roles if role > 1 or not recipe.learned[role])
@@ -67,10 +71,11 @@ def _rounded(
     if tap is not None:  # an instrument may look at a model before its scales are started
         scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
         offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
-    elif not isinstance(scale, jax.core.Tracer) and bool(jnp.isnan(scale)):
+    elif not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
         raise ValueError(
-            f"{where}: the learned scale of {('lhs', 'rhs')[side]} has not been started; write "
-            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made"
+            f"{where}: the learned scale of {_SIDES[side]} has not been started; write "
+            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
+            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
     y = _lsq(x, scale, offset, element)
     if tap is None or side not in tap.roles:
