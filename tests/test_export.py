@@ -53,10 +53,8 @@ FUNCTIONS = {
     "equalize": lambda x: scaling.equalize(x, x, jnp.full(64, 1.5), w_axis=1),
     "AbsMax": lambda x: scaling.AbsMax.of("e4m3fn", (4, 64)).observe(x).scale(),
     "Percentile": lambda x: scaling.Percentile.of("e4m3fn", (4, 64)).observe(x).scale(),
-    "lsq": lambda x: gradients.lsq(x, 0.1, "int8", gradient_factor=1.0),
-    "lsq_plus": lambda x: gradients.lsq_plus(
-        x, 0.1, 0.2, "int8", gradient_factor=1.0, offset_gradient_factor=1.0
-    ),
+    "lsq": lambda x: gradients.lsq(x, 0.1, "int8"),
+    "lsq_plus": lambda x: gradients.lsq_plus(x, 0.1, 0.2, "int8"),
     "pact": lambda x: gradients.pact(x, 1.3, 4),
     "lsq_scale": lambda x: gradients.lsq_scale(x, "int8"),
     "round_cotangent": lambda x: jax.grad(
@@ -119,6 +117,20 @@ def test_a_symbolic_batch_gives_the_bits_of_every_batch(name):
     exported = export.export(jax.jit(function))(argument)
     for count in (4, 7):
         assert_same_bits(exported.call(example(count)), function(example(count)))
+
+
+def test_the_gradient_of_a_learned_scale_follows_a_symbolic_batch():
+    """Its factor 1 / sqrt(N * Qp) has the number of elements N, which the program then computes.
+
+    A product, a root and a quotient in float32, 3 * 2**-24, and sums in another order.
+    """
+    function = jax.grad(lambda scale, x: jnp.sum(gradients.lsq(x, scale, "int8") ** 2))
+    (rows,) = export.symbolic_shape("b")
+    shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    exported = export.export(jax.jit(function))(*shapes)
+    for count in (4, 7):
+        x, scale = example(count).at[0, 1].set(0.0), jnp.float32(0.1)
+        np.testing.assert_allclose(exported.call(scale, x), function(scale, x), rtol=1e-5)
 
 
 def test_stochastic_bits_with_symbolic_axes_in_the_middle():

@@ -10,6 +10,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -38,7 +39,7 @@ from qtoolkit.gradients._estimators import times_slope
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
 
-Factors = tuple[float, float]
+Factors = tuple[float | None, float | None]  # None: see `_factor`
 
 
 def lsq(
@@ -196,9 +197,15 @@ def _parameter(
 
 def _factor(
     where: str, name: str, value: Any, x: jax.Array, parameter: jax.Array, fmt: Format
-) -> float:
+) -> float | None:
+    """None where the default follows from a symbolic size, which the derivative alone divides by:
+    a model with learned scales is exported for batches of any size.
+    """
     if value is None:
-        return 1 / math.sqrt(x.size // parameter.size * float(fmt.max_finite))
+        count = x.size // parameter.size
+        if jax.export.is_symbolic_dim(count):
+            return None
+        return 1 / math.sqrt(count * float(fmt.max_finite))
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
         raise ValueError(
@@ -245,14 +252,23 @@ def _learned_jvp(
         y_dot += jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
     if not isinstance(scale_dot, SymbolicZero):
         slope = jnp.where(is_inside, q - u, jnp.where(is_number, q, jnp.zeros_like(q)))
-        y_dot += _times(slope, scale_dot, factors[0], y.dtype)
+        y_dot += _times(slope, scale_dot, _known(factors[0], x, scale, fmt), y.dtype)
     if offset is not None and not isinstance(offset_dot, SymbolicZero):
         slope = (is_number & ~is_inside).astype(jnp.float32)
-        y_dot += _times(slope, offset_dot, factors[1], y.dtype)
+        y_dot += _times(slope, offset_dot, _known(factors[1], x, offset, fmt), y.dtype)
     return y, y_dot
 
 
-def _times(slope: jax.Array, dot: jax.Array, factor: float, dtype: DTypeLike) -> jax.Array:
+def _known(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format) -> Any:
+    if factor is not None:
+        return factor
+    count = jnp.asarray(x.size // parameter.size).astype(jnp.float32)
+    return 1 / jnp.sqrt(count * np.float32(float(fmt.max_finite)))
+
+
+def _times(
+    slope: jax.Array, dot: jax.Array, factor: float | jax.Array, dtype: DTypeLike
+) -> jax.Array:
     """Their product in `dtype`; cotangents are multiplied and summed in float32."""
     wide = jnp.broadcast_to(dot.astype(jnp.float32) * factor, slope.shape)
     return times_slope(slope, wide).astype(dtype)

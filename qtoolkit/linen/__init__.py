@@ -1,6 +1,6 @@
 """FP8-aware training of Flax linen modules, without editing them."""
 
-from qtoolkit.linen._calibration import calibrate, freeze
+from qtoolkit.linen._calibration import calibrate, freeze, start_scales
 from qtoolkit.linen._layers import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 from qtoolkit.linen._numerics import numerics, sensitivity
 from qtoolkit.linen._quantize import quantize
@@ -19,6 +19,7 @@ __all__ = [
     "quantize",
     "report",
     "sensitivity",
+    "start_scales",
     "value_and_grad",
     "wrap",
 ]

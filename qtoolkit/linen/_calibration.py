@@ -1,4 +1,4 @@
-"""`calibrate` and `freeze`: static scales for wrapped modules."""
+"""`calibrate`, `freeze` and `start_scales`: static and learned scales for wrapped modules."""
 
 import functools
 from collections.abc import Iterable
@@ -10,14 +10,16 @@ from flax import linen as nn
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import key_of
-from qtoolkit.linen._state import AMAX, COLLECTION
+from qtoolkit.linen._run import ROOT, key_of
+from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
 from qtoolkit.products.internal import (
+    Batch,
     Summary,
     calibration_of,
     check_calibrated,
+    first_scales,
     summary_of,
 )
 from qtoolkit.scaling import Bins
@@ -46,31 +48,32 @@ def calibrate(
         the message counts them; an unknown observer.
     """
     check_arguments("calibrate", wrapped, variables)
-    try:
-        hash(wrapped)
-    except TypeError as error:
-        raise TypeError(
-            f"calibrate: {type(wrapped).__name__} has an attribute that is no constant ({error}), "
-            "expected a module that hashes; give it a tuple in place of an array or a list"
-        ) from None
+    _check_hashable("calibrate", wrapped)
     summarize = functools.partial(_summary, wrapped, variables)
     return calibration_of(summarize, batches, observer, options)
 
 
+def _check_hashable(where: str, module: nn.Module) -> None:
+    try:
+        hash(module)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: {type(module).__name__} has an attribute that is no constant ({error}), "
+            "expected a module that hashes; give it a tuple in place of an array or a list"
+        ) from None
+
+
 def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(module, bins, variables, batch)
+    return _summary_jitted(module, bins, variables, Batch.of(batch))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(module: nn.Module, bins: Bins | None, variables: Any, batch: Any) -> Summary:
-    def call(variables: Any, batch: Any) -> Any:
-        if isinstance(batch, tuple):
-            return module.apply(variables, *batch)
-        if isinstance(batch, dict):
-            return module.apply(variables, **batch)
-        return module.apply(variables, batch)
+def _summary_jitted(module: nn.Module, bins: Bins | None, variables: Any, batch: Batch) -> Summary:
+    return summary_of(bins, functools.partial(_applied, module), variables, batch)
 
-    return summary_of(bins, call, variables, batch)
+
+def _applied(module: nn.Module, variables: Any, batch: Batch) -> Any:
+    return batch.given_to(module.apply, variables)
 
 
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
@@ -110,3 +113,79 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
     cache = getattr(wrapped, "qtoolkit_cache", None)
     frozen = wrap(wrapped, rules.map(Recipe.frozen), kv_cache=cache)
     return frozen, {**variables, COLLECTION: state}
+
+
+def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
+    """Gives learned scales and offsets that have not been started their first values, from a batch.
+
+        wrapped = qtoolkit.linen.wrap(model, qtoolkit.recipes.int4_lsq)
+        variables = wrapped.init(key, batch)
+        variables = qtoolkit.linen.start_scales(wrapped, variables, batch)
+
+    As `qtoolkit.nnx.start_scales`. Scales are in the collection "qtoolkit_scales", for each product
+    of each layer: `lhs_scale` and `rhs_scale`, and offsets. They are trained like "params", of
+    which they are no part: `jax.grad(loss)(variables)`, or
+    `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`, and an optimizer of its own for each
+    by `optax.multi_transform`. Layers that `nn.scan` stacks inside of the wrapped module share one
+    scale; wrap the module inside of the scan, with variable_axes={"qtoolkit_scales": 0}, where each
+    shall have its own.
+
+    Args:
+      wrapped: A module from `wrap`.
+      variables: What `init` returned, or parameters that were trained before wrapping: scales that
+        they have not are made. Scales that are numbers stay as they are.
+      batch: What it is called with, as in `calibrate`.
+
+    Returns:
+      The variables with scales; everything else in them is what was given.
+
+    Raises:
+      TypeError: `wrapped` is no linen module or has an attribute that does not hash; `variables` is
+        no dictionary with "params".
+      ValueError: There is no learned scale; or the batch does not reach one.
+
+    Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
+    """
+    check_arguments("start_scales", wrapped, variables)
+    _check_hashable("start_scales", wrapped)
+    scales = variables.get(SCALES) or _unstarted(wrapped, batch)
+    if not scales:
+        raise ValueError(
+            f"start_scales: {type(wrapped).__name__} has no learned scale, expected a module from "
+            "wrap and a recipe with Learned scaling such as qtoolkit.recipes.int4_lsq"
+        )
+    first = _first_jitted(wrapped, {**variables, SCALES: scales}, Batch.of(batch))
+    values = {
+        (path.replace("/", "."), name, side): value
+        for (path, name, side), value in zip(first.keys, first.values, strict=True)
+    }
+    missing: list[str] = []
+
+    def begun(path: Any, scale: jax.Array) -> jax.Array:
+        *around, layer, product, name = (key.key for key in path)
+        side, kind = name.split("_")
+        shown = ".".join(around if layer == ROOT else [*around, layer])
+        value = values.get((shown, product, ("lhs", "rhs").index(side)))
+        first = jnp.float32(jnp.nan) if value is None else value[("scale", "offset").index(kind)]
+        if jnp.any(jnp.isnan(scale)) and jnp.isnan(first):
+            missing.append(shown)
+        return jnp.where(jnp.isnan(scale), first, scale)
+
+    scales = jax.tree_util.tree_map_with_path(begun, scales)
+    check_calibrated("start_scales", dict.fromkeys(missing))
+    return {**variables, SCALES: scales}
+
+
+def _unstarted(module: nn.Module, batch: Any) -> Any:
+    """The collection as `init` makes it."""
+
+    def init(batch: Batch) -> Any:
+        return batch.given_to(module.init, {"params": jax.random.key(0)})
+
+    shapes = jax.eval_shape(init, Batch.of(batch)).get(SCALES, {})
+    return jax.tree.map(lambda scale: jnp.full(scale.shape, jnp.nan, scale.dtype), shapes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first_jitted(module: nn.Module, variables: Any, batch: Batch) -> Any:
+    return first_scales(functools.partial(_applied, module), variables, batch)

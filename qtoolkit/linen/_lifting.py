@@ -23,6 +23,8 @@ def run_rewritten(
     args: Any,
     kwargs: Any,
     other_uses: set[Any] | None = None,
+    *,
+    is_starting: bool = False,
 ) -> Any:
     """`method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
 
@@ -35,6 +37,7 @@ def run_rewritten(
       args, kwargs: JAX arrays among them are traced, everything else is passed as it is.
       other_uses: Gets the paths of the module's own parameters that are used by anything but
         products, which find theirs as `origins`; None: nobody asks.
+      is_starting: Whether the module is being initialized: what follows from keys is a parameter.
     """
     own = {
         _identity(value): (*module.path, name)
@@ -50,7 +53,7 @@ def run_rewritten(
     inside.__name__ = inside.__qualname__ = REWRITING
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses)
+    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses, is_starting)
     return lifted(module, *args, **kwargs)
 
 
@@ -59,6 +62,7 @@ def _rewriting(
     multiply: Multiply,
     own: Mapping[int, tuple[str, ...]],
     other_uses: set[Any] | None,
+    is_starting: bool,
 ) -> Callable[..., Any]:
     """A lifted transformation, like those of `flax.core.lift`."""
 
@@ -89,7 +93,7 @@ def _rewriting(
         variables, rngs = jax.tree.map(
             lambda x: x if isinstance(x, Standing) else jnp.asarray(x), (variables, rngs)
         )
-        others = [False] * (len(jax.tree.leaves(rngs)) + len(places))
+        others = [is_starting] * len(jax.tree.leaves(rngs)) + [False] * len(places)
         call = rewritten(pure, multiply, lambda *_: [*flags, *others])
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
         out_structure, rest, found = outside

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
+from qtoolkit.linen._state import SCALES
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import numerics_of, sensitivity_of
 
@@ -52,6 +54,11 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
     As `qtoolkit.nnx.sensitivity`; arguments and errors as for `numerics`.
     """
     check_arguments("sensitivity", wrapped, variables)
+    if any(bool(jnp.any(jnp.isnan(x))) for x in jax.tree.leaves(variables.get(SCALES, {}))):
+        raise ValueError(
+            "sensitivity: a learned scale has not been started, expected numbers; write "
+            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
+        )
     return _sensitivity(loss_fn, variables, batch)
 
 

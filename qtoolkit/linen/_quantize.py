@@ -1,5 +1,6 @@
 """`quantize`: linen variables whose kernels are stored as codes and scales, to be served."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -10,10 +11,10 @@ from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._run import Kernel, noting_kernels
-from qtoolkit.linen._state import COLLECTION, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, state_of
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import serving_rules, stored_kernel
+from qtoolkit.products.internal import Batch, serving_rules, stored_kernel
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,7 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def quantize(
     module: Model,
     variables: Any,
-    recipe: Recipe | Rules[Recipe] | SpecLike,
+    recipe: Recipe | Rules[Recipe] | SpecLike | None,
     inputs: Any,
     *,
     kv_cache: SpecLike | None = None,
@@ -45,12 +46,13 @@ def quantize(
     module then runs such methods as were traced: one that looks up a stored table raises.
 
     Args:
-      module: As for `wrap`.
+      module: As for `wrap`; one from `wrap`, whose recipes are then kept where `recipe` is None.
       variables: As `init` returns them. "params" may hold `QArray`s already, which are used as they
-        are; state of `Delayed` scaling and stochastic rounding counts for kernels.
+        are; state of `Delayed` and `Static` scaling and of stochastic rounding counts for kernels,
+        and so do learned scales (LSQ), with which they are stored.
       recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, stands for kernels of that
         format beside wide activations.
-      inputs: What the module is called with: one array, or a tuple of them.
+      inputs: What the module is called with, as a batch of `calibrate`.
       kv_cache, method: As for `wrap` and `apply`.
 
     Returns:
@@ -59,7 +61,9 @@ def quantize(
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN.
+      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, or has
+        a learned scale that was not started, or one with an offset (LSQ+), which is no integer as
+        the zero points of codes are; or `recipe` is None and `module` is not wrapped.
 
     Gradient: None by stored kernels, whose integers `jax.grad` refuses.
     """
@@ -68,20 +72,16 @@ def quantize(
             f"quantize: variables has type {type(variables).__name__}, expected a dictionary of "
             'collections with "params", as init returns it; pass {"params": params}'
         )
-    served = wrap(module, serving_rules("quantize", recipe), kv_cache=kv_cache)
-    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    served = _served(module, recipe, kv_cache)
+    apply = functools.partial(
+        served.apply,
+        rngs={"params": jax.random.key(0)},
+        method=method,
+        mutable=DenyList(["params", COLLECTION]),
+    )
+    batch = Batch.of(tuple(inputs) if isinstance(inputs, list) else inputs)
     with noting_kernels() as kernels:
-        jax.eval_shape(
-            lambda variables, arguments: served.apply(
-                variables,
-                *arguments,
-                rngs={"params": jax.random.key(0)},
-                method=method,
-                mutable=DenyList(["params", COLLECTION]),
-            ),
-            variables,
-            arguments,
-        )
+        jax.eval_shape(lambda variables, batch: batch.given_to(apply, variables), variables, batch)
     params, count = variables["params"], 0
     for path, uses in kernels.uses.items():
         value = _at(params, path)
@@ -99,9 +99,24 @@ def quantize(
     return served, {**variables, "params": params}
 
 
+def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
+    if recipe is not None:
+        return wrap(module, serving_rules("quantize", recipe), kv_cache=kv_cache)
+    rules = getattr(module, "qtoolkit_rules", None)
+    if rules is None:
+        raise ValueError(
+            f"quantize: recipe is None for {type(module).__name__}, which is not wrapped, expected "
+            "a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
+        )
+    return wrap(module, rules, kv_cache=kv_cache or module.qtoolkit_cache)
+
+
 def _are_alike(use: Kernel, other: Kernel) -> bool:
     """Whether both round the parameter in the same way."""
-    keeps_state = any(one.recipe.is_delayed or one.recipe.is_stochastic for one in (use, other))
+    keeps_state = any(
+        one.recipe.is_delayed or one.recipe.is_stochastic or any(one.recipe.learned)
+        for one in (use, other)
+    )
     return use == other or (use[:3] == other[:3] and not keeps_state)
 
 
@@ -109,15 +124,25 @@ def _stored(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArra
     lead = x.ndim - len(use.shape)
     if use.operand is None or tuple(x.shape[lead:]) != use.shape:
         return None
-    kept = variables.get(COLLECTION, {}).get(use.layer, {}).get(use.product)
-    state = state_of(use.recipe, f"{use.layer}:{use.product}", kept, None)
-    amax = key = None
+    kept, scales = (_kept(variables, name, use) for name in (COLLECTION, SCALES))
+    state = state_of(use.recipe, f"{'/'.join(use.layer)}:{use.product}", kept, None, scales)
+    amax = key = scale = None
     if state is not None:
         stack = tuple(x.shape[:lead])
         amax = None if state.amax is None else jnp.broadcast_to(state.amax[1], stack)
         key = None if state.key is None else jnp.broadcast_to(state.key, (*stack, 2))
+        learned = None if state.learned is None else state.learned[1][0]
+        scale = None if learned is None else jnp.broadcast_to(learned, stack)
     where = f"quantize: {'/'.join(path)}"
-    return stored_kernel(where, jnp.asarray(x), use.operand, use.axes, lead, amax, key)
+    return stored_kernel(where, jnp.asarray(x), use.operand, use.axes, lead, amax, key, scale)
+
+
+def _kept(variables: Any, collection: str, use: Kernel) -> Any:
+    """What a collection has of a product, None where it has nothing."""
+    found = variables.get(collection, {})
+    for name in (*use.layer, use.product):
+        found = found.get(name, {})
+    return found or None
 
 
 def _at(params: Any, path: tuple[str, ...]) -> Any:

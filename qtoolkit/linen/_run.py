@@ -17,7 +17,7 @@ from flax import linen as nn
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
-from qtoolkit.linen._state import COLLECTION, Kept, started, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, Kept, started, state_of, unstarted
 from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
@@ -44,7 +44,7 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.OptimizedLSTMCell: "__call__",
 }
 _CACHING = nn.MultiHeadDotProductAttention
-_ROOT = "self"  # in the collection, where other layers have their path
+ROOT = "self"  # in the collection, where other layers have their path
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -58,14 +58,15 @@ class Kernel(NamedTuple):
     Attributes:
       operand: What it is rounded to, and its axes in the product.
       shape: Of one kernel; the parameter may be a stack of such.
-      recipe, layer, product: Of the product, and where the collection "qtoolkit" has its state.
+      recipe: Of the product.
+      layer, product: Where collections have its state: the keys that lead to the layer, and one.
     """
 
     operand: Operand | None
     axes: Axes
     shape: tuple[int, ...]
     recipe: Recipe
-    layer: str
+    layer: tuple[str, ...]
     product: str
 
 
@@ -76,7 +77,7 @@ class Kernels:
     uses: dict[Any, list[Kernel]] = dataclasses.field(default_factory=dict)
     other_uses: set[Any] = dataclasses.field(default_factory=set)
 
-    def note(self, found: Found, recipe: Recipe, layer: str, product: str) -> None:
+    def note(self, found: Found, recipe: Recipe, layer: tuple[str, ...], product: str) -> None:
         axes = found.function.axes(found.lhs.shape, found.rhs.shape)
         for side, origin in enumerate(found.origins):
             if origin is None:
@@ -139,29 +140,38 @@ def run(
     starting = module.is_initializing()
     if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
         return call()
-    kept = {} if starting else module.variables.get(COLLECTION, {})
+    kept, scales = (
+        {} if starting else module.variables.get(name, {}) for name in (COLLECTION, SCALES)
+    )
     rng = None
     is_stochastic = any(recipe.is_stochastic for recipe in _recipes(rules))
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
-    this = _Run(rules, cache, type(module), module.path, starting, kept, rng)
+    this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
     token = _active.set(this)
     try:
         with nn.intercept_methods(this.intercept), _traced_for((rules, cache, starting)):
             out = call()
     finally:
         _active.reset(token)
-    if this.counts and module.is_mutable_collection(COLLECTION):
-        # Not before the call is over: an array made inside of a trace would leak out of it.
-        for (path, recipe), names in this.counts.items():
-            before = module.variables.get(COLLECTION, {}).get(key_of(path), {})
-            made = {name: started(recipe, f"{path}:{name}") for name in names}
-            module.put_variable(COLLECTION, key_of(path), {**made, **before})
+    # Not before the call is over: an array made inside of a trace would leak out of it.
+    for (path, recipe), products in this.counts.items():
+        states = {name: started(recipe, f"{path}:{name}") for name in products}
+        _put(module, COLLECTION, path, states)
+        _put(module, SCALES, path, {name: unstarted(own) for name, own in products.items()})
     return out
 
 
+def _put(module: nn.Module, collection: str, path: str, states: dict[str, Any]) -> None:
+    """Adds the states of a layer's products to a collection, if it can be written."""
+    states = {name: state for name, state in states.items() if state}
+    if states and module.is_mutable_collection(collection):
+        before = module.variables.get(collection, {}).get(key_of(path), {})
+        module.put_variable(collection, key_of(path), {**states, **before})
+
+
 def key_of(path: str) -> str:
-    return path.replace("/", ".") or _ROOT
+    return path.replace("/", ".") or ROOT
 
 
 def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
@@ -170,7 +180,7 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
 
 
 def _keeps_state(recipe: Recipe) -> bool:
-    return recipe.is_delayed or recipe.is_stochastic
+    return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
 
 
 def _is_in_jit(module: nn.Module) -> bool:
@@ -189,10 +199,11 @@ class _Run:
       rules, cache, kind, root: Of the wrapped module: its rules, the format of attention's cache,
         its type and path.
       starting: Whether it is being initialized.
-      kept: Its part of the collection "qtoolkit".
+      kept, scales: Its part of the collections "qtoolkit" and "qtoolkit_scales".
       rng: uint32[2], words of a key of this call.
       kinds: The types that were seen at each path.
-      counts: While starting, the products of each layer whose recipe keeps state.
+      counts: While starting, the products of each layer whose recipe keeps state, and the recipe
+        of each, which is another one for two activations.
     """
 
     rules: Rules[Recipe]
@@ -201,9 +212,10 @@ class _Run:
     root: tuple[str, ...]
     starting: bool
     kept: Kept
+    scales: Kept
     rng: jax.Array | None
     kinds: dict[str, list[type]] = dataclasses.field(default_factory=dict)
-    counts: dict[tuple[str, Recipe], list[str]] = dataclasses.field(default_factory=dict)
+    counts: dict[tuple[str, Recipe], dict[str, Recipe]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, module: nn.Module, rules: Rules[Recipe]) -> bool:
         same = self.root == module.path and self.kind is type(module)
@@ -244,12 +256,12 @@ class _Run:
             visited.append((self.rules, path, kinds, has_products))
         recipe = self.rules.lookup(path, kinds)
         if recipe is None:
-            with jax.named_scope(scope(path, None)), enclosing(None):
+            with jax.named_scope(scope(self.shown(path), None)), enclosing(None):
                 return call(*args, **kwargs)
         if not has_products:
             # `qtoolkit.dot` may stand in a function that is not known to compute products.
             site = None if self.starting else Site(recipe.without_state(), path)
-            with jax.named_scope(scope(path, recipe)), enclosing(site):
+            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(site):
                 return call(*args, **kwargs)
         assert method is not None
         if not self.starting:
@@ -257,13 +269,18 @@ class _Run:
             multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
             kernels = _kernels.get()
             other_uses = None if kernels is None else kernels.other_uses
-            with jax.named_scope(scope(path, recipe)), enclosing(None):
+            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None):
                 return run_rewritten(method, module, multiply, args, kwargs, other_uses)
         if not _keeps_state(recipe) or _is_in_jit(module):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
-        with jax.named_scope(scope(path, None)):
-            return run_rewritten(method, module, self._count(recipe, path, name), args, kwargs)
+        with jax.named_scope(scope(self.shown(path), None)):
+            count = self._count(recipe, path, name)
+            return run_rewritten(method, module, count, args, kwargs, is_starting=True)
+
+    def shown(self, path: str) -> str:
+        """The path from the model around it, where the wrapped module is a part of one."""
+        return "/".join(filter(None, (*self.root, path)))
 
     def _kinds(self, path: str, kind: type) -> tuple[type, ...]:
         """The types of a module and of those around it."""
@@ -277,23 +294,31 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
-        kept = self.kept.get(key_of(path), {})
-
+        if is_in_jit and any(recipe.learned):
+            raise ValueError(
+                f"wrap: {path}: the layer is under nn.jit, whose traces outlive a call, so that "
+                "learned scales do not reach it, expected one that is not; leave nn.jit out and "
+                "compile the whole step by jax.jit, or leave the layer alone by a rule"
+            )
         rng = None if is_in_jit else self.rng
+        kept, scales = (
+            {} if is_in_jit else held.get(key_of(path), {}) for held in (self.kept, self.scales)
+        )
 
         def states() -> Iterator[State | None]:
             for i in itertools.count():
                 product = f"{name}.{i}"
-                known = None if is_in_jit else kept.get(product)
-                yield state_of(recipe, f"{path}:{product}", known, rng)
+                known = kept.get(product), rng, scales.get(product)
+                yield state_of(recipe, f"{path}:{product}", *known)
 
-        multiply = Site(recipe, path).multiply(states(), f"{name}.")
+        multiply = Site(recipe, self.shown(path)).multiply(states(), f"{name}.")
         kernels = _kernels.get()
         numbers = itertools.count()
 
         def checked(found: Found) -> jax.Array | None:
             if kernels is not None:
-                kernels.note(found, recipe, key_of(path), f"{name}.{next(numbers)}")
+                layer = (*self.root, key_of(path))
+                kernels.note(found, recipe, layer, f"{name}.{next(numbers)}")
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
@@ -305,10 +330,9 @@ class _Run:
         numbers = itertools.count()
 
         def count(found: Found) -> None:
-            names = self.counts.setdefault((path, recipe), [])
-            product = f"{name}.{next(numbers)}"
-            if product not in names:
-                names.append(product)
+            is_kernel = any(found.is_parameter)
+            own = recipe if is_kernel else recipe.of_activations()
+            self.counts.setdefault((path, recipe), {})[f"{name}.{next(numbers)}"] = own
 
         return count
 

@@ -1,4 +1,4 @@
-"""What wrapped modules keep from step to step: histories of magnitudes, and keys.
+"""What wrapped modules keep from step to step: histories of magnitudes, keys, learned scales.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
 with products, by its path with dots; that holds one for each product, "__call__.0", with
@@ -11,21 +11,24 @@ with products, by its path with dots; that holds one for each product, "__call__
 
 The leading axes are those of wrapped modules that are stacked. Within a `value_and_grad` there is
 a probe beside the history, float32[..., 3, buckets].
+
+The collection "qtoolkit_scales" holds, for the same layers and products, what `Learned` scaling
+trains: lhs_scale, lhs_offset, rhs_scale, rhs_offset, float32[...], NaN until `start_scales`.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.products import Recipe
+from qtoolkit.products import Learned, Recipe
 from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
-COLLECTION = "qtoolkit"
+COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
 _HISTORY, _BAD, _KEY, _PROBE, AMAX = "history", "bad", "key", "probe", "amax"
 
 Kept = Mapping[str, Any]
@@ -42,19 +45,38 @@ def started(recipe: Recipe, name: str) -> dict[str, jax.Array]:
     return state
 
 
-def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None) -> State | None:
-    """For a product, from what is kept and a key of the step; None where there is nothing.
+def unstarted(recipe: Recipe) -> dict[str, jax.Array]:
+    """The learned scales and offsets of one product before they are started."""
+    scales: dict[str, jax.Array] = {}
+    for side, operand in zip(("lhs", "rhs"), recipe.forward, strict=True):
+        scaling = None if operand is None else operand.scaling
+        if isinstance(scaling, Learned):
+            names = ("scale", "offset") if scaling.offset else ("scale",)
+            scales |= {f"{side}_{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
+    return scales
+
+
+def state_of(
+    recipe: Recipe,
+    name: str,
+    kept: Kept | None,
+    rng: jax.Array | None,
+    scales: Kept | None = None,
+) -> State | None:
+    """For a product, from what is kept, a key of the step and learned scales; None where there is
+    nothing.
 
     A recipe with delayed scales takes current ones where there is no history. Of the state of a
-    stack that arrives whole the largest magnitudes count.
+    stack that arrives whole the largest magnitudes count, and of learned scales the mean.
     """
     amax = probe = key = None
     kept = kept or {}
+    learned = _learned(scales) if scales else None
     if recipe.is_delayed:
         if _HISTORY in kept:
             _check_steps(recipe, name, kept[_HISTORY].shape[-1])
             amax = jnp.max(jnp.max(kept[_HISTORY], axis=-1).reshape(-1, 3), axis=0)
-        elif not kept and rng is None:
+        elif not kept and rng is None and learned is None:
             return None
         else:
             amax = jnp.zeros((3,), jnp.float32)
@@ -69,7 +91,18 @@ def state_of(recipe: Recipe, name: str, kept: Kept | None, rng: jax.Array | None
             key = rng ^ jnp.array([_identity(name), 0], jnp.uint32)
         elif _KEY in kept:
             key = kept[_KEY].reshape(-1, 2)[0]
-    return State(amax, probe, key)
+    return State(amax, probe, key, learned=learned)
+
+
+def _learned(scales: Kept) -> Any:
+    """For lhs and rhs, scale and offset, None for what is not learned."""
+
+    def one(name: str) -> Any:
+        value: Any = scales.get(name)
+        is_stack = value is not None and value.ndim > 0
+        return jnp.mean(value) if is_stack else value  # a scalar stays known in a trace
+
+    return tuple((one(f"{side}_scale"), one(f"{side}_offset")) for side in ("lhs", "rhs"))
 
 
 def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
@@ -86,7 +119,9 @@ def _identity(name: str) -> np.uint32:
     return np.uint32(zlib.crc32(name.encode()))
 
 
-def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    loss: Callable[..., Any], *, has_aux: bool = False, wrt: str | Sequence[str] = "params"
+) -> Callable[..., Any]:
     """`jax.value_and_grad` for wrapped modules: it also rolls delayed scales and keys.
 
         value, grads, state = qtoolkit.linen.value_and_grad(loss)(variables, batch)
@@ -103,15 +138,19 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
       loss: Of variables and further arguments, to a scalar or to (scalar, aux). It gives the
         variables to `apply` of wrapped modules.
       has_aux: As in `jax.value_and_grad`.
+      wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
+        scales are learned.
 
     Returns:
       A function of (variables, *args, **kwargs), whose `variables` is what `init` returned: a
       dictionary of collections. It gives (value, gradients, state), or ((value, aux), gradients,
-      state). Gradients have the structure of variables["params"]; state is the collection
-      "qtoolkit" after the step, and empty where `variables` has none.
+      state). Gradients have the structure of variables["params"], or of the collection that `wrt`
+      names; of several they are a dictionary by their names. State is the collection "qtoolkit"
+      after the step, and empty where `variables` has none.
 
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
+      ValueError: `wrt` names a collection that `variables` has not, or "qtoolkit", which is state.
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +160,9 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
                 'dictionary of collections with "params", as init returns it; pass '
                 '{"params": params, "qtoolkit": state}'
             )
-        check_trainable("value_and_grad", variables["params"])
+        trained = _trained(variables, wrt)
+        for collection in trained.values():
+            check_trainable("value_and_grad", collection)
         state = variables.get(COLLECTION, {})
         probes = {
             path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)
@@ -129,17 +170,30 @@ def value_and_grad(loss: Callable[..., Any], *, has_aux: bool = False) -> Callab
             if _HISTORY in kept
         }
 
-        def of(params: Any, probes: Any) -> Any:
-            given = {**variables, "params": params}
+        def of(trained: Any, probes: Any) -> Any:
+            given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _with_probes(state, probes)
             return loss(given, *args, **kwargs)
 
         graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
-        value, (grads, counts) = graded(variables["params"], probes)
+        value, (grads, counts) = graded(trained, probes)
+        grads = grads[wrt] if isinstance(wrt, str) else grads
         return value, grads, _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
 
     return function
+
+
+def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str, Any]:
+    """The collections to differentiate by."""
+    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    known = [name for name in variables if name != COLLECTION]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ValueError(
+            f"value_and_grad: wrt={wrt!r}, expected collections among {', '.join(known)}"
+        )
+    return {name: variables[name] for name in names}
 
 
 Path = tuple[str, ...]

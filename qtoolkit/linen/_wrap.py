@@ -41,9 +41,11 @@ def wrap(
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
     scaling or stochastic rounding keep state in the collection "qtoolkit", which `init` makes and
-    `value_and_grad` advances. Random keys come from the rng collection "qtoolkit" where `apply` is
-    given one, else from that state; without both they follow from the values that are rounded.
-    Layers under `nn.jit`, whose traces outlive a call, keep no state: they take current scales.
+    `value_and_grad` advances. `Learned` scales are in the collection "qtoolkit_scales", which
+    `start_scales` gives its first values. Random keys come from the rng collection "qtoolkit" where
+    `apply` is given one, else from that state; without both they follow from the values that are
+    rounded. Layers under `nn.jit`, whose traces outlive a call, keep no state: they take current
+    scales, and cannot have learned ones.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
@@ -63,8 +65,9 @@ def wrap(
 
     Returns:
       A module of a subclass of the same name. Its variables are those of `module`, bit for bit,
-      and fit both; only the collection "qtoolkit" may come in addition. Equal modules wrapped by
-      equal recipes are equal. A module that is wrapped already gets the new recipe; the collection
+      and fit both; only the collections "qtoolkit" and "qtoolkit_scales" may come in addition.
+      Equal modules wrapped by equal recipes are equal. A module that is wrapped already gets the
+      new recipe; the collection
       "qtoolkit" of the first fits it where histories have as many steps, and is refused else.
       Its methods are what is quantized, and what they call: a submodule that is called from
       outside, `wrapped.bind(variables).layer(x)`, computes plainly.
@@ -73,8 +76,8 @@ def wrap(
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; a recipe has `Learned` scaling; `kv_cache` has scales that join
-        tokens; or, with `strict`, what is said there.
+      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`, what
+        is said there. When the module runs: a layer under `nn.jit` has learned scales.
     """
     given: Any = module
     if not isinstance(given, nn.Module):
@@ -186,26 +189,16 @@ def _rules_of(module: Any) -> Rules[Recipe]:
 
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:
+    check = functools.partial(check_recipe, "wrap")
     if not isinstance(recipe, Rules):
-        return Rules((), default=Recipe() if recipe is None else _checked(recipe))
+        return Rules((), default=Recipe() if recipe is None else check(recipe))
     for key, _ in recipe.rules:
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
                 "of flax.linen.Module: nothing else has products"
             )
-    return recipe.map(_checked)
-
-
-def _checked(recipe: Any) -> Recipe:
-    found = check_recipe("wrap", recipe)
-    if any(found.learned):
-        raise ValueError(
-            "wrap: the recipe has Learned scaling, whose scales linen modules do not keep; "
-            "expected another, e.g. qtoolkit.recipes.w4a16, or a model of nnx: write "
-            "qtoolkit.nnx.wrap(model, qtoolkit.recipes.int4_lsq)"
-        )
-    return found
+    return recipe.map(check)
 
 
 def _is_nnx(module: Any) -> bool:

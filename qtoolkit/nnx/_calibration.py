@@ -15,6 +15,7 @@ from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import attach, found_at, product_states
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
+    Batch,
     Summary,
     calibration_of,
     check_calibrated,
@@ -42,7 +43,7 @@ def calibrate(
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
       batches: Of inputs: the model is called with each, `*batch` where that is a tuple and
-        `**batch` where it is a dictionary.
+        `**batch` where it is a dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
         such a class of `qtoolkit.scaling`.
       options: For its `of`, e.g. `fraction` of `Percentile`.
@@ -63,20 +64,18 @@ def calibrate(
 
 
 def _summary(graph: Any, state: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(graph, bins, state, batch)
+    return _summary_jitted(graph, bins, state, Batch.of(batch))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Any) -> Summary:
+def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Batch) -> Summary:
     return summary_of(bins, functools.partial(_called, graph), state, batch)
 
 
-def _called(graph: Any, state: Any, batch: Any) -> Any:
+def _called(graph: Any, state: Any, batch: Batch) -> Any:
     # Copied: under `jax.grad` the state is closed over, and a model may write its own.
     model: Any = nnx.merge(graph, state, copy=True)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    return model(**batch) if isinstance(batch, dict) else model(batch)
+    return batch.given_to(model)
 
 
 def freeze(wrapped: Model, calibration: Calibration) -> Model:
@@ -175,7 +174,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
     """
     check_wrapped("start_scales", wrapped)
     graph, state = nnx.split(wrapped)
-    found = _first_jitted(graph, state, batch)
+    found = _first_jitted(graph, state, Batch.of(batch))
     if not found.keys:
         raise ValueError(
             "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
@@ -209,5 +208,5 @@ def _start(kept: ProductState, side: int, value: Any, path: str, missing: list[s
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first_jitted(graph: Any, state: Any, batch: Any) -> Any:
+def _first_jitted(graph: Any, state: Any, batch: Batch) -> Any:
     return first_scales(functools.partial(_called, graph), state, batch)

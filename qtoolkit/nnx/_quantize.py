@@ -11,7 +11,7 @@ from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import methods_of
-from qtoolkit.nnx._state import ProductState
+from qtoolkit.nnx._state import LsqScale, ProductState
 from qtoolkit.nnx._wrap import Found, modules_of, rewired, stacked
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Axes, serving_rules, stored_kernel
@@ -35,6 +35,7 @@ def quantize(
     It computes what `wrap(model, recipe)` computes, bit for bit: kernels are rounded once, here,
     instead of in each call, and products take the codes as they are. Activations are rounded as
     `recipe` says. A float32 model takes 3.9x fewer bytes in E4M3, 7.4x in int4 by groups of 128.
+    Kernels that were trained with learned scales (LSQ) are stored with these.
 
     Stored are the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, those of attention
     and recurrent cells among them, also under `nnx.vmap` and `nnx.scan`. All other parameters stay
@@ -55,16 +56,17 @@ def quantize(
       value is a `QArray`, a pytree. What is not stored is shared with `model`.
 
     Raises:
-      TypeError: As `wrap`; or a kernel's scale is `Learned` (LSQ): such models are served as they
-        are.
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN; or
-        `recipe` is None and `model` is not wrapped.
+      TypeError: As `wrap`.
+      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, or has
+        a learned scale that was not started, or one with an offset (LSQ+), which is no integer as
+        the zero points of codes are; or `recipe` is None and `model` is not wrapped.
 
     Gradient: None by stored kernels: `value_and_grad` says so, `nnx.grad` refuses their integers
     (name others, e.g. `wrt=nnx.LoRAParam`). By inputs and other parameters that of the product of
     the cotangent, rounded by the recipe, and the kernel as it is stored.
 
-    Source: OCP FP8 and arXiv:2209.05433 (formats); arXiv:2210.17323 (groups of int4).
+    Source: OCP FP8 and arXiv:2209.05433 (formats); arXiv:2210.17323 (groups of int4);
+    arXiv:1902.08153 (learned scales).
     """
     rules = None if recipe is None else serving_rules("quantize", recipe)
     served = rewired("quantize", model, rules, kv_cache)
@@ -95,34 +97,45 @@ def _store(found: Found, known: dict[Any, Any]) -> bool:
     operand = site_of(layer).recipe.forward[1]
     if operand is None:
         return False
-    if operand.is_learned:
-        raise TypeError(
-            f"quantize: {found.shown}: {type(layer).__name__}.kernel has a learned scale, which is "
-            "not stored; expected a scale that follows from the kernel: serve the model from wrap "
-            "as it is, or write qtoolkit.nnx.quantize(model, qtoolkit.recipes.w4a16)"
-        )
+    kept = _product_of(layer)
+    scale = _taken_scale(kept) if operand.is_learned else None
     # A kernel of several layers stays one where they store it in the same way.
-    name = id(kernel), operand, axes
+    name = id(kernel), operand, axes, id(scale)
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
-        states = _kept(layer)
+        states = *_kept(kept), None if scale is None else scale[...]
         array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
-        known[name] = kernel, type(kernel).from_metadata(array, kernel.get_metadata())
+        stored = type(kernel).from_metadata(array, kernel.get_metadata())
+        known[name] = (kernel, scale), stored  # whose identities must not pass to others
     layer.kernel = known[name][1]
     return True
 
 
-def _kept(layer: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """The amax and the key that a layer keeps for its kernel."""
+def _product_of(layer: Any) -> ProductState | None:
+    """What a layer keeps for its product."""
     for value in vars(layer).values():
         if isinstance(value, StatefulProducts):
-            kept: ProductState = value.products[0]
-            history, key = getattr(kept, "history", None), getattr(kept, "key", None)
-            amax = None if history is None else jnp.max(history[...], axis=-1)[..., 1]
-            if hasattr(kept, "amax"):
-                amax = kept.amax[..., 1]
-            return amax, None if key is None else key[...]
-    return None, None
+            product: ProductState = value.products[0]
+            return product
+    return None
+
+
+def _taken_scale(kept: ProductState | None) -> LsqScale | None:
+    """The learned scale of a kernel, which goes with the codes: the layer keeps it no longer."""
+    if kept is None:
+        return None
+    scale: LsqScale | None = kept.scales[1]
+    kept.scales[1] = None
+    return scale
+
+
+def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """The amax and the key of a kernel."""
+    history, calibrated, key = (getattr(kept, name, None) for name in ("history", "amax", "key"))
+    amax = None if history is None else jnp.max(history[...], axis=-1)[..., 1]
+    if calibrated is not None:
+        amax = calibrated[..., 1]
+    return amax, None if key is None else key[...]
 
 
 def _kernel_axes(layer: Any) -> Axes | None:

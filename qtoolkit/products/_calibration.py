@@ -43,6 +43,37 @@ _MARKED = marked_size(_BITS)
 _STATIC: Any = {"static": True}
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a model is called with, as a pytree of its arrays: all else, train=False, is static.
+
+    Attributes:
+      arrays: The leaves that are arrays.
+      others: The leaves, with None in place of arrays.
+      structure: The tree that they are of.
+    """
+
+    arrays: list[Any]
+    others: tuple[Any, ...] = dataclasses.field(metadata=_STATIC)
+    structure: Any = dataclasses.field(metadata=_STATIC)
+
+    @classmethod
+    def of(cls, batch: Any) -> "Batch":
+        leaves, structure = jax.tree.flatten(batch)
+        others = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+        return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
+
+    def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
+        """`function(*first, *batch)` of a tuple, `**batch` of a dictionary, else `batch`."""
+        arrays = iter(self.arrays)
+        leaves = [next(arrays) if leaf is None else leaf for leaf in self.others]
+        batch = jax.tree.unflatten(self.structure, leaves)
+        if isinstance(batch, tuple):
+            return function(*first, *batch)
+        return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class _SummaryTap:
     """Uses, bad ones, the amax, and the histogram where there are bins."""

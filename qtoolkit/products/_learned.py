@@ -1,6 +1,7 @@
 """Operands whose scales are parameters: LSQ and LSQ+ in front of a product.
 
-The product then takes what they give as it is, and so do its derivatives.
+The product then takes what they give as it is, and so do its derivatives. A kernel that was trained
+so is stored as codes and its learned scale.
 """
 
 import dataclasses
@@ -9,19 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from qtoolkit.formats import Format
+from qtoolkit.casts.internal import WIDTHS
+from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
+from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._operand import Cut, Rounded
-from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._recipe import Learned, Operand, Recipe
 from qtoolkit.products._taps import Tap
+from qtoolkit.scaling import QArray, quantize
 from qtoolkit.scaling.internal import Scales, operand_values
 
 Array = jax.Array
 
 # Scale and offset, float32 scalars; NaN before they are started, None for what is not learned.
 LearnedScale = tuple[Array | None, Array | None]
+_SIDES = ("lhs", "rhs")
 
 
 def with_learned_scales(
@@ -33,15 +39,17 @@ def with_learned_scales(
     zeros: Array | None,
 ) -> tuple[tuple[Any, Any], Tap | None]:
     """Both operands as learned scales round them, and a tap for what remains."""
-    if learned is None:
-        raise ValueError(
-            f"{where}: the recipe has Learned scaling, whose scales are parameters; expected a "
-            "layer of Flax in a model from qtoolkit.nnx.wrap"
-        )
     outs = list(sides)
     for side, operand in enumerate(recipe.forward):
         if operand is None or not operand.is_learned:
             continue
+        if learned is None or learned[side][0] is None:
+            raise ValueError(
+                f"{where}: the recipe has Learned scaling, whose scales are parameters, and there "
+                f"is none for {_SIDES[side]}; expected a layer of Flax in a model from "
+                'qtoolkit.nnx.wrap, or of linen and variables with its "qtoolkit_scales", which '
+                "qtoolkit.linen.start_scales(wrapped, variables, batch) makes"
+            )
         outs[side] = _rounded(where, sides[side], operand, learned[side], tap, zeros, side)
     if tap is not None:
         done = tuple(role for role in tap.roles if role > 1 or not recipe.learned[role])
@@ -63,10 +71,11 @@ def _rounded(
     if tap is not None:  # an instrument may look at a model before its scales are started
         scale = jnp.where(jnp.isnan(scale), lsq_scale(x, element), scale)
         offset = None if offset is None else jnp.where(jnp.isnan(offset), 0, offset)
-    elif not isinstance(scale, jax.core.Tracer) and bool(jnp.isnan(scale)):
+    elif not isinstance(scale, jax.core.Tracer) and bool(np.isnan(np.asarray(scale))):
         raise ValueError(
-            f"{where}: the learned scale of {('lhs', 'rhs')[side]} has not been started; write "
-            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made"
+            f"{where}: the learned scale of {_SIDES[side]} has not been started; write "
+            "qtoolkit.nnx.start_scales(wrapped, batch) before the optimizer is made, or "
+            "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
     y = _lsq(x, scale, offset, element)
     if tap is None or side not in tap.roles:
@@ -84,6 +93,32 @@ def _rounded(
 @functools.partial(jax.jit, static_argnums=3)
 def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
     return lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
+
+
+def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
+    """Raises where a learned scale, or a stack of them, does not say what a kernel is stored as."""
+    if isinstance(operand.scaling, Learned) and operand.scaling.offset:
+        raise ValueError(
+            f"{where} has a learned offset (LSQ+), q * scale + offset, expected a learned scale "
+            "alone: the zero point of stored codes is an integer; train kernels by "
+            "Learned(offset=False), as LSQ+ does, or serve the model from wrap"
+        )
+    is_known = not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct)
+    if scale is None or (is_known and not bool(jnp.all(jnp.isfinite(scale)))):
+        raise ValueError(
+            f"{where} has a learned scale that has not been started, or is not finite, expected "
+            "a number: write start_scales, train the model, and quantize it then; to store a model "
+            "without training write e.g. qtoolkit.recipes.w4a16"
+        )
+
+
+def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
+    """`x` as codes and the scale it has learned: `lsq(x, scale)` is their product, bit for bit."""
+    element = operand.spec.element
+    scale = jnp.where(scale < LEAST, LEAST, scale)
+    is_packed = element.bits in WIDTHS and element.bits < 8 and x.ndim > 0
+    spec = BlockFormat.tensor(element)  # LSQ knows no narrow range, and its scale is float32
+    return quantize(x, spec, scale=scale.reshape((1,) * x.ndim), packed=is_packed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,8 +153,8 @@ _LSQ = Operand(BlockFormat.tensor(INT4), scaling=Learned())
 int4_lsq = Recipe((_LSQ, _LSQ), gradient=None)
 """LSQ: int4 activations and weights, each layer with one learned scale for both; gradients wide.
 
-The scales are parameters of a model from `qtoolkit.nnx.wrap`, which `qtoolkit.nnx.start_scales`
-gives their first values.
+The scales are parameters of a model from `qtoolkit.nnx.wrap`, or a collection beside those of a
+linen module, and `start_scales` gives them their first values.
 Source: arXiv:1902.08153. Deviations: the paper has unsigned integers for activations that follow a
 ReLU, and keeps the first and the last layer at 8 bits, which is for `Rules` to say.
 """

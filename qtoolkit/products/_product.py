@@ -97,16 +97,21 @@ def quantized_product(
     """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes.
 
     A `QArray` is an operand that is rounded already: its codes and scales are used as they are, in
-    derivatives too, whatever the recipe says of that side.
+    derivatives too, whatever the recipe says of that side. Where that says that a scale is learned,
+    the numbers of the codes in their dtype are the operand, as LSQ's are.
 
     Args:
       place: Which product this is; None for one that belongs to no layer.
       is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
     """
     check_recipe(where, recipe)
-    for side, operand in enumerate((rhs, lhs) if is_swapped else (lhs, rhs)):
+    operands, learned = [lhs, rhs], recipe.learned
+    for index, operand in enumerate((lhs, rhs)):
         if isinstance(operand, QArray):
+            side = 1 - index if is_swapped else index
             recipe = recipe.beside_stored(side)
+            operands[index] = operand.dequantize() if learned[side] else operand
+    lhs, rhs = operands
 
     def compute(
         recipe: Recipe, state: State | None, tap: Tap | None = None, zeros: Array | None = None

@@ -10,6 +10,7 @@ from qtoolkit.casts import pack
 from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_of
 from qtoolkit.formats import BlockFormat, Format, Rules
 from qtoolkit.products._bilinear import Axes, Einsum
+from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Rounded, code_values, cut
 from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.scaling import QArray
@@ -44,12 +45,19 @@ def stored_kernel(
     stacked: int,
     amax: Array | None = None,
     key: Array | None = None,
+    scale: Array | None = None,
 ) -> QArray:
     """A kernel as `stored` gives it, the first `stacked` axes being those of a stack of kernels.
 
+    Args:
+      amax, key, scale: What the layer keeps for it, with the axes of the stack.
+
     Raises:
-      ValueError: As `stored`; or the kernel holds an infinity or a NaN.
+      ValueError: As `stored`; the kernel holds an infinity or a NaN; or its learned scale is no
+        number, or has an offset.
     """
+    if operand.is_learned:
+        check_storable(where, operand, scale)
     is_known = not isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
     count = int(jnp.sum(~jnp.isfinite(exact_float32(x)))) if is_known else 0
     if count:
@@ -58,12 +66,12 @@ def stored_kernel(
             "checkpoint, or leave the layer alone by a rule with None"
         )
 
-    def one(x: Array, amax: Array | None, key: Array | None) -> QArray:
-        return stored(where, x, operand, axes, amax, key)
+    def one(x: Array, amax: Array | None, key: Array | None, scale: Array | None) -> QArray:
+        return stored(where, x, operand, axes, amax, key, scale)
 
     for _ in range(stacked):
         one = jax.vmap(one)
-    return one(x, amax, key)
+    return one(x, amax, key, scale)
 
 
 def check_trainable(where: str, tree: Any) -> None:
@@ -93,6 +101,7 @@ def stored(
     axes: Axes,
     delayed: Array | None = None,
     key: Array | None = None,
+    scale: Array | None = None,
 ) -> QArray:
     """`x` as a product rounds it, as codes and scales; codes below eight bits share bytes.
 
@@ -101,11 +110,15 @@ def stored(
     Args:
       axes: Of `x` in that product.
       delayed, key: What the layer keeps for it, as in `Cut.rounded`.
+      scale: The one that it has learned.
 
     Raises:
       ValueError: The operand has a transform, which is undone in no product of codes; or a format
         that the dtype of `x` does not hold.
     """
+    if operand.is_learned:
+        assert scale is not None  # `stored_kernel` has checked
+        return stored_by_learned_scale(x, operand, scale)
     if operand.transform is not None:
         raise ValueError(
             f"{where}: the recipe transforms the operand by {operand.transform}, expected one that "

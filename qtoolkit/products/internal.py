@@ -3,6 +3,7 @@
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_after, cache_format, cached
 from qtoolkit.products._calibration import (
+    Batch,
     Summary,
     calibration_of,
     check_calibrated,
@@ -36,6 +37,7 @@ __all__ = [
     "NUMERICS_HEADER",
     "PRODUCTS",
     "Axes",
+    "Batch",
     "Found",
     "Origin",
     "Place",

@@ -161,8 +161,6 @@ def test_freeze_keeps_the_cache_and_what_cannot_be_is_refused():
     frozen, _ = qt.linen.freeze(module, variables, qt.products.Calibration((), ()))
     cache = frozen.init(jax.random.key(0), jnp.zeros((3, 4, 16)))["cache"]
     assert isinstance(cache["cached_key"], QArray)
-    with pytest.raises(ValueError, match=r"wrap: the recipe has Learned scaling.*qtoolkit.nnx.wr"):
-        qt.linen.wrap(nn.Dense(8), qt.recipes.int4_lsq)
     with pytest.raises(TypeError, match="calibrate: Dense has an attribute that is no constant"):
         qt.linen.calibrate(nn.Dense(8, bias_init=np.ones(8)), {"params": {}}, [X])
 

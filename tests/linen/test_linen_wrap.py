@@ -303,8 +303,8 @@ def test_a_wrapped_module_inside_of_another():
     operands = {p.path: p.operands for p in found.quantized if p.part == "forward"}
     assert {path: "mxfp8" in label for path, label in operands.items()} == {
         "Dense_0": True,
-        "first": False,
-        "last": False,
+        "Setup_0/first": False,
+        "Setup_0/last": False,
     }
     assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"first", "last"}
 

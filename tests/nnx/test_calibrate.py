@@ -149,6 +149,13 @@ def test_layers_that_were_not_calibrated_are_named(wrapped, found):
     found = qt.nnx.calibrate(every, BATCHES)
     with pytest.raises(ValueError, match="freeze: not calibrated: extra; expected every"):
         qt.nnx.freeze(every, found)
+    reaching = qt.nnx.calibrate(every, [(x, True) for x in BATCHES])  # what is no array is static
+    assert set(qt.nnx.calibrate(every, [{"x": BATCHES[0], "both": True}]).paths) == {
+        *found.paths,
+        "extra",
+    }
+    np.testing.assert_array_equal(reaching.amaxes("a")["0"], found.amaxes("a")["0"])
+    qt.nnx.freeze(every, reaching)
     with pytest.raises(TypeError, match="calibration has type dict, expected a Calibration"):
         qt.nnx.freeze(every, {})
     static = qt.Recipe(

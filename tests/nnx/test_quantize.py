@@ -261,9 +261,3 @@ def test_a_frozen_model_is_served_with_its_scales():
     served = qt.nnx.quantize(frozen)
     call = nnx.jit(lambda model, x: model(x))
     np.testing.assert_array_equal(call(served, X), call(frozen, X))
-
-
-def test_a_learned_kernel_scale_is_refused():
-    wrapped = qt.nnx.wrap(Small(nnx.Rngs(0)), qt.recipes.int4_lsq)
-    with pytest.raises(TypeError, match=r"kernel has a learned scale, .*; expected .* write qtool"):
-        qt.nnx.quantize(wrapped)
