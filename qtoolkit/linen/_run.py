@@ -262,7 +262,7 @@ class _Run:
             # `qtoolkit.dot` may stand in a function that is not known to compute products.
             site = None if self.starting else Site(recipe.without_state(), path)
             with jax.named_scope(scope(self.shown(path), recipe)), enclosing(site):
-                return call(*args, **kwargs)
+                return _noting_other_uses(call, args, kwargs, context)
         assert method is not None
         if not self.starting:
             _check_kernels(module, path)
@@ -355,6 +355,31 @@ def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
 
 
 _CREATED = "create the layer with another param_dtype"
+
+
+def _noting_other_uses(
+    call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """`call`, a method without products; where kernels are noted, the parameters it uses are, too.
+
+    So is a table of embeddings that one method looks up and another one multiplies.
+    """
+    kernels, module = _kernels.get(), context.module
+    method = getattr(context.orig_method, "func", None)
+    if kernels is None or not isinstance(method, types.FunctionType):
+        return call(*args, **kwargs)
+    if _calls_products(type(module), method):
+        return call(*args, **kwargs)
+    return run_rewritten(method, module, lambda _: None, args, kwargs, kernels.other_uses)
+
+
+def _calls_products(kind: Any, method: Any) -> bool:
+    """Whether a method names another one that computes products, which sees to its parameters."""
+    others = {name: getattr(kind, name, None) for name in inspect.unwrap(method).__code__.co_names}
+    return any(
+        isinstance(other, types.FunctionType) and _has_products(kind, name, other, frozenset())
+        for name, other in others.items()
+    )
 
 
 @functools.cache

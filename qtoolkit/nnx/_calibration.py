@@ -12,7 +12,7 @@ from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import attach, found_at, product_states
+from qtoolkit.nnx._wrap import attach, found_at, needs_no_scale, product_states
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
@@ -117,7 +117,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes = calibration.amaxes(site.path)
         missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and isinstance(node, nnx.Embed):
+        if not amaxes and needs_no_scale(node):
             attach(node, recipe, found_at(node, site.path))
             return node
         if not amaxes:
@@ -191,7 +191,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
             for side in (0, 1):
                 value = values.get((site.path, str(number), side))
                 _start(kept, side, value, site.path, unreached)
-        if not isinstance(module, nnx.Embed):  # whose only product is `attend`
+        if not needs_no_scale(module):
             missing += unreached
     check_calibrated("start_scales", dict.fromkeys(missing))
 

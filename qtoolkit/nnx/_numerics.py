@@ -10,6 +10,7 @@ from flax import nnx
 
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import LsqScale
+from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import numerics_of, sensitivity_of
 
@@ -76,13 +77,22 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
         no wide ones are known; or a learned scale has not been started.
     """
     check_wrapped("sensitivity", wrapped)
-    if any(bool(jnp.any(jnp.isnan(x))) for x in jax.tree.leaves(nnx.state(wrapped, LsqScale))):
-        raise ValueError(
-            "sensitivity: a learned scale has not been started, expected numbers; write "
-            "qtoolkit.nnx.start_scales(wrapped, batch)"
-        )
+    for path, module in nnx.iter_modules(wrapped):
+        scales = [] if needs_no_scale(module) else _learned_scales(module)
+        if any(bool(jnp.any(jnp.isnan(scale[...]))) for scale in scales):
+            where = "/".join(map(str, path)) or "the model"
+            raise ValueError(
+                f"sensitivity: {where} has a learned scale that has not been started, expected a "
+                "number; write qtoolkit.nnx.start_scales(wrapped, batch)"
+            )
     graph, state = nnx.split(wrapped)
     return _sensitivity(graph, loss_fn, state, batch)
+
+
+def _learned_scales(layer: Any) -> list[LsqScale]:
+    """Of a layer's own products."""
+    kept = [scale for state in product_states(layer) for scale in getattr(state, "scales", ())]
+    return [scale for scale in kept if scale is not None]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -250,6 +250,14 @@ def product_states(layer: Any) -> list[ProductState]:
     return states
 
 
+def needs_no_scale(layer: Any) -> bool:
+    """Whether a layer may be called, and no product of it ever runs: an `Embed` that looks up.
+
+    Its only product is `attend`. Any other layer that batches do not reach is an error.
+    """
+    return isinstance(layer, nnx.Embed)
+
+
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
     if isinstance(layer, nnx.MultiHeadAttention):
         recipe = recipe.of_activations()

@@ -141,7 +141,7 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     left: list[Product] = []
     for product, count in collections.Counter(found).items():
         (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
-    reached = {product.path for product in quantized}
+    reached = {product.path for product in (*quantized, *left)}
     unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
     return Report(tuple(quantized), tuple(left), unreached)
 

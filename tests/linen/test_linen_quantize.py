@@ -142,6 +142,62 @@ def test_messages():
         qt.linen.quantize(dense, broken, WEIGHTS, X)
 
 
+class Tied(nn.Module):
+    """A table that is looked up and multiplied, Flax's own and one's own; a layer between."""
+
+    def setup(self):
+        self.embed = nn.Embed(12, 16)
+        self.table = self.param("table", nn.initializers.normal(), (12, 16))
+        self.middle = nn.Dense(16)
+
+    def looked_up(self, tokens):
+        return self.table[tokens]
+
+    def logits(self, x):
+        return x @ self.table.T
+
+    def __call__(self, tokens):
+        x = self.middle(self.embed(tokens) + self.looked_up(tokens))
+        return self.embed.attend(x) + self.logits(x)
+
+
+@pytest.mark.quick
+def test_a_tied_table_stays_wide():
+    tokens = jnp.arange(6).reshape(2, 3)
+    variables = Tied().init(jax.random.key(0), tokens)
+    served, weights = qt.linen.quantize(Tied(), variables, WEIGHTS, tokens)
+    assert set(kernels(weights["params"])) == {"middle/kernel"}
+    wrapped = qt.linen.wrap(Tied(), WEIGHTS)
+    np.testing.assert_array_equal(
+        jax.jit(served.apply)(weights, tokens), jax.jit(wrapped.apply)(variables, tokens)
+    )
+    x = jnp.ones((2, 16))  # by its product alone it is a kernel
+    _, weights = qt.linen.quantize(Tied(), variables, WEIGHTS, x, method="logits")
+    assert set(kernels(weights["params"])) == {"table"}
+
+
+class Calling(nn.Module):
+    """A method without a product that calls one with it."""
+
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.lecun_normal(), (16, 8))
+
+    def project(self, x):
+        return x @ self.kernel
+
+    def __call__(self, x):
+        return nn.relu(self.project(x))
+
+
+@pytest.mark.quick
+def test_a_kernel_of_a_method_that_another_one_calls():
+    variables = Calling().init(jax.random.key(0), X)
+    served, weights = qt.linen.quantize(Calling(), variables, WEIGHTS, X)
+    assert set(kernels(weights["params"])) == {"kernel"}
+    wrapped = qt.linen.wrap(Calling(), WEIGHTS)
+    np.testing.assert_array_equal(served.apply(weights, X), wrapped.apply(variables, X))
+
+
 def test_the_example():
     lines = inspect.getdoc(qt.linen.quantize).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("    "))

@@ -272,5 +272,14 @@ def test_an_embedding_that_only_looks_up_needs_no_scale():
     learned = qt.nnx.wrap(model, qt.recipes.int4_lsq)
     qt.nnx.start_scales(learned, (tokens,))
     assert np.isfinite(call(learned, tokens)).all()
+
+    def loss(model, tokens):
+        return jnp.mean(model(tokens) ** 2)
+
+    ranked = qt.nnx.sensitivity(learned, tokens, loss)  # which needs no scale of `attend` either
+    np.testing.assert_allclose(ranked.quantized, loss(learned, tokens), rtol=1e-5)
+    unstarted = qt.nnx.wrap(model, qt.recipes.int4_lsq)
+    with pytest.raises(ValueError, match=r"sensitivity: layers/1\b.* has a learned scale that has"):
+        qt.nnx.sensitivity(unstarted, tokens, loss)
     with pytest.raises(ValueError, match=r"dot_general of layers/0: .* has not been started"):
         learned.layers[0].attend(x)

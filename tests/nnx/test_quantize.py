@@ -174,6 +174,15 @@ def test_the_report_shows_stored_kernels():
 
 
 @pytest.mark.quick
+def test_a_layer_that_ran_was_reached_also_where_the_recipe_leaves_its_products():
+    """A recipe for weights alone leaves both products of attention wide."""
+    attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0))
+    found = qt.nnx.report(qt.nnx.wrap(attention, WEIGHTS), X)
+    assert {p.path for p in found.left if p.part == "forward"} == {"(model)"}
+    assert found.unreached == ()
+
+
+@pytest.mark.quick
 def test_the_report_shows_learned_operands_in_every_product():
     model = qt.nnx.wrap(nnx.Linear(32, 8, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
     qt.nnx.start_scales(model, X)
