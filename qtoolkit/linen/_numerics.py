@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from qtoolkit.linen._state import SCALES
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import numerics_of, sensitivity_of
+from qtoolkit.products.internal import Sums, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -40,12 +40,12 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
       ValueError: No quantized product ran: the module is not wrapped, or the loss calls another.
     """
     check_arguments("numerics", wrapped, variables)
-    return _numerics(loss_fn, variables, batch)
+    return _sums(loss_fn, variables, batch).numerics()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _numerics(loss_fn: Loss, variables: Any, batch: Any) -> Numerics:
-    return numerics_of("numerics", loss_fn, variables, batch)
+def _sums(loss_fn: Loss, variables: Any, batch: Any) -> Sums:
+    return sums_of("numerics", loss_fn, variables, batch)
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:

@@ -12,7 +12,7 @@ from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import numerics_of, sensitivity_of
+from qtoolkit.products.internal import Sums, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -43,15 +43,15 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
     """
     check_wrapped("numerics", wrapped)
     graph, state = nnx.split(wrapped)
-    return _numerics(graph, loss_fn, state, batch)
+    return _sums(graph, loss_fn, state, batch).numerics()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _numerics(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Numerics:
+def _sums(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sums:
     def loss(state: Any, batch: Any) -> Any:
         return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
-    return numerics_of("numerics", loss, state, batch)
+    return sums_of("numerics", loss, state, batch)
 
 
 def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:

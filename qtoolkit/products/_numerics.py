@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -261,7 +261,48 @@ def colour_of(row: Row) -> str:
     return "poor" if lost[0] < 20 or lost[1] > 0.001 or lost[2] > 0.05 else ""
 
 
-def numerics_of(where: str, function: Callable[..., Any], *arguments: Any) -> Numerics:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What a program gives of which numerics are taken. A pytree.
+
+    Attributes:
+      vectors: float32[products, roles, TALLY_SIZE].
+      places: The products.
+      recipes: Theirs.
+      left: As in `Numerics`.
+    """
+
+    vectors: jax.Array
+    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
+    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
+    left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
+
+    def numerics(self) -> Numerics:
+        labels = [
+            (number, role, twin, label)
+            for number, (place, recipe) in enumerate(zip(self.places, self.recipes, strict=True))
+            for role, twin, label in _labels(place, recipe)
+        ]
+        number, role, twin, _ = zip(*labels, strict=True)
+        tallies = _tallies(self.vectors, *map(np.array, (number, role, twin)))
+        rows = (
+            Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
+            for i, (*_, label) in enumerate(labels)
+        )
+        return Numerics(rows=tuple(rows), left=self.left)
+
+
+@jax.jit
+def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.Array) -> Tally:
+    """Of all rows at once. What is measured once may stand at either role: at wgrad's, where the
+    kernel is the product's lhs.
+    """
+    other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
+    return jax.vmap(tally_of)(vectors[number, role] + other)
+
+
+def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
     """Of a pure function of pytrees that gives the loss, or (loss, aux)."""
 
     def loss(*arguments: Any) -> Any:
@@ -273,10 +314,8 @@ def numerics_of(where: str, function: Callable[..., Any], *arguments: Any) -> Nu
             f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
             "the loss call the wrapped one"
         )
-    rows = tuple(
-        row for place, recipe in found.items() for row in _rows(place, recipe, sums[place])
-    )
-    return Numerics(rows=rows, left=left_of(closed))
+    vectors = jnp.stack([sums[place] for place in found])
+    return Sums(vectors, tuple(found), tuple(found.values()), left_of(closed))
 
 
 def scalar_loss(where: str, out: Any) -> Any:
@@ -291,27 +330,21 @@ def scalar_loss(where: str, out: Any) -> Any:
     return value
 
 
-def _rows(place: Place, recipe: Recipe, sums: jax.Array) -> list[Row]:
-    operands = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
-    twins = recipe.twins
-    rows = []
-    for role, operand in enumerate(operands):
-        if role in twins:
+def _labels(place: Place, recipe: Recipe) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """For each row of a product its role, the one of its twin, and its names."""
+    for role, operand in enumerate(recipe.operands):
+        if role in recipe.twins:
             continue
-        alike = [role, *(other for other, twin in twins.items() if twin == role)]
-        rows.append(
-            Row(
-                path=place.path,
-                product=place.name,
-                operand=_OPERANDS[role],
-                parts=", ".join(_PARTS[other] for other in alike),
-                fmt="wide" if operand is None else str(operand),
-                limits=_limits(operand),
-                # Measured once: as wgrad's where the kernel is the product's lhs.
-                tally=tally_of(jnp.sum(sums[jnp.array(alike)], axis=0)),
-            )
-        )
-    return rows
+        twin = next((other for other, of in recipe.twins.items() if of == role), role)
+        names = {
+            "path": place.path,
+            "product": place.name,
+            "operand": _OPERANDS[role],
+            "parts": ", ".join(_PARTS[one] for one in dict.fromkeys((role, twin))),
+            "fmt": "wide" if operand is None else str(operand),
+            "limits": _limits(operand),
+        }
+        yield role, twin, names
 
 
 def _limits(operand: Operand | None) -> tuple[float, float] | None:

@@ -108,7 +108,9 @@ class Tapping:
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
-        return compute(recipe, state, self.tap, zeros)
+        # A product's own traces take zeros as an argument: products alike share them.
+        with _traced_under(None):
+            return compute(recipe, state, self.tap, zeros)
 
 
 def tapped(

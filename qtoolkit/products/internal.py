@@ -12,7 +12,7 @@ from qtoolkit.products._calibration import (
 from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
-from qtoolkit.products._numerics import numerics_of
+from qtoolkit.products._numerics import Sums, sums_of
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -45,6 +45,7 @@ __all__ = [
     "Standing",
     "State",
     "Summary",
+    "Sums",
     "cache_after",
     "cache_format",
     "cached",
@@ -59,7 +60,6 @@ __all__ = [
     "inner_jaxprs",
     "instrument",
     "is_quantized",
-    "numerics_of",
     "product_attributes",
     "quantized_product",
     "report_of",
@@ -71,4 +71,5 @@ __all__ = [
     "spec_to_json",
     "stored_kernel",
     "summary_of",
+    "sums_of",
 ]

@@ -7,7 +7,7 @@ all call what stands here.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from qtoolkit.scaling._scales import (
 
 Array = jax.Array
 Map = Callable[[Array], Array]
+Made = TypeVar("Made")  # an array or several
 # What integers are rounded to before their zero point is added: room for both.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
 _DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
@@ -211,6 +212,20 @@ def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
     return _with_scales(multiplied, spec, scales, blocks)
 
 
+def scaled_and_unscaled(
+    x: Array, q: Array, spec: BlockFormat, scales: Scales
+) -> tuple[Array, Array]:
+    """`scaled_values` of `x` and `unscaled_values` of `q`, by one spreading of the scales."""
+    blocks = blocks_of(x, spec)
+    of_x, of_q = blocks.split(x), blocks.split(q)
+
+    def both(divide: Map, multiply: Map) -> tuple[Array, Array]:
+        u, y = divide(exact_float32(of_x)), multiply(exact_float32(of_q))
+        return blocks.join(u), blocks.join(y)
+
+    return _with_scales(both, spec, scales, blocks)
+
+
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:
     """The one scale of a tensor, a float32 scalar."""
     assert scales.scale is not None
@@ -288,12 +303,12 @@ def _scaled(view: Array, divide: Map, projection: Projection) -> Array:
 
 
 def _with_scales(
-    compute: Callable[[Map, Map], Array],
+    compute: Callable[[Map, Map], Made],
     spec: BlockFormat,
     scales: Scales,
     blocks: Blocks,
     nonzero: Array | None = None,
-) -> Array:
+) -> Made:
     """What `compute` makes of two functions: one divides elements of the view by their scales, the
     other one multiplies.
 
@@ -309,12 +324,12 @@ def _with_scales(
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     down, up = factors(exponent, is_nan)
 
-    def exactly() -> Array:
+    def exactly() -> Made:
         return compute(
             lambda x: shifted(x, -exponent, is_nan), lambda q: shifted(q, exponent, is_nan)
         )
 
-    def by_factors() -> Array:
+    def by_factors() -> Made:
         return compute(lambda x: x * down, lambda q: q * up)
 
     safe = are_safe(exponent, spec) | is_nan

@@ -17,14 +17,16 @@ from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
     floor_log2,
+    from_magnitude_ordinal,
     is_zero,
+    magnitude_ordinal,
+    ordinal,
     power_of_two,
-    product,
     settled,
     times_power_of_two,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
+from qtoolkit.scaling._blocks import explicit_spec
 from qtoolkit.scaling._engine import (
     Scales,
     block_codes,
@@ -39,6 +41,7 @@ from qtoolkit.scaling._scales import kept_range
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
 _LARGEST = float(np.finfo(np.float32).max)
 _LIFT = 60  # arrays below 2**-60 are measured in units of it
+_LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +159,8 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 @jax.jit
 def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
-    return moments(exact_float32(x), exact_float32(y)).sqnr_db()
+    nothing = jnp.zeros_like(x, dtype=bool)
+    return comparison(exact_float32(x), exact_float32(y), nothing).sqnr_db()
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -164,64 +168,56 @@ def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFor
     scales, nonzero = find_scales(x, spec, given)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
-    found = moments(exact_float32(x), y)
-    counted = counts(x, y, spec, scales)
+    saturated = saturates(x, scaled_values(x, spec, scales), spec)
+    found = comparison(exact_float32(x), y, saturated)
     return Metrics(
         sqnr_db=found.sqnr_db(),
-        max_error=found.max_error,
+        max_error=found.max_error(),
         cosine=found.cosine(),
-        saturated=_fraction(counted.saturated, np.float32(x.size)),
-        flushed=_fraction(counted.flushed, counted.alive.astype(jnp.float32)),
-        nonfinite=counted.nonfinite,
-        histogram=_histogram(codes, spec.element.bits) if spec.element.bits <= 8 else None,
+        saturated=_fraction(found.saturated, np.float32(x.size)),
+        flushed=_fraction(found.flushed, found.alive.astype(jnp.float32)),
+        nonfinite=found.nonfinite,
+        histogram=occurrences(codes, 2**spec.element.bits) if spec.element.bits <= 8 else None,
     )
 
 
-class Counts(NamedTuple):
-    """Of the elements of an array x that became y, uint32 scalars.
+def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
+    """Which elements of `x` rounding to nearest clamps; `u` are its `scaled_values`."""
+    lowest, highest = kept_range(spec)
+    is_beyond = (u < np.float32(lowest)) | (u > np.float32(highest))
+    return is_beyond | (jnp.abs(exact_float32(x)) == np.inf)
+
+
+class Comparison(NamedTuple):
+    """Of an array x that became y. Counts are uint32 scalars; sums are over the elements compared.
 
     Attributes:
+      compared: Finite in x and y.
       saturated: Clamped: see `Metrics`.
       alive: Finite and not zero.
       flushed: Of those, the ones that became zero.
       nonfinite: NaN or infinite.
+      amax: float32, the largest finite |x|.
+      sums: float32[4], of x x, (x - y)(x - y), y y and x y, each in units of a power of two, so
+        that none overflows or underflows.
+      exponents: int32[4], of these powers.
+      largest: float32, the largest |x - y| in units of 2**-lift.
+      lift: int32.
     """
 
+    compared: jax.Array
     saturated: jax.Array
     alive: jax.Array
     flushed: jax.Array
     nonfinite: jax.Array
-
-
-def counts(x: jax.Array, y: jax.Array, spec: BlockFormat | None, scales: Scales) -> Counts:
-    """Of `x`, which `spec` with `scales` makes the float32 numbers `y`; None: which stays wide."""
-    wide = exact_float32(x)
-    saturated = jnp.zeros_like(wide, bool)
-    if spec is not None:
-        u = scaled_values(x, spec, scales)
-        lowest, highest = kept_range(spec)
-        saturated = (u < np.float32(lowest)) | (u > np.float32(highest)) | jnp.isinf(wide)
-    alive = jnp.isfinite(wide) & ~is_zero(wide)
-    return Counts(
-        _count(saturated), _count(alive), _count(alive & is_zero(y)), _count(~jnp.isfinite(wide))
-    )
-
-
-class Moments(NamedTuple):
-    """Sums over the elements that are finite in x and y.
-
-    Attributes:
-      sums: float32[4], of x x, (x - y)(x - y), y y and x y, each in units of a power of two, so
-        that none overflows or underflows.
-      exponents: int32[4], of these powers.
-      max_error: float32, the largest |x - y|.
-      compared: uint32, how many elements these are.
-    """
-
+    amax: jax.Array
     sums: jax.Array
     exponents: jax.Array
-    max_error: jax.Array
-    compared: jax.Array
+    largest: jax.Array
+    lift: jax.Array
+
+    def max_error(self) -> jax.Array:
+        return times_power_of_two(self.largest, -self.lift)
 
     def sqnr_db(self) -> jax.Array:
         signal, noise, *_ = self.sums
@@ -239,43 +235,73 @@ class Moments(NamedTuple):
         return jnp.where((signal == 0) & (image == 0), np.float32(1), cosine)
 
 
-def moments(x: jax.Array, y: jax.Array) -> Moments:
-    """Of float32 arrays in one shape.
+def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
+    """Of float32 arrays and a mask in one shape.
 
     Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
     x - y are each divided by the power of two of their largest magnitude.
+
+    Everything leaves in three reductions of several arrays each: XLA's CPU makes one loop of such a
+    reduction, but three of a reduction of one array, each of which is compiled by itself.
     """
-    compared = jnp.isfinite(x) & jnp.isfinite(y)
+    is_finite, is_zero_x = jnp.isfinite(x), is_zero(x)
+    compared = is_finite & jnp.isfinite(y)
+    alive = is_finite & ~is_zero_x
+    masks = (compared, saturated, alive, alive & is_zero(y), ~is_finite)
+    finite = jnp.where(is_finite, x, np.float32(0))
     x, y = (jnp.where(compared, a, np.float32(0)) for a in (x, y))
-    every = tuple(range(x.ndim))
-    amax = jnp.maximum(*(magnitude_max(a, every, nan_wins=False).reshape(()) for a in (x, y)))
-    is_tiny = amax < np.float32(2.0**-_LIFT)
-    lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
-    x, y = (lax.cond(is_tiny, times_power_of_two, lambda a, _: a, a, lift) for a in (x, y))
+    places = _maxima(*map(magnitude_ordinal, (finite, x, y)))
+    is_tiny = jnp.maximum(*places[1:]) < magnitude_ordinal(jnp.float32(2.0**-_LIFT))
+    x, y = _lifted(x, is_tiny), _lifted(y, is_tiny)
     error = settled(x) - y
-    largest = jnp.max(jnp.abs(error))
-    (x, of_x), (y, of_y), (noise, of_noise) = map(_normalized, (x, y, error))
-    sums = _sums(product(x, x), product(noise, noise), product(y, y), product(x, y))
-    exponents = jnp.stack([2 * of_x, 2 * of_noise, 2 * of_y, of_x + of_y]) - 2 * lift
-    return Moments(jnp.stack(sums), exponents, times_power_of_two(largest, -lift), _count(compared))
+    largest = jnp.stack(_maxima(*map(jnp.abs, (x, y, error))))
+    powers = jnp.clip(floor_log2(largest), -126, 126)  # their reciprocals are normal
+    x, y, noise = (a * unit for a, unit in zip((x, y, error), power_of_two(-powers), strict=True))
+    lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
+    exponents = powers[np.array([0, 2, 1, 0])] + powers[np.array([0, 2, 1, 1])] - 2 * lift
+    counts, sums = _sums(masks, (x * x, noise * noise, y * y, x * y))
+    names = ("compared", "saturated", "alive", "flushed", "nonfinite")
+    return Comparison(
+        **dict(zip(names, counts, strict=True)),
+        amax=from_magnitude_ordinal(places[0], jnp.float32),
+        sums=jnp.stack(sums),
+        exponents=exponents,
+        largest=largest[2],
+        lift=lift,
+    )
 
 
-def _normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`x` with a largest magnitude from 1 to 2, or all zero, and the exponent it was divided by."""
-    exponent = jnp.clip(floor_log2(jnp.max(jnp.abs(x))), -126, 126)  # its reciprocal is normal
-    return x * power_of_two(-exponent), exponent
+def _maxima(*arrays: jax.Array) -> list[jax.Array]:
+    """The largest element of each of the arrays, which share a shape and are not negative."""
+
+    def larger(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.maximum, a, b))
+
+    zeros = tuple(x.dtype.type(0) for x in arrays)
+    return list(lax.reduce(arrays, zeros, larger, tuple(range(arrays[0].ndim))))
 
 
-def _sums(*terms: jax.Array) -> list[jax.Array]:
-    """The sum of each of the arrays, which share a shape, with what additions round off.
+def _lifted(x: jax.Array, is_tiny: jax.Array) -> jax.Array:
+    """`x` in units of 2**-_LIFT where `is_tiny`; float arithmetic takes subnormals for zero."""
+    subnormal = ordinal(x).astype(jnp.float32) * np.float32(2.0 ** (_LIFT - 149))
+    is_normal = jnp.abs(x) >= _LEAST_NORMAL
+    return jnp.where(is_tiny, jnp.where(is_normal, x * np.float32(2.0**_LIFT), subnormal), x)
+
+
+def _sums(
+    masks: tuple[jax.Array, ...], terms: tuple[jax.Array, ...]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """How often each of the masks holds, and the sum of each of the terms; all share a shape.
 
     A reduction of pairs, sum and remainder, in one pass: its error does not grow with the number of
     elements, in whatever order they are added, on one device or many.
     """
 
     def add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        out: tuple[jax.Array, ...] = ()
-        for high, low, more, more_low in zip(a[::2], a[1::2], b[::2], b[1::2], strict=True):
+        n = len(masks)
+        out = tuple(x + y for x, y in zip(a[:n], b[:n], strict=True))
+        pairs = a[n::2], a[n + 1 :: 2], b[n::2], b[n + 1 :: 2]
+        for high, low, more, more_low in zip(*pairs, strict=True):
             total = high + more
             part = total - high
             rest = ((high - (total - part)) + (more - part)) + (low + more_low)
@@ -283,20 +309,19 @@ def _sums(*terms: jax.Array) -> list[jax.Array]:
             out += (rounded, rest - (rounded - total))
         return out
 
+    counts = tuple(mask.astype(jnp.uint32) for mask in masks)
     pairs = tuple(array for term in terms for array in (term, jnp.zeros_like(term)))
-    zeros = (jnp.float32(0),) * len(pairs)
-    return list(lax.reduce(pairs, zeros, add, tuple(range(terms[0].ndim)))[::2])
+    zeros = tuple(x.dtype.type(0) for x in (*counts, *pairs))
+    found = lax.reduce((*counts, *pairs), zeros, add, tuple(range(terms[0].ndim)))
+    return list(found[: len(masks)]), list(found[len(masks) :: 2])
 
 
-def _histogram(codes: jax.Array, bits: int) -> jax.Array:
+def occurrences(places: jax.Array, count: int) -> jax.Array:
+    """uint32[count]: how often each of the integers below `count` occurs in an array."""
     # On an Explicit mesh the sharding of the result must be said; elsewhere it must not.
-    sharded = any(entry is not None for entry in explicit_spec(codes))
+    sharded = any(entry is not None for entry in explicit_spec(places))
     where: dict[str, Any] = {"out_sharding": PartitionSpec()} if sharded else {}
-    return jnp.zeros(2**bits, jnp.uint32).at[codes].add(np.uint32(1), **where)
-
-
-def _count(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.uint32)
+    return jnp.zeros(count, jnp.uint32).at[places].add(np.uint32(1), mode="drop", **where)
 
 
 def _fraction(count: jax.Array, of: jax.Array | np.float32) -> jax.Array:

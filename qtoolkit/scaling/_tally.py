@@ -11,16 +11,13 @@ from jax import lax
 
 from qtoolkit.casts.internal import (
     exact_float32,
-    floor_log2,
     from_magnitude_ordinal,
-    is_zero,
     magnitude_ordinal,
     power_of_two,
 )
 from qtoolkit.formats import BlockFormat
-from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._engine import Scales, unscaled_values
-from qtoolkit.scaling._metrics import counts, moments
+from qtoolkit.scaling._engine import Scales, scaled_and_unscaled
+from qtoolkit.scaling._metrics import comparison, occurrences, saturates
 from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge
 from qtoolkit.scaling._scales import effective
 
@@ -31,7 +28,8 @@ LOWEST_EXPONENT = -149  # of float32's subnormals; the first bin of `exponents` 
 _BINS = 127 - LOWEST_EXPONENT + 2
 # A sum of products is stored in a slot by its size, each 2**64 wide, so that float32 holds the sum
 # of any arrays and what is small beside the rest of its slot does not matter.
-_SLOTS, _SLOT, _FIRST = 10, 64, -384
+_SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
+_COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
 
 @jax.tree_util.register_dataclass
@@ -107,31 +105,28 @@ class Tally:
         return float(self.flushed) / max(float(self.alive), 1.0)
 
     def _sums(self) -> list[float]:
-        sizes = np.exp2(_FIRST + _SLOT * np.arange(_SLOTS))
+        sizes = np.exp2(_FIRST + (np.arange(_SLOTS) << _SLOT_BITS))
         return [float(row @ sizes) for row in np.asarray(self.moments, np.float64)]
 
 
 # A program can give a tally as the gradient of zeros, which adds: then maxima stand as marks in
 # buckets, see `extreme`.
-_AMAX_BITS, _SCALE_BITS = 3, 0  # of the fraction, in which buckets differ
+_EXTREMES = {"amax": 3, "least_scale": 0, "largest_scale": 0}  # bits of the fraction in a bucket
 
 
 def marked_size(bits: int) -> int:
     return 3 * (256 << bits)
 
 
-def _sizes() -> dict[str, int]:
-    scalars = ("uses", "elements", "saturated", "alive", "flushed", "nonfinite", "compared")
-    extremes = {"amax": _AMAX_BITS, "least_scale": _SCALE_BITS, "largest_scale": _SCALE_BITS}
-    return {
-        **dict.fromkeys(scalars, 1),
-        "moments": 4 * _SLOTS,
-        "exponents": _BINS,
-        **{name: marked_size(bits) for name, bits in extremes.items()},
-    }
-
-
-TALLY_SIZE = sum(_sizes().values())
+_SIZES = {
+    **dict.fromkeys(("uses", "elements", *_COUNTS), 1),
+    "moments": 4 * _SLOTS,
+    **{name: marked_size(bits) for name, bits in _EXTREMES.items()},
+    "exponents": _BINS,  # last, so that no bin of the vector is that of what is not finite
+}
+_ENDS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
+_STARTS = {name: end - _SIZES[name] for name, end in _ENDS.items()}
+TALLY_SIZE = sum(_SIZES.values())
 
 
 def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -> Array:
@@ -142,59 +137,80 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
       spec: None where `x` stays wide.
     """
     wide = exact_float32(x)
-    y = wide if spec is None or spec.scale is None else unscaled_values(q, spec, scales)
-    if spec is not None and spec.scale is None:
-        y = exact_float32(q)
-    found = moments(wide, y)
-    counted = counts(x, y, spec, scales)
-    amax = magnitude_max(wide, tuple(range(x.ndim)), nan_wins=False).reshape(())
-    least = largest = jnp.zeros(marked_size(_SCALE_BITS), jnp.float32)
-    if spec is not None and spec.scale is not None and scales.scale is not None:
-        values = effective(scales.scale, scales.tensor_scale, spec)
-        least, largest = (marked(f(values), _SCALE_BITS) for f in (jnp.min, jnp.max))
-    pieces = {
-        "uses": np.float32(1),
-        "elements": np.float32(x.size),
-        **counted._asdict(),
-        "compared": found.compared,
-        "moments": _slots(found.sums, found.exponents),
-        "exponents": _exponents(wide),
-        "amax": marked(amax, _AMAX_BITS),
-        "least_scale": least,
-        "largest_scale": largest,
-    }
-    return jnp.concatenate(
-        [jnp.asarray(pieces[name]).astype(jnp.float32).reshape(-1) for name in _sizes()]
-    )
+    saturated, y = jnp.zeros_like(wide, bool), wide
+    if spec is not None:
+        u, y = scaled_and_unscaled(x, q, spec, scales)
+        saturated = saturates(x, u, spec)
+    found = comparison(wide, y, saturated)
+    extremes = [found.amax]
+    if spec is not None and scales.scale is not None:
+        extremes += _ends(effective(scales.scale, scales.tensor_scale, spec))
+    counts = [np.float32(1), np.float32(x.size), *(getattr(found, name) for name in _COUNTS)]
+    first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
+    entries: list[tuple[Array, Array]] = [
+        (jnp.arange(len(counts)), first),
+        _slots(found.sums, found.exponents),
+        _marks(extremes),
+    ]
+    # By one scatter: XLA compiles the loops of every piece of a concatenation by themselves.
+    places, numbers = (jnp.concatenate(part) for part in zip(*entries, strict=True))
+    occurring = occurrences(_STARTS["exponents"] + _binade(wide), TALLY_SIZE)
+    return occurring.astype(jnp.float32).at[places].add(numbers)
 
 
 def tally_of(vector: Array) -> Tally:
     """What a sum of such vectors says: float32[TALLY_SIZE]."""
-    ends = np.cumsum(list(_sizes().values()))
-    pieces = dict(zip(_sizes(), jnp.split(vector, ends[:-1]), strict=True))
     values: dict[str, Any] = {
-        name: piece.reshape(()) if piece.size == 1 else piece for name, piece in pieces.items()
+        name: vector[_STARTS[name] : _ENDS[name]] if size > 1 else vector[_STARTS[name]]
+        for name, size in _SIZES.items()
     }
-    values["moments"] = pieces["moments"].reshape(4, _SLOTS)
-    values["amax"] = extreme(pieces["amax"], _AMAX_BITS, lowest=False)
-    values["least_scale"] = extreme(pieces["least_scale"], _SCALE_BITS, lowest=True)
-    values["largest_scale"] = extreme(pieces["largest_scale"], _SCALE_BITS, lowest=False)
+    values["moments"] = values["moments"].reshape(4, _SLOTS)
+    for name, bits in _EXTREMES.items():
+        values[name] = extreme(values[name], bits, lowest=name == "least_scale")
     return Tally(**values)
 
 
-def _slots(sums: Array, exponents: Array) -> Array:
-    """float32[4, _SLOTS]: each sum in its slot, in units of that."""
-    place = exponents - np.int32(_FIRST)
-    slot, rest = place // np.int32(_SLOT), place % np.int32(_SLOT)
-    is_slot = lax.broadcasted_iota(jnp.int32, (4, _SLOTS), 1) == slot[:, None]
-    return jnp.where(is_slot, (sums * power_of_two(rest))[:, None], np.float32(0))
+def _ends(values: Array) -> list[Array]:
+    """The least and the largest."""
+
+    def further(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
+
+    ends = np.float32(np.inf), np.float32(-np.inf)
+    return lax.reduce((values, values), ends, further, tuple(range(values.ndim)))
 
 
-def _exponents(x: Array) -> Array:
-    """uint32[_BINS]: how many elements are zero, and how many have each exponent."""
-    index = jnp.where(is_zero(x), 0, floor_log2(x) - np.int32(LOWEST_EXPONENT - 1))
-    index = jnp.where(jnp.isfinite(x), index, np.int32(_BINS))  # out of bounds, hence dropped
-    return jnp.zeros(_BINS, jnp.uint32).at[index.reshape(-1)].add(np.uint32(1), mode="drop")
+def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:
+    """The places of sums in the vector, each in its slot, and the sums in units of that."""
+    power = exponents - np.int32(_FIRST)
+    slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
+    first = _STARTS["moments"] + _SLOTS * np.arange(4, dtype=np.int32)
+    return first + slot, sums * power_of_two(rest)
+
+
+def _binade(x: Array) -> Array:
+    """int32, the bin of `exponents` that each element belongs to; _BINS where it is not finite."""
+    place = magnitude_ordinal(x)
+    field = place >> np.uint32(23)
+    subnormal = np.uint32(32) - lax.clz(place)  # 0 of zero
+    return jnp.where(field > 0, field + np.uint32(23), subnormal).astype(jnp.int32)
+
+
+def _marks(extremes: list[Array]) -> tuple[Array, Array]:
+    """The places of their marks in the vector, and the marks."""
+    bits = tuple(_EXTREMES.values())[: len(extremes)]
+    starts = np.array(list(map(_STARTS.__getitem__, _EXTREMES)), np.int32)
+    places, marks = _mark(jnp.stack(extremes), np.array(bits, np.uint32))
+    return (places + starts[: len(extremes)]).reshape(-1), marks.reshape(-1)
+
+
+def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
+    """int32 [3, n] and float32 [3, n]: the places of n marks, and the marks."""
+    place, shift = magnitude_ordinal(values), np.uint32(23) - bits
+    bucket = place >> shift
+    within = (place - (bucket << shift)).astype(jnp.float32) * np.exp2(-shift.astype(np.float32))
+    rows = jnp.asarray(np.arange(3, dtype=np.int32)[:, None] * (256 << bits).astype(np.int32))
+    return rows + bucket.astype(jnp.int32), jnp.stack([jnp.ones_like(within), within, within**2])
 
 
 def marked(value: Array, bits: int) -> Array:
@@ -202,14 +218,8 @@ def marked(value: Array, bits: int) -> Array:
 
     A bucket holds a count, and the sums of the places within it and of their squares.
     """
-    shift = 23 - bits
-    place = magnitude_ordinal(value)
-    bucket = place >> np.uint32(shift)
-    within = (place - (bucket << np.uint32(shift))).astype(jnp.float32) * np.float32(2.0**-shift)
-    is_here = lax.broadcasted_iota(jnp.uint32, (256 << bits,), 0) == bucket
-    nothing = np.float32(0)
-    sums = (jnp.where(is_here, x, nothing) for x in (np.float32(1), within, within * within))
-    return jnp.concatenate(list(sums))
+    places, marks = _mark(value.reshape(1), np.array([bits], np.uint32))
+    return jnp.zeros(marked_size(bits), jnp.float32).at[places].set(marks)
 
 
 def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
