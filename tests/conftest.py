@@ -35,11 +35,23 @@ def pytest_collection_modifyitems(items):
         is_exhaustive = item.get_closest_marker("exhaustive") is not None
         if item.get_closest_marker("sample") and not is_exhaustive:
             families.setdefault((str(item.path), item.originalname), []).append(item)
+    for item in items:
+        _skip_elsewhere(item)
     for family in families.values():
         (count,) = family[0].get_closest_marker("sample").args
         spread = sorted(range(len(family)), key=lambda i: i * GOLDEN % 1)
         for i in spread[count:]:
             family[i].add_marker("exhaustive")
+
+
+def _skip_elsewhere(item: pytest.Item) -> None:
+    """Skips what needs more devices than there are, or the arithmetic of XLA's CPU."""
+    needed = item.get_closest_marker("devices")
+    if needed and needed.args[0] > jax.device_count():
+        reason = f"needs {needed.args[0]} devices, {jax.device_count()} here"
+        item.add_marker(pytest.mark.skip(reason=reason))
+    if item.get_closest_marker("cpu") and jax.default_backend() != "cpu":
+        item.add_marker(pytest.mark.skip(reason=f"about XLA's CPU, not {jax.default_backend()}"))
 
 
 @pytest.fixture(autouse=True)

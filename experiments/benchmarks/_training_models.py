@@ -18,6 +18,17 @@ from qtoolkit.demo import CONTEXT, Block, ByteTransformer, bits_per_byte
 TRANSFORM = optax.adamw(1e-4)
 
 
+class Running:
+    """A step, called again and again on what it returned."""
+
+    def __init__(self, step: "Step") -> None:
+        self.jitted, self.arguments = jax.jit(step.function), step.arguments
+
+    def __call__(self) -> jax.Array:
+        self.arguments, value = self.jitted(*self.arguments)
+        return value
+
+
 class Step(NamedTuple):
     """A pure training step: of `arguments`, to the next ones and the loss."""
 
@@ -27,6 +38,7 @@ class Step(NamedTuple):
 
 def nnx_step(model: nnx.Module, loss: Callable[..., jax.Array], batch: jax.Array) -> Step:
     graph, params, rest = nnx.split(model, nnx.Param, ...)
+    params = in_dtype_of(batch, params)
 
     def step(params: Any, rest: Any, state: Any) -> Any:
         def of(params: Any) -> jax.Array:
@@ -52,8 +64,15 @@ def linen_step(module: linen.Module, batch: jax.Array) -> Step:
         updates, state = TRANSFORM.update(grads.pop("params"), state, params)
         return (optax.apply_updates(params, updates), grads, state), value
 
-    params = params["params"]
+    params = in_dtype_of(batch, params["params"])
     return Step(step, (params, rest, TRANSFORM.init(params)))
+
+
+def in_dtype_of(batch: jax.Array, params: Any) -> Any:
+    """Parameters as narrow as what they meet; bytes leave them as they are."""
+    if not jnp.issubdtype(batch.dtype, jnp.floating):
+        return params
+    return jax.tree.map(lambda p: p.astype(batch.dtype), params)
 
 
 def distance_to_one(model: Callable[..., jax.Array], x: jax.Array) -> jax.Array:

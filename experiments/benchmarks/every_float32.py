@@ -2,12 +2,14 @@
 
 Command: nice python experiments/benchmarks/every_float32.py   (or: make exhaustive MODES=all)
          python experiments/benchmarks/every_float32.py --format e4m3fn --rounding to_odd
+         python experiments/benchmarks/every_float32.py --platform gpu
 Claim: in six rounding modes and three saturations `qt.encode` gives the code that the standards
 define, for each of the 4,294,967,296 patterns, NaNs included: 13 x 6 x 3 = 234 comparisons.
 
 `reference_cast.c` is the oracle; it shares no code with qtoolkit and its formats are typed in from
-their standards. Results are stored after every format and mode. Started again, the command goes on
-where it was interrupted; what was compared with other sources is compared again.
+their standards. It runs on the CPU; what a GPU gives is compared with it, too, and stored in a file
+of its own. Results are stored after every format and mode. Started again, the command goes on where
+it was interrupted; what was compared with other sources is compared again.
 Exit code 1: some codes differ.
 """
 
@@ -37,11 +39,14 @@ from jax import lax
 
 import qtoolkit as qt
 
-CHUNK = 2**19  # inputs and codes stay in the caches
+# Inputs and codes stay in a CPU's caches; a GPU is asked for more at a time.
+CHUNKS = {"cpu": 2**19, "gpu": 2**23}
+CHUNK = CHUNKS["cpu"]
 RESULTS = ROOT / "experiments" / "results"
 
 Format = enum.StrEnum("Format", list(NUMPY_HAS))
 Rounding = enum.StrEnum("Rounding", list(ROUNDINGS))
+Platform = enum.StrEnum("Platform", list(CHUNKS))
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -99,11 +104,19 @@ def main(
     rounding: Annotated[list[Rounding] | None, typer.Option(help="Only these.")] = None,
     results: Annotated[Path, typer.Option(help="Where results are stored.")] = RESULTS,
     again: Annotated[bool, typer.Option(help="Compare again what was compared before.")] = False,
+    platform: Annotated[Platform, typer.Option(help="Where casts run.")] = Platform.cpu,
 ) -> None:
     if compiler() is None:
         print("no C compiler found: expected gcc on PATH, or another in $CC")
         raise typer.Exit(2)
-    path, digest = results / "every_float32.jsonl", sources()
+    try:
+        (device, *_) = jax.devices(platform)
+    except RuntimeError as error:
+        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
+        raise typer.Exit(2) from None
+    jax.config.update("jax_default_device", device)
+    chunk, suffix = CHUNKS[platform], "" if platform == "cpu" else f"_{platform}"
+    path, digest = results / f"every_float32{suffix}.jsonl", sources()
     rows = [] if again else compared_before(path, digest)
     done = {(row["format"], row["rounding"]) for row in rows}
     begin = {"benchmark": "every_float32", "sources": digest, "compiler": compiler_version()}
@@ -112,13 +125,16 @@ def main(
             if (str(name), str(mode)) in done:
                 continue
             start = time.perf_counter()
-            found = differences(str(name), str(mode), range(0, 2**32, CHUNK))
+            found = differences(str(name), str(mode), range(0, 2**32, chunk), chunk)
             seconds = round(time.perf_counter() - start, 1)
             rows.append({"format": str(name), "rounding": str(mode), **found, "seconds": seconds})
             for saturation, number in found["differ"].items():
                 print(f"{name} {mode} {saturation}: {number:,} of {found['compared']:,} differ")
             print(f"  {seconds} s", flush=True)
-            store(path, [{**begin, **origin()}, *rows])
+            made = origin()
+            if platform != "cpu":
+                made["host"] += f", {device.device_kind}"
+            store(path, [{**begin, **made}, *rows])
     total = sum(sum(row["differ"].values()) for row in rows)
     comparisons = len(rows) * len(SATURATIONS)
     print(f"{comparisons} of {len(NUMPY_HAS) * 18} comparisons, {total:,} codes differ")

@@ -1,13 +1,16 @@
-"""On a GPU: the codes are the CPU's, and casts run at the speed of its memory.
+"""On a GPU: the codes are the CPU's, casts run at the speed of its memory, FP8 products as FP8.
 
 Command: python experiments/benchmarks/gpu.py   (JAX with CUDA; nothing else should run on the GPU)
 Claim: the codes of all float16 and bfloat16 numbers in every format of at most 8 bits, in the six
 deterministic modes, stochastic with a key, and the three saturations, are those of the CPU bit for
-bit; casts move their bytes at 85 % or more of the bandwidth of a device copy.
+bit, and so are codes and scales of quantized tensors; casts move their bytes at 85 % or more of the
+bandwidth of a device copy. Products of `arithmetic="native"` are timed beside emulated ones, JAX's
+of bfloat16, Flax's fp8_ops and qwix: one with its gradients, and a transformer's training step.
 
 Exit code 1: some codes differ. Without a GPU it says so, with exit code 0.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -19,12 +22,28 @@ import numpy as np
 import typer
 from _results import Folder, Quick, Recorder, at_most
 from _timing import interleaved
+from _training_models import (
+    LinenStack,
+    NnxStack,
+    Running,
+    by_qwix,
+    distance_to_one,
+    linen_step,
+    nnx_step,
+)
+from flax import linen, nnx
 
 import qtoolkit as qt
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
 from qtoolkit.formats import FORMATS, Format, TableFormat
 
 CALLS = 20  # in a row for one timing, so that the host's part of a call does not count
+PLAIN = "plain bfloat16"
+RECIPES = {
+    "te_current, native": dataclasses.replace(qt.recipes.te_current, arithmetic="native"),
+    "te_current, emulated": qt.recipes.te_current,
+    "mxfp8, emulated": qt.recipes.mxfp8,
+}
 
 
 @partial(jax.jit, static_argnames="fmt")
@@ -83,6 +102,77 @@ def time_bandwidths(recorder: Recorder, device: jax.Device, size: int) -> None:
         recorder.table(title, seconds, "copy", promises)
 
 
+def count_scale_differences(recorder: Recorder, device: jax.Device, size: int) -> int:
+    """As `count_differences`, of tensors quantized with scales of their own."""
+    cpu = jax.devices("cpu")[0]
+    total = 0
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = np.random.default_rng(0).standard_normal((size // 1024, 1024)).astype(dtype)
+        for spec in ("e4m3fn", "e5m2", "int8", "mxfp8_e4m3", "mxfp4", "nvfp4", "deepseek_1x128"):
+            here, there = (
+                jax.tree.map(np.asarray, _quantized(jax.device_put(x, where), spec))
+                for where in (cpu, device)
+            )
+            parts = list(zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True))
+            different = sum(int(np.count_nonzero(a != b)) for a, b in parts)
+            total += different
+            compared = sum(a.size for a, _ in parts)
+            title = "codes and scales of quantized tensors, against the CPU's"
+            recorder.count(title, f"{jnp.dtype(dtype).name} to {spec}", compared, different)
+    return total
+
+
+@partial(jax.jit, static_argnames="spec")
+def _quantized(x: jax.Array, spec: str) -> tuple[jax.Array, ...]:
+    q = qt.quantize(x, spec)
+    return q.codes, q.scale
+
+
+def time_products(recorder: Recorder, size: int) -> None:
+    """[2 n, n] x [n, n], and both gradients."""
+    dims = (((1,), (0,)), ((), ()))
+    shapes = (2 * size, size), (size, size), (2 * size, size)
+    x, w, ct = (
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
+    )
+    products = {PLAIN: partial(jax.lax.dot_general, dimension_numbers=dims)}
+    for name, recipe in RECIPES.items():
+        products[name] = partial(qt.dot_general, dimension_numbers=dims, recipe=recipe)
+
+    def with_gradients(product: Callable[..., jax.Array]) -> Callable[[], Any]:
+        @jax.jit
+        def call(x: jax.Array, w: jax.Array, ct: jax.Array) -> Any:
+            y, pull = jax.vjp(product, x, w)
+            return y, *pull(ct)
+
+        return lambda: [call(x, w, ct) for _ in range(CALLS)][-1]
+
+    seconds = interleaved({name: with_gradients(product) for name, product in products.items()})
+    seconds = {name: values / CALLS for name, values in seconds.items()}
+    title = (
+        f"a product of bfloat16, [{2 * size:,}, {size:,}] x [{size:,}, {size:,}], with gradients"
+    )
+    recorder.table(title, seconds, PLAIN)
+
+
+def time_training(recorder: Recorder, width: int, blocks: int, tokens: int) -> None:
+    """A step of AdamW, parameters in bfloat16."""
+    length = min(tokens, 1024)
+    x = jax.random.normal(jax.random.key(1), (tokens // length, length, width), jnp.bfloat16)
+    model = NnxStack(width, width // 128, blocks, rngs=nnx.Rngs(0))
+    models = {PLAIN: model}
+    for name, recipe in RECIPES.items():
+        models[name] = qt.nnx.wrap(nnx.clone(model), recipe)
+    if (peer := by_qwix(model, x)) is not None:
+        models["qwix"] = peer
+    steps = {name: nnx_step(m, distance_to_one, x) for name, m in models.items()}
+    peer = LinenStack(width, width // 128, blocks, linen.Fp8DotGeneral)
+    steps["flax fp8_ops"] = linen_step(peer, x)
+    seconds = interleaved({name: Running(step) for name, step in steps.items()}, runs=10)
+    title = f"training step of bfloat16, {blocks} blocks, d = {width:,}, {tokens:,} tokens"
+    recorder.table(title, seconds, PLAIN)
+
+
 def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any]:
     """`CALLS` calls, which the device carries out one after the other."""
 
@@ -109,7 +199,11 @@ def main(
     with Recorder("gpu", results, quick) as recorder:
         recorder.origin["host"] += f", {device.device_kind}"
         different = count_differences(recorder, device)
+        different += count_scale_differences(recorder, device, min(size, 2**24))
         time_bandwidths(recorder, device, size)
+        with jax.default_device(device):
+            time_products(recorder, 256 if quick else 4096)
+            time_training(recorder, *((256, 1, 256) if quick else (4096, 2, 8192)))
     if different:
         raise typer.Exit(1)
 

@@ -22,6 +22,7 @@ from _timing import interleaved
 from _training_models import (
     LinenStack,
     NnxStack,
+    Running,
     Step,
     by_qwix,
     distance_to_one,
@@ -47,17 +48,6 @@ def trace_and_compile(step: Step) -> tuple[float, float, int]:
     compiled = lowered.compile()
     done = time.perf_counter()
     return traced - start, done - traced, compiled.memory_analysis().temp_size_in_bytes
-
-
-class Running:
-    """A step, called again and again on what it returned."""
-
-    def __init__(self, step: Step) -> None:
-        self.jitted, self.arguments = jax.jit(step.function), step.arguments
-
-    def __call__(self) -> jax.Array:
-        self.arguments, value = self.jitted(*self.arguments)
-        return value
 
 
 def measure(

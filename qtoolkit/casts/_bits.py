@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from qtoolkit.casts._platforms import by_platform
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
 
 FLOAT32_MANTISSA = 23
@@ -52,8 +53,12 @@ def pattern(x: jax.Array) -> jax.Array:
     """The uint32 pattern of the float32 value of `x`, which float32 must hold."""
     if x.dtype == jnp.bfloat16:  # a shift, so that bfloat16's subnormals survive
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << np.uint32(16)
-    if x.dtype in (jnp.float32, jnp.float16):
-        return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    if x.dtype == jnp.float32:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    if x.dtype == jnp.float16:  # GPUs widen NaNs without their sign
+        sign = lax.bitcast_convert_type(x, jnp.uint16) & np.uint16(0x8000)
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        return bits | (sign.astype(jnp.uint32) << np.uint32(16))
     fmt = format(x.dtype)
     if isinstance(fmt, FloatFormat):
         return float_pattern(codes_from_dtype(x, fmt).astype(jnp.uint32), fmt)
@@ -64,7 +69,27 @@ def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The value with float32 pattern `bits`, which `dtype` (float32 or narrower) must hold."""
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
-    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+    x = lax.bitcast_convert_type(bits, jnp.float32)
+    if dtype == jnp.float16:
+        return _to_float16(x)
+    return x.astype(dtype)
+
+
+def _narrowed_by_hand(x: jax.Array) -> jax.Array:
+    """float32 as float16: GPUs make one NaN of all, 0x7FFF."""
+    half = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = (bits >> np.uint32(16)).astype(jnp.uint16) & np.uint16(0x8000)
+    half = jnp.where((bits & u32(MAGNITUDE)) > u32(INF), sign | np.uint16(0x7E00), half)
+    return lax.bitcast_convert_type(half, jnp.float16)
+
+
+_to_float16 = by_platform(
+    "to_float16",
+    cpu=lambda x: x.astype(jnp.float16),
+    others=_narrowed_by_hand,
+    aval=lambda x: x.update(dtype=np.dtype(np.float16), weak_type=False),
+)
 
 
 def exact_float32(x: jax.Array) -> jax.Array:

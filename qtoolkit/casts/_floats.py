@@ -32,6 +32,7 @@ from qtoolkit.casts._bits import (
     widened,
 )
 from qtoolkit.casts._modes import Rounding, Stochastic
+from qtoolkit.casts._platforms import by_platform
 from qtoolkit.casts._projection import UNCLAMPED, Projection
 from qtoolkit.casts._shift import rounded_shift, within_width
 from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
@@ -64,7 +65,7 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
     if _is_upper_part(fmt):
         return _upper_part(bits, fmt, projection)
     if fmt == FLOAT16 and projection == UNCLAMPED:
-        return _float16_by_instruction(bits)
+        return _through_float16(bits)
     if not _addition_rounds(fmt, projection.rounding):
         return float_pattern(float_codes(bits, fmt, projection), fmt)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
@@ -130,6 +131,20 @@ def _float16_by_instruction(bits: jax.Array) -> jax.Array:
     magnitude = jnp.where(magnitude > np.uint16(0x7C00), np.uint16(0x7E00), magnitude)
     half = lax.bitcast_convert_type(magnitude | (half & np.uint16(0x8000)), jnp.float16)
     return _bits(half.astype(jnp.float32))
+
+
+def _float16_and_nans_by_hand(bits: jax.Array) -> jax.Array:
+    """The same where the instructions do not keep the sign of NaNs, as those of GPUs do not."""
+    is_nan = (bits & u32(MAGNITUDE)) > u32(INF)
+    return jnp.where(is_nan, (bits & u32(SIGN)) | u32(NAN), _float16_by_instruction(bits))
+
+
+_through_float16 = by_platform(
+    "through_float16",
+    cpu=_float16_by_instruction,
+    others=_float16_and_nans_by_hand,
+    aval=lambda bits: bits,
+)
 
 
 def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Array:

@@ -220,6 +220,8 @@ def _values_of_integers(codes: jax.Array, fmt: IntFormat, target: Format) -> jax
 def _converted(x: jax.Array, target: Format) -> jax.Array:
     """`x` in the dtype of `target`, which holds its values."""
     assert target.dtype is not None
+    if x.dtype == jnp.float32 and target.dtype == jnp.float16:
+        return from_pattern(pattern(x), jnp.float16)
     if isinstance(target, IntFormat) or target.bits >= 16:
         return x.astype(target.dtype)
     return dtype_from_codes(codes_of(x, target, UNCLAMPED), target)

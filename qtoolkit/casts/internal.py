@@ -25,6 +25,7 @@ from qtoolkit.casts._parameters import (
     number,
     parameter,
 )
+from qtoolkit.casts._platforms import on_cpu
 from qtoolkit.casts._powers import (
     binary_parts,
     floor_log2,
@@ -93,6 +94,7 @@ __all__ = [
     "magnitude_ordinal",
     "nearest_power_of_two",
     "number",
+    "on_cpu",
     "ordinal",
     "ordinal_of",
     "parameter",

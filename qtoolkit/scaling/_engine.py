@@ -23,6 +23,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     is_zero,
     kept_from_zero,
+    on_cpu,
     product,
     quotient,
     round_values,
@@ -142,7 +143,8 @@ def block_values(
     if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
-        nonzero |= lax.cond(jnp.all(nonzero), _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
+        has_no_zeros = on_cpu() & jnp.all(nonzero)
+        nonzero |= lax.cond(has_no_zeros, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
 
     view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
 
@@ -175,10 +177,6 @@ def operand_values(
 
     view = blocks.split(x)
 
-    # In a branch, so that q is in memory before anything reads it. An optimization barrier is gone
-    # before XLA's CPU fuses: every product and every transposed copy that reads q would repeat the
-    # rounding, and the division by the scale, which XLA does not repeat, would go through memory (a
-    # training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch, 1.45 unrounded).
     def rounded(divide: Map, multiply: Map) -> Array:
         q = element_values(_scaled(view, divide, projection), spec, projection, None)
         q, wide = blocks.join(q), exact_float32(x)
@@ -191,7 +189,13 @@ def operand_values(
         return everything(), scales
     if nonzero is None:
         nonzero = ~is_zero(effective(scales.scale, scales.tensor_scale, spec))
-    return lax.cond(jnp.any(nonzero), everything, lambda: _zeros_rounded(x, spec.element)), scales
+    # On CPU in a branch, so that q is in memory before anything reads it. An optimization barrier
+    # is gone before XLA fuses there: every product and every transposed copy that reads q would
+    # repeat the rounding, and the division by the scale, which XLA does not repeat, would go
+    # through memory (a training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch,
+    # 1.45 unrounded). The branch for zeros is exact, too: they are their own rounding.
+    is_zero_on_cpu = on_cpu() & ~jnp.any(nonzero)
+    return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 
 
 def _zeros_rounded(x: Array, fmt: Format) -> Array:
@@ -312,8 +316,8 @@ def _with_scales(
     """What `compute` makes of two functions: one divides elements of the view by their scales, the
     other one multiplies.
 
-    Where scales are powers of two, a branch: `compute` should read the elements as they lie in
-    memory and make the result in its own dtype, because XLA writes out what enters and leaves a
+    Where scales are powers of two, on CPU a branch: `compute` should read the elements as they lie
+    in memory and make the result in its own dtype, because XLA writes out what enters and leaves a
     branch (MXFP8 of bfloat16 took 4.7 times as long with float32 there).
     """
     if scales.scale is None:
@@ -333,7 +337,8 @@ def _with_scales(
         return compute(lambda x: x * down, lambda q: q * up)
 
     safe = are_safe(exponent, spec) | is_nan
-    return lax.cond(jnp.all(safe if nonzero is None else safe | ~nonzero), by_factors, exactly)
+    all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
+    return lax.cond(on_cpu() & all_safe, by_factors, exactly)
 
 
 def _nowhere(x: Array) -> Array:

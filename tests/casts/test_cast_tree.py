@@ -343,6 +343,7 @@ def test_errors_name_the_leaf_or_the_rule(fmt, options, error, message):
         cast_tree(leaves, fmt, **options)
 
 
+@pytest.mark.devices(4)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_leaves_stay_where_they_are(kind):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.devices(8)]
 
 # Every rounding, every saturation; pairs are in the tests on one device.
 MODES = [*zip(ROUNDINGS, SATURATIONS * 2, strict=True), ("nearest_even", "none")]

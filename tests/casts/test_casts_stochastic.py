@@ -709,6 +709,7 @@ def on_one_device():
     return draw_all(jnp.asarray(ON_MESHES), jnp.asarray(GIVEN))
 
 
+@pytest.mark.devices(8)
 @pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -731,6 +732,7 @@ def test_eight_devices_draw_what_one_draws(on_one_device, kind):
                 np.testing.assert_array_equal(bits_of(got[name]), bits_of(wanted), err_msg=name)
 
 
+@pytest.mark.devices(8)
 @pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

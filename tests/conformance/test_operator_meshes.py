@@ -20,6 +20,8 @@ def _arguments():
     return x, row, blocks, rng.integers(-9, 9, 32).astype(np.int8)
 
 
+pytestmark = pytest.mark.devices(8)
+
 SPECS = P("a", "b"), P("b"), P("a", None), P("b")
 
 

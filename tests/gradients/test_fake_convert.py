@@ -60,6 +60,7 @@ def test_bits_eager_jit_and_fused(dtype, fmt, target, largest, scale_shape, with
     assert_same_bits(fused((x / 2).astype(dtype), scale, shift), (expected * 2).astype(dtype))
 
 
+@pytest.mark.cpu
 def test_the_contraction_that_xla_would_make_is_visible_to_this_test():
     """Without the guard a third of the products differ: the test above can fail."""
     x, s, z = draw(np.float32, 2**14), draw(np.float32, 2**14, 1, 1.0), draw(np.float32, 2**14, 2)

@@ -518,7 +518,8 @@ def test_messages():
             nnx.Sequential(linear, nnx.LayerNorm(4, rngs=nnx.Rngs(0))),
             qt.Rules({nnx.LayerNorm: Recipe()}, Recipe()),
         )
-    narrow = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float8_e4m3fn)
+    narrow = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    narrow.kernel = nnx.Param(linear.kernel[...].astype(jnp.float8_e4m3fn))
     with pytest.raises(TypeError, match=r"Linear.kernel has dtype float8_e4m3fn, expected float32"):
         qt.nnx.wrap(nnx.Sequential(narrow))
     stored = nnx.Linear(4, 4, rngs=nnx.Rngs(0))

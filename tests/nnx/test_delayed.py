@@ -341,6 +341,7 @@ def test_second_derivatives(x):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(dots))
 
 
+@pytest.mark.devices(4)
 def test_devices_see_what_one_sees(x):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded, alone = (qt.nnx.wrap(Net(), DELAYED) for _ in range(2))
@@ -356,6 +357,7 @@ def test_devices_see_what_one_sees(x):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.devices(4)
 @pytest.mark.exhaustive
 def test_shards_add_their_histograms(x):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -19,6 +19,8 @@ import qtoolkit as qt
 from qtoolkit.optim import quantize_state
 from qtoolkit.products import Delayed, Operand, Recipe
 
+pytestmark = pytest.mark.devices(8)
+
 BATCHES = np.random.default_rng(0).normal(size=(3, 16, 32)).astype(np.float32)
 
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 
+pytestmark = pytest.mark.devices(2)
+
 HOST = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
 NUMBERS = (((1,), (0,)), ((), ()))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.devices(4)]
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(64, 8)).astype(np.float32)

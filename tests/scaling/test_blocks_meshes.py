@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import qtoolkit as qt
 
+pytestmark = pytest.mark.devices(8)
+
 KEY = jax.random.key(0)
 UINT4 = qt.BlockFormat(element="uint4", block=(32,), zero_point=True)
 TILES = qt.BlockFormat(element="e4m3fn", block=(2, 32))

@@ -756,6 +756,7 @@ def coarse(cls, fmt, shape):
     return cls.of(fmt, shape, **({"bins": Bins(mantissa_bits=3)} if hasattr(cls, "bins") else {}))
 
 
+@pytest.mark.devices(2)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("case", range(len(OBSERVED)))
@@ -769,6 +770,7 @@ def test_a_sharded_array_is_observed_as_on_one_device(case, kind):
         same((state, state.scale()), (expected, expected.scale()))
 
 
+@pytest.mark.devices(2)
 # mxfp4 has other scales in other rows, hence on other devices: there is nothing to merge.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("cls", "fmt"), [c for c in OBSERVED if c[1].scale_shape((4, 64))[0] == 1])

@@ -306,6 +306,7 @@ def test_errors():
         sqnr_db(x[:0], x[:0])
 
 
+@pytest.mark.devices(8)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_auto_and_explicit_meshes(kind):

@@ -349,6 +349,7 @@ def test_derivatives_of_gradients(shell, recipe):
     assert cosine(second, wanted) > nearness(recipe)
 
 
+@pytest.mark.devices(4)
 @BOTH
 def test_four_devices(shell, recipe):
     """A batch that is spread by jit gives what one device gives, and so does a shard with all."""
