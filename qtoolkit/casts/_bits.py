@@ -55,14 +55,36 @@ def pattern(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << np.uint32(16)
     if x.dtype == jnp.float32:
         return lax.bitcast_convert_type(x, jnp.uint32)
-    if x.dtype == jnp.float16:  # GPUs widen NaNs without their sign
-        sign = lax.bitcast_convert_type(x, jnp.uint16) & np.uint16(0x8000)
-        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-        return bits | (sign.astype(jnp.uint32) << np.uint32(16))
+    if x.dtype == jnp.float16:
+        return _pattern_of_float16(x)
     fmt = format(x.dtype)
     if isinstance(fmt, FloatFormat):
         return float_pattern(codes_from_dtype(x, fmt).astype(jnp.uint32), fmt)
     return lax.bitcast_convert_type(x.astype(jnp.int32).astype(jnp.float32), jnp.uint32)
+
+
+def _by_widening(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def _by_widening_magnitudes(x: jax.Array) -> jax.Array:
+    """GPUs widen NaNs without their sign; and XLA leaves out, for them, a narrowing to float16 just
+    before a widening. The selection stands between both.
+    """
+    half = lax.bitcast_convert_type(x, jnp.uint16)
+    magnitude = half & np.uint16(0x7FFF)
+    magnitude = jnp.where(magnitude > np.uint16(0x7C00), np.uint16(0x7E00), magnitude)
+    bits = _by_widening(lax.bitcast_convert_type(magnitude, jnp.float16))
+    bits = jnp.where(magnitude > np.uint16(0x7C00), u32(NAN), bits)
+    return bits | ((half & np.uint16(0x8000)).astype(jnp.uint32) << np.uint32(16))
+
+
+_pattern_of_float16 = by_platform(
+    "pattern_of_float16",
+    cpu=_by_widening,
+    others=_by_widening_magnitudes,
+    aval=lambda x: x.update(dtype=np.dtype(np.uint32), weak_type=False),
+)
 
 
 def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:

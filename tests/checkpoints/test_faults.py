@@ -115,6 +115,7 @@ def test_memory_out_of_range(tmp_path, memory):
     assert os.listdir(tmp_path) == ["src"]
 
 
+@pytest.mark.cpu  # the libraries for a GPU alone take more
 def test_memory_stays_below_its_limit(tmp_path):
     """Of a process that converts 128 MiB; 16 workers would be given 660, the limit allows 3."""
     x = np.random.default_rng(0).normal(size=(4096, 4096)).astype(ml_dtypes.bfloat16)
