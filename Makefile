@@ -36,7 +36,7 @@ interop:  ## what convert writes, loaded by the packages it is written for
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
 
-BENCHMARKS := import_time training optim casts scales operators conversion gpu
+BENCHMARKS := import_time training optim casts scales operators conversion gpu gpu_training
 # Quick results are kept apart from those that count.
 RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
 

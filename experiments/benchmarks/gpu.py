@@ -4,8 +4,8 @@ Command: python experiments/benchmarks/gpu.py   (JAX with CUDA; nothing else sho
 Claim: the codes of all float16 and bfloat16 numbers in every format of at most 8 bits, in the six
 deterministic modes, stochastic with a key, and the three saturations, are those of the CPU bit for
 bit, and so are codes and scales of quantized tensors; casts move their bytes at 85 % or more of the
-bandwidth of a device copy. Products of `arithmetic="native"` are timed beside emulated ones, JAX's
-of bfloat16, Flax's fp8_ops and qwix: one with its gradients, and a transformer's training step.
+bandwidth of a device copy. Products of `arithmetic="native"` are timed beside emulated ones and
+JAX's of bfloat16.
 
 Exit code 1: some codes differ. Without a GPU it says so, with exit code 0.
 """
@@ -22,16 +22,6 @@ import numpy as np
 import typer
 from _results import Folder, Quick, Recorder, at_most
 from _timing import interleaved
-from _training_models import (
-    LinenStack,
-    NnxStack,
-    Running,
-    by_qwix,
-    distance_to_one,
-    linen_step,
-    nnx_step,
-)
-from flax import linen, nnx
 
 import qtoolkit as qt
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
@@ -155,24 +145,6 @@ def time_products(recorder: Recorder, size: int) -> None:
     recorder.table(title, seconds, PLAIN)
 
 
-def time_training(recorder: Recorder, width: int, blocks: int, tokens: int) -> None:
-    """A step of AdamW, parameters in bfloat16."""
-    length = min(tokens, 1024)
-    x = jax.random.normal(jax.random.key(1), (tokens // length, length, width), jnp.bfloat16)
-    model = NnxStack(width, width // 128, blocks, rngs=nnx.Rngs(0))
-    models = {PLAIN: model}
-    for name, recipe in RECIPES.items():
-        models[name] = qt.nnx.wrap(nnx.clone(model), recipe)
-    if (peer := by_qwix(model, x)) is not None:
-        models["qwix"] = peer
-    steps = {name: nnx_step(m, distance_to_one, x) for name, m in models.items()}
-    peer = LinenStack(width, width // 128, blocks, linen.Fp8DotGeneral)
-    steps["flax fp8_ops"] = linen_step(peer, x)
-    seconds = interleaved({name: Running(step) for name, step in steps.items()}, runs=10)
-    title = f"training step of bfloat16, {blocks} blocks, d = {width:,}, {tokens:,} tokens"
-    recorder.table(title, seconds, PLAIN)
-
-
 def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any]:
     """`CALLS` calls, which the device carries out one after the other."""
 
@@ -203,7 +175,6 @@ def main(
         time_bandwidths(recorder, device, size)
         with jax.default_device(device):
             time_products(recorder, 256 if quick else 4096)
-            time_training(recorder, *((256, 1, 256) if quick else (4096, 2, 8192)))
     if different:
         raise typer.Exit(1)
 

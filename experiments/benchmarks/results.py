@@ -13,7 +13,10 @@ from _results import ROOT, load
 from c_casts import NUMPY_HAS, ROUNDINGS
 
 FOLDER = ROOT / "experiments" / "results"
-ORDER = ("casts", "scales", "training", "optim", "conversion", "import_time", "operators", "gpu")
+ORDER = (
+    *("casts", "scales", "training", "optim", "conversion", "import_time", "operators"),
+    *("gpu", "gpu_training"),
+)
 EXPERIMENTS = (
     *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
     "qat",
@@ -151,7 +154,8 @@ def every_float32(origin: Row, rows: Sequence[Row]) -> str:
         for saturation, patterns in row["examples"].items()
         if patterns
     ]
-    parts = ["## Every float32 input\n\n", provenance(origin), "\n", text, "\n"]
+    where = " on a GPU" if "--platform gpu" in origin["command"] else ""
+    parts = [f"## Every float32 input{where}\n\n", provenance(origin), "\n", text, "\n"]
     return "".join([*parts, table(("format", *ROUNDINGS), lines), *examples])
 
 
@@ -185,6 +189,7 @@ def public_models(origin: Row, rows: Sequence[Row]) -> str:
 
 SECTIONS = {
     "every_float32": every_float32,
+    "every_float32_gpu": every_float32,
     "fp8_training": fp8_training,
     "public_models": public_models,
 }

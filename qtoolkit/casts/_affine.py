@@ -35,15 +35,16 @@ def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b` by IEEE division, of `a` as it was rounded.
 
-    The divisor depends on `a`, so that nothing can be divided by it beforehand: no reciprocal.
-
     Args:
       a, b: float32, or both float64; `b` broadcasts.
     """
-    divisor = jnp.where(a == a, b, jnp.ones_like(b))
-    if a.dtype == jnp.float64:
-        return settled(a) / divisor
-    return _ieee_quotient(settled(a), divisor)
+    a, b = jnp.broadcast_arrays(settled(a), b)
+    return _division(a, b) if a.dtype == jnp.float64 else _ieee_quotient(a, b)
+
+
+def _division(a: jax.Array, b: jax.Array) -> jax.Array:
+    """By a divisor that depends on `a`: XLA would make a reciprocal of one that does not."""
+    return a / jnp.where(a == a, b, jnp.ones_like(b))
 
 
 def _corrected_quotient(
@@ -120,8 +121,6 @@ def is_zero(x: jax.Array) -> jax.Array:
     return (lax.bitcast_convert_type(settled(x), jnp.uint32) & np.uint32(0x7FFFFFFF)) == 0
 
 
-# The quotient has the type of the divisor, which varies along all axes of a mesh that one of both
-# varies along.
 _ieee_quotient = by_platform(
-    "ieee_quotient", cpu=lax.div, others=_corrected_quotient, aval=lambda _, divisor: divisor
+    "ieee_quotient", cpu=_division, others=_corrected_quotient, aval=lambda a, _: a
 )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -27,7 +28,7 @@ def by_platform(
     Its derivative is zero: use it where a rule of its own gives the derivative.
 
     Args:
-      aval: The result's type from those of the arguments.
+      aval: The result's type from those of the arguments, which vary along the same axes of a mesh.
     """
     primitive = Primitive(name)
     primitive.def_impl(jax.jit(primitive.bind))
@@ -36,7 +37,21 @@ def by_platform(
     batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(others, multiple_results=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
-    return primitive.bind
+    return lambda *operands: primitive.bind(*varying_alike(*operands))
+
+
+def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each of which varies along all mesh axes that one of them varies along.
+
+    Inside `jax.shard_map` JAX's own operations see to that by themselves. What did not vary gets
+    the sum of its cotangents.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset().union(*varying)
+    return tuple(
+        lax.pcast(x, tuple(every - along), to="varying") if along != every else x
+        for x, along in zip(arrays, varying, strict=True)
+    )
 
 
 def _batched(

@@ -25,7 +25,7 @@ from qtoolkit.casts._parameters import (
     number,
     parameter,
 )
-from qtoolkit.casts._platforms import on_cpu
+from qtoolkit.casts._platforms import on_cpu, varying_alike
 from qtoolkit.casts._powers import (
     binary_parts,
     floor_log2,
@@ -110,6 +110,7 @@ __all__ = [
     "times_power_of_two",
     "to_stored",
     "values_of",
+    "varying_alike",
     "widened",
     "without_derivative",
 ]

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
+
+from qtoolkit.casts.internal import varying_alike
 
 # From residuals and what it is linear in to its result: arrays, or tuples of arrays.
 Linear = Callable[[tuple[jax.Array, ...], Any], Any]
@@ -70,20 +71,6 @@ class _Flat:
     ) -> tuple[jax.Array, ...]:
         out = self.function(residuals, xs if self.takes_tuple else xs[0])
         return tuple(out) if self.gives_tuple else (out,)
-
-
-def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each of which varies along all mesh axes that one of them varies along.
-
-    Inside `jax.shard_map` JAX's own operations see to that by themselves. What did not vary gets
-    the sum of its cotangents.
-    """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset().union(*varying)
-    return tuple(
-        lax.pcast(x, tuple(every - along), to="varying") if along != every else x
-        for x, along in zip(arrays, varying, strict=True)
-    )
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:

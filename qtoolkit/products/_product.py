@@ -28,10 +28,11 @@ from qtoolkit.casts.internal import (
     check_holds,
     dtype_from_codes,
     settled,
+    varying_alike,
 )
 from qtoolkit.formats import FloatFormat
 from qtoolkit.gradients import linear_with_transpose
-from qtoolkit.gradients.internal import differentiable_in_dtype, varying_alike
+from qtoolkit.gradients.internal import differentiable_in_dtype
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._learned import LearnedScale, with_learned_scales
 from qtoolkit.products._operand import (
