@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test quick lint exhaustive interop bench docs docs-test pictures package-test clean
+.PHONY: run test quick lint exhaustive interop cuda bench docs docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
@@ -36,6 +36,11 @@ interop:  ## what convert writes, loaded by the packages it is written for
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
 
+# No GPU is needed: they are compiled for one that is described.
+cuda:  ## products and models, compiled by XLA for an NVIDIA GPU
+	$(MAKE) .venv-cuda/.stamp-cuda VENV=.venv-cuda
+	.venv-cuda/bin/python -m pytest tests/cuda -W default $(ARGS)
+
 BENCHMARKS := import_time training optim casts scales operators conversion gpu gpu_training
 # Quick results are kept apart from those that count.
 RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
@@ -66,4 +71,4 @@ $(VENV)/.stamp-%: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-interop build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-interop .venv-cuda build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

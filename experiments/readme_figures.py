@@ -49,6 +49,10 @@ RATIOS = (
     ),
     Ratio("the same step, beside qwix's", "training", STEP, WRAPPED, "qwix"),
     Ratio(
+        "a large product of bfloat16 and its gradients in native FP8 on a GPU, beside bfloat16's",
+        *("gpu", "a product of bfloat16", "te_current, native", "plain bfloat16"),
+    ),
+    Ratio(
         "converting 1 GiB of bfloat16 to FP8 by channel, beside `dd conv=fsync`",
         *("conversion", "1024 MiB", "by channel", "dd conv=fsync"),
     ),
@@ -58,12 +62,13 @@ RATIOS = (
 def figures(stored: Stored) -> str:
     """A table of them; what was not measured is left out."""
     lines = ["| measured | figure |", "| --- | --- |"]
-    if "every_float32" in stored:
-        rows = stored["every_float32"][1:]
+    words = "codes of every float32, 6 roundings, 3 saturations, that differ from C's"
+    for name, where in (("every_float32", ""), ("every_float32_gpu", ", made by a GPU")):
+        rows = stored.get(name, ())[1:]
         codes = sum(row["compared"] * len(row["differ"]) for row in rows)
         differ = sum(sum(row["differ"].values()) for row in rows)
-        words = "codes of every float32, 6 roundings, 3 saturations, that differ from C's"
-        lines.append(f"| {words} | {differ:,} of {codes:,} |")
+        if rows:
+            lines.append(f"| {words}{where} | {differ:,} of {codes:,} |")
     found = {ratio: value for ratio in RATIOS if (value := _found(stored, ratio)) is not None}
     lines += [f"| {ratio.words} | {value:.2f} times as long |" for ratio, value in found.items()]
     origins = [stored[ratio.benchmark][0] for ratio in found]

@@ -42,6 +42,7 @@ def provenance(origin: Row) -> str:
     lines = [f"* `{origin['command']}`", f"* {origin['date']}, commit {origin['commit']}"]
     lines += [f"* {origin['host']}", f"* {origin['versions']}"]
     lines += [f"* {origin['compiler']}"] if "compiler" in origin else []
+    lines += [f"* {origin['note']}"] if "note" in origin else []
     if origin.get("quick"):
         lines.append("* **A quick run, on small arrays: no figures to quote.**")
     return "\n".join(lines) + "\n"

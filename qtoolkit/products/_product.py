@@ -562,8 +562,8 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     between them: x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 is 1e36, in either order.
     Where both are on one side of 1, x moves to that side in two steps.
     """
-    # A barrier: XLA's GPUs pull what makes the scales into the kernel of the product otherwise, and
-    # fail there to compile some of it (0.11.2: "Expected instruction to have shape equal to f32[]").
+    # Without a barrier XLA's compiler for GPUs pulls what makes the scales into the kernel of the
+    # product and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
     first, second = lax.optimization_barrier(_in_safe_order(first, second))
     return settled(settled(x * first) * second)
 

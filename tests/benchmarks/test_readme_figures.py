@@ -16,21 +16,23 @@ def made_up(seconds: float = 2.0):
                 {"table": f"{ratio.table} and more", "row": row, "median_ms": median}
             )
     rows = [{"compared": 8, "differ": {"finite": 0, "none": 1}}] * 3
-    return stored | {"every_float32": [origin, *rows]}
+    on_gpu = [{"compared": 4, "differ": {"finite": 0}}]
+    return stored | {"every_float32": [origin, *rows], "every_float32_gpu": [origin, *on_gpu]}
 
 
 def test_figures_of_results_that_are_made_up():
     lines = figures(made_up()).splitlines()
     assert lines[:2] == ["| measured | figure |", "| --- | --- |"]
     assert lines[2].endswith("| 3 of 48 |")
-    assert [line.split(" | ")[-1] for line in lines[3:8]] == ["1.25 times as long |"] * 5
-    assert lines[8:] == ["", "Medians; a computer; 2026-01-02"]
+    assert lines[3].endswith(", made by a GPU | 0 of 4 |")
+    assert [line.split(" | ")[-1] for line in lines[4:10]] == ["1.25 times as long |"] * 6
+    assert lines[10:] == ["", "Medians; a computer; 2026-01-02"]
 
 
 def test_what_was_not_measured_is_left_out():
     stored = made_up()
     stored["casts"] = [row for row in stored["casts"] if row.get("row") != "C e4m3fn"]
-    del stored["conversion"], stored["every_float32"]
+    del stored["conversion"], stored["every_float32"], stored["every_float32_gpu"]
     assert len(figures(stored).splitlines()) == 2 + len(RATIOS) - 2 + 2
     assert figures({}).splitlines() == ["| measured | figure |", "| --- | --- |"]
 

@@ -1,0 +1,112 @@
+"""What XLA's compiler for NVIDIA's GPUs makes of our programs; no GPU is needed, and none runs.
+
+What runs on one is compared by `experiments/benchmarks/gpu.py` and `every_float32.py`. These tests
+are about failures of the compiler, and about branches, at which a GPU waits for its host.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+
+import qtoolkit as qt
+from qtoolkit.demo import ByteTransformer, bits_per_byte
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 1 patch: 0 }
+runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+NUMBERS = (((1,), (0,)), ((), ()))
+TE = qt.recipes.te_current
+RECIPES = {
+    "te_current": TE,
+    "native": dataclasses.replace(TE, arithmetic="native"),
+    "token_scaled": qt.recipes.token_scaled,
+    "mxfp8": qt.recipes.mxfp8,
+    "nvfp4": qt.recipes.nvfp4,
+    "deepseek_v3": qt.recipes.deepseek_v3,
+    "int8_qat": qt.recipes.int8_qat,
+}
+
+
+@functools.cache
+def place():
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="H100", topology="1x1x1", target_config=H100
+    )
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compiled(function, *arguments):
+    """The text of the program, compiled for arrays like the arguments."""
+
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place())
+
+    return jax.jit(function).lower(*jax.tree.map(like, arguments)).compile().as_text()
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_large_products_and_their_gradients(name, dtype):
+    """XLA 0.11 pulled what makes a scale into the kernel of the product, and failed there."""
+
+    def step(x, w, ct):
+        y, pull = jax.vjp(lambda x, w: qt.dot_general(x, w, NUMBERS, recipe=RECIPES[name]), x, w)
+        return y, *pull(ct)
+
+    shapes = (8192, 4096), (4096, 4096), (8192, 4096)
+    text = compiled(step, *(struct(*shape, dtype=dtype) for shape in shapes))
+    if name != "nvfp4":  # its amax of a tensor may hold NaN blocks, which is a branch
+        assert "conditional(" not in text
+    if name == "native":
+        assert {"f8e4m3fn[", "f8e5m2["} <= set(re.findall(r"f8e\w+\[", text))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vmapped_products(batch):
+    product = jax.vmap(lambda x, w: qt.dot_general(x, w, NUMBERS), (0, None))
+    compiled(product, struct(batch, 16, 16), struct(16, 16))
+
+
+@pytest.mark.parametrize("spec", ["e4m3fn", "int8", "mxfp8_e4m3", "nvfp4", "deepseek_1x128"])
+def test_quantize_and_back(spec):
+    def both(x):
+        q = qt.quantize(x, spec)
+        return q, q.dequantize(), qt.fake_quantize(x, spec)
+
+    compiled(both, struct(256, 1024, dtype=jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["te_current", "native", "mxfp8"])
+def test_a_language_model_trains_without_waiting_for_the_host(name):
+    model = qt.nnx.wrap(ByteTransformer(rngs=nnx.Rngs(0)), RECIPES[name])
+    graph, state = nnx.split(model)
+
+    def gradients(state, batch):
+        def loss(state):
+            return bits_per_byte(nnx.merge(graph, state), batch)
+
+        return jax.value_and_grad(loss, allow_int=True)(state)
+
+    assert "conditional(" not in compiled(gradients, state, struct(8, 129, dtype=jnp.uint8))
