@@ -241,13 +241,18 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
     x - y are each divided by the power of two of their largest magnitude.
 
-    Everything leaves in three reductions of several arrays each: XLA's CPU makes one loop of such a
-    reduction, but three of a reduction of one array, each of which is compiled by itself.
+    Results come out of three reductions of several arrays each, because they compile sooner: XLA's
+    CPU makes one loop of such a reduction, and three loops of a reduction of one array.
     """
-    is_finite, is_zero_x = jnp.isfinite(x), is_zero(x)
-    compared = is_finite & jnp.isfinite(y)
-    alive = is_finite & ~is_zero_x
-    masks = (compared, saturated, alive, alive & is_zero(y), ~is_finite)
+    is_finite = jnp.isfinite(x)
+    compared, alive = is_finite & jnp.isfinite(y), is_finite & ~is_zero(x)
+    counted = {
+        "compared": compared,
+        "saturated": saturated,
+        "alive": alive,
+        "flushed": alive & is_zero(y),
+        "nonfinite": ~is_finite,
+    }
     finite = jnp.where(is_finite, x, np.float32(0))
     x, y = (jnp.where(compared, a, np.float32(0)) for a in (x, y))
     places = _maxima(*map(magnitude_ordinal, (finite, x, y)))
@@ -259,10 +264,9 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     x, y, noise = (a * unit for a, unit in zip((x, y, error), power_of_two(-powers), strict=True))
     lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
     exponents = powers[np.array([0, 2, 1, 0])] + powers[np.array([0, 2, 1, 1])] - 2 * lift
-    counts, sums = _sums(masks, (x * x, noise * noise, y * y, x * y))
-    names = ("compared", "saturated", "alive", "flushed", "nonfinite")
+    counts, sums = _sums(tuple(counted.values()), (x * x, noise * noise, y * y, x * y))
     return Comparison(
-        **dict(zip(names, counts, strict=True)),
+        **dict(zip(counted, counts, strict=True)),
         amax=from_magnitude_ordinal(places[0], jnp.float32),
         sums=jnp.stack(sums),
         exponents=exponents,

@@ -124,8 +124,8 @@ _SIZES = {
     **{name: marked_size(bits) for name, bits in _EXTREMES.items()},
     "exponents": _BINS,  # last, so that no bin of the vector is that of what is not finite
 }
-_ENDS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
-_STARTS = {name: end - _SIZES[name] for name, end in _ENDS.items()}
+_STOPS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
+_STARTS = {name: end - _SIZES[name] for name, end in _STOPS.items()}
 TALLY_SIZE = sum(_SIZES.values())
 
 
@@ -144,7 +144,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     found = comparison(wide, y, saturated)
     extremes = [found.amax]
     if spec is not None and scales.scale is not None:
-        extremes += _ends(effective(scales.scale, scales.tensor_scale, spec))
+        extremes += _least_and_largest(effective(scales.scale, scales.tensor_scale, spec))
     counts = [np.float32(1), np.float32(x.size), *(getattr(found, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
     entries: list[tuple[Array, Array]] = [
@@ -161,7 +161,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
 def tally_of(vector: Array) -> Tally:
     """What a sum of such vectors says: float32[TALLY_SIZE]."""
     values: dict[str, Any] = {
-        name: vector[_STARTS[name] : _ENDS[name]] if size > 1 else vector[_STARTS[name]]
+        name: vector[_STARTS[name] : _STOPS[name]] if size > 1 else vector[_STARTS[name]]
         for name, size in _SIZES.items()
     }
     values["moments"] = values["moments"].reshape(4, _SLOTS)
@@ -170,8 +170,8 @@ def tally_of(vector: Array) -> Tally:
     return Tally(**values)
 
 
-def _ends(values: Array) -> list[Array]:
-    """The least and the largest."""
+def _least_and_largest(values: Array) -> list[Array]:
+    """Of numbers, not of NaNs; in one reduction."""
 
     def further(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
