@@ -3,7 +3,7 @@
 Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges
 `(x * c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it
 can prove uniform to a multiplication by the reciprocal. Its GPUs divide float32 by an instruction
-that is off by up to two units in the last place: a third of all quotients are not IEEE's. These
+that is off by up to two units in the last place, for a third of random operands. These
 helpers stop all of it; optimization barriers and `lax.reduce_precision` do not. They hide their
 operands from derivatives, too, which would be zero: use them where a rule of its own gives the
 derivative.
@@ -52,10 +52,11 @@ def _corrected_quotient(
 ) -> jax.Array:
     """IEEE's `a / b` of float32 where `divide` is up to two units in the last place off.
 
-    The significands are integers below 2**24. Theirs is a quotient of 24 bits, its first guess
-    comes from the division, and what the guess leaves over, exact modulo 2**32, tells by how many
-    units it is off. No quotient lies halfway between two of 24 bits. Where an operand or the
-    quotient is subnormal, zero, infinite or NaN, the division itself is the result.
+    Significands are integers of 24 bits, and so is `whole`, their rounded quotient. The division
+    gives it to within two units, three allowed for; the remainder `dividend - whole * divisor`,
+    exact modulo 2**32, says how many to add. The quotient of two such numbers never lies halfway
+    between two floats: no ties. Where an operand or the quotient is subnormal, zero, infinite or
+    NaN, the division itself is the result.
     """
     one, fraction = np.uint32(127 << 23), np.uint32((1 << 23) - 1)
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))

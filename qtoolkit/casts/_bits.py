@@ -93,7 +93,7 @@ def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
         return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
     x = lax.bitcast_convert_type(bits, jnp.float32)
     if dtype == jnp.float16:
-        return _to_float16(x)
+        return to_float16(x)
     return x.astype(dtype)
 
 
@@ -106,7 +106,7 @@ def _narrowed_by_hand(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(half, jnp.float16)
 
 
-_to_float16 = by_platform(
+to_float16 = by_platform(
     "to_float16",
     cpu=lambda x: x.astype(jnp.float16),
     others=_narrowed_by_hand,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
 
 def by_platform(
@@ -31,10 +31,10 @@ def by_platform(
       aval: The result's type from those of the arguments, which vary along the same axes of a mesh.
     """
     primitive = Primitive(name)
-    primitive.def_impl(jax.jit(primitive.bind))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(aval)
-    ad.defjvp(primitive, None, None)
-    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(others, multiple_results=False))
     mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
     return lambda *operands: primitive.bind(*varying_alike(*operands))
@@ -54,13 +54,23 @@ def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
+def _constant(primitive: Primitive, primals: Any, tangents: Any) -> tuple[jax.Array, ad.Zero]:
+    del tangents
+    out = primitive.bind(*primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
 def _batched(
-    primitive: Primitive, operands: tuple[jax.Array, ...], axes: tuple[int | None, ...]
-) -> tuple[jax.Array, int]:
-    size = next(x.shape[i] for x, i in zip(operands, axes, strict=True) if i is not None)
+    primitive: Primitive, axis: Any, operands: tuple[jax.Array, ...], places: tuple[Any, ...]
+) -> tuple[jax.Array, int | None]:
+    if all(place is None for place in places):  # JAX calls such rules then, too
+        return primitive.bind(*operands), None
     moved = (
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(operands, axes, strict=True)
+        # Along an axis of an Explicit mesh, if that is what is mapped.
+        batching.broadcast(x, axis.size, 0, axis.explicit_mesh_axis)
+        if place is None
+        else jnp.moveaxis(x, place, 0)
+        for x, place in zip(operands, places, strict=True)
     )
     return primitive.bind(*moved), 0
 
@@ -74,8 +84,9 @@ _on_cpu = by_platform(
 
 
 def on_cpu() -> jax.Array:
-    """Whether the program runs on a CPU: a constant where it is compiled, so that XLA takes the
-    branch of a `lax.cond` that it decides. A branch keeps XLA's CPU from repeating work in every
-    kernel that reads its result; a GPU waits there for its host.
+    """Whether the program runs on a CPU: a constant where it is compiled (where it is loaded, if it
+    was exported for several platforms), so that XLA takes the branch of a `lax.cond` that it
+    decides. A branch keeps XLA's CPU from repeating work in every kernel that reads its result; a
+    GPU waits there for its host.
     """
     return _on_cpu()

@@ -20,6 +20,7 @@ from qtoolkit.casts._bits import (
     from_pattern,
     holds,
     pattern,
+    to_float16,
 )
 from qtoolkit.casts._floats import codes_of_exact, float_codes, float_values, needs_64_bits
 from qtoolkit.casts._integers import (
@@ -221,7 +222,7 @@ def _converted(x: jax.Array, target: Format) -> jax.Array:
     """`x` in the dtype of `target`, which holds its values."""
     assert target.dtype is not None
     if x.dtype == jnp.float32 and target.dtype == jnp.float16:
-        return from_pattern(pattern(x), jnp.float16)
+        return to_float16(x)  # GPUs would make one NaN, 0x7FFF, of all
     if isinstance(target, IntFormat) or target.bits >= 16:
         return x.astype(target.dtype)
     return dtype_from_codes(codes_of(x, target, UNCLAMPED), target)

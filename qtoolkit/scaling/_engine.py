@@ -143,8 +143,8 @@ def block_values(
     if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
-        has_no_zeros = on_cpu() & jnp.all(nonzero)
-        nonzero |= lax.cond(has_no_zeros, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
+        need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
+        nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
 
     view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
 
@@ -193,7 +193,7 @@ def operand_values(
     # is gone before XLA fuses there: every product and every transposed copy that reads q would
     # repeat the rounding, and the division by the scale, which XLA does not repeat, would go
     # through memory (a training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch,
-    # 1.45 unrounded). The branch for zeros is exact, too: they are their own rounding.
+    # 1.45 unrounded). The other branch, taken where all finite elements are zero, gives the same.
     is_zero_on_cpu = on_cpu() & ~jnp.any(nonzero)
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from casts_oracle import assert_same_bits
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import qtoolkit as qt
 from qtoolkit.casts._affine import _corrected_quotient
 from qtoolkit.casts._bits import _by_widening_magnitudes, _narrowed_by_hand
 from qtoolkit.casts._floats import _float16_and_nans_by_hand
@@ -78,6 +80,40 @@ def test_batches_of_quotients():
     np.testing.assert_array_equal(jax.vmap(quotient, (1, None))(a, b), (a / b).T)
     np.testing.assert_array_equal(jax.vmap(quotient, (None, 0))(a[0], a[:, :1]), a[0] / a[:, :1])
     assert jax.grad(lambda a: quotient(a, b))(np.float32(2)) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_without_jit(dtype):
+    x = np.linspace(-3, 3, 64, dtype=dtype).reshape(2, 32)
+    functions = {
+        "fake_cast": lambda: qt.fake_cast(x, "e4m3fn"),
+        "fake_convert": lambda: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn"),
+        "quantize": lambda: qt.quantize(x, "e4m3fn").dequantize(),
+    }
+    for name, function in functions.items():
+        expected = np.asarray(function())
+        with jax.disable_jit():
+            assert_same_bits(np.asarray(function()), expected, name)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_second_derivatives(dtype):
+    def squares(x):
+        return jnp.sum(jnp.square(qt.fake_cast(x, "e4m3fn")))
+
+    np.testing.assert_array_equal(jax.hessian(squares)(np.ones(2, dtype)), 2 * np.eye(2))
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_vmap_along_an_axis_of_a_mesh(kind):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    expected = np.stack([qt.fake_quantize(row, "e4m3fn") for row in x])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
+        got = jax.jit(jax.vmap(lambda row: qt.fake_quantize(row, "e4m3fn")))(placed)
+    assert_same_bits(np.asarray(got), expected)
 
 
 def test_the_platform_is_known_where_a_program_is_compiled():

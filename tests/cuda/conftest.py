@@ -2,6 +2,8 @@
 
 import os
 
-# Before JAX is imported. The plugin for CUDA looks for a driver and for cuDNN otherwise.
+import jax
+
+jax.config.update("jax_platforms", "cpu,cuda")
+# Before the plugin for CUDA starts: it looks for a driver and for cuDNN otherwise.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["JAX_PLATFORMS"] = "cpu,cuda"
