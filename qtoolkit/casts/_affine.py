@@ -3,10 +3,9 @@
 Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges
 `(x * c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it
 can prove uniform to a multiplication by the reciprocal. Its GPUs divide float32 by an instruction
-that is off by up to two units in the last place, for a third of random operands. These
-helpers stop all of it; optimization barriers and `lax.reduce_precision` do not. They hide their
-operands from derivatives, too, which would be zero: use them where a rule of its own gives the
-derivative.
+that is off by up to two units in the last place, for a third of random operands. These helpers stop
+all of it; optimization barriers and `lax.reduce_precision` do not. They hide their operands from
+derivatives, too, which would be zero: use them where a rule of its own gives the derivative.
 """
 
 from collections.abc import Callable
