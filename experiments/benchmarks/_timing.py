@@ -8,6 +8,15 @@ import jax
 import numpy as np
 
 
+def device_of(platform: str) -> jax.Device | None:
+    """The first device of a platform, "gpu" for instance; None, and a line printed, without one."""
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as error:
+        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
+        return None
+
+
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], *, runs: int = 25, warm: int = 2
 ) -> dict[str, np.ndarray]:

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import typer
 from _results import ROOT, load, origin, store
+from _timing import device_of
 from c_casts import (
     FORMATS,
     NUMPY_HAS,
@@ -109,11 +110,8 @@ def main(
     if compiler() is None:
         print("no C compiler found: expected gcc on PATH, or another in $CC")
         raise typer.Exit(2)
-    try:
-        (device, *_) = jax.devices(platform)
-    except RuntimeError as error:
-        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
-        raise typer.Exit(2) from None
+    if (device := device_of(platform)) is None:
+        raise typer.Exit(2)
     jax.config.update("jax_default_device", device)
     chunk, suffix = CHUNKS[platform], "" if platform == "cpu" else f"_{platform}"
     path, digest = results / f"every_float32{suffix}.jsonl", sources()

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import typer
 from _results import Folder, Quick, Recorder, at_most
-from _timing import interleaved
+from _timing import device_of, interleaved
 
 import qtoolkit as qt
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
@@ -53,23 +53,47 @@ def all_variants(x: jax.Array, key: jax.Array, fmt: Format) -> jax.Array:
 
 def count_differences(recorder: Recorder, device: jax.Device) -> int:
     """Records a line per format and source, and returns the number of codes that differ."""
-    cpu = jax.devices("cpu")[0]
-    key = jax.random.key(0)
-    total = 0
+    key, total = jax.random.key(0), 0
+    title = "codes of all 16-bit floats, against the CPU's"
     for dtype in (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)):
         x = np.arange(2**16, dtype=np.uint16).view(dtype)
         for fmt in FORMATS:
-            if fmt.bits > 8:
-                continue
-            here, there = (
-                np.asarray(all_variants(*jax.device_put((x, key), where), fmt))
-                for where in (cpu, device)
-            )
-            different = int(np.count_nonzero(here != there))
-            total += different
-            title = "codes of all 16-bit floats, against the CPU's"
-            recorder.count(title, f"{dtype.name} to {fmt.name}", here.size, different)
+            if fmt.bits <= 8:
+                row = f"{dtype.name} to {fmt.name}"
+                codes = partial(all_variants, fmt=fmt)
+                total += compare(recorder, title, row, device, codes, x, key)
     return total
+
+
+def count_scale_differences(recorder: Recorder, device: jax.Device, size: int) -> int:
+    """As `count_differences`, of tensors quantized with scales of their own."""
+    total = 0
+    title = "codes and scales of quantized tensors, against the CPU's"
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = np.random.default_rng(0).standard_normal((size // 1024, 1024)).astype(dtype)
+        for spec in ("e4m3fn", "e5m2", "int8", "mxfp8_e4m3", "mxfp4", "nvfp4", "deepseek_1x128"):
+            row = f"{x.dtype.name} to {spec}"
+            quantized = jax.jit(partial(qt.quantize, spec=spec))
+            total += compare(recorder, title, row, device, quantized, x)
+    return total
+
+
+def compare(
+    recorder: Recorder,
+    title: str,
+    row: str,
+    device: jax.Device,
+    function: Callable[..., Any],
+    *arguments: Any,
+) -> int:
+    """Records and returns how many numbers of a function's results differ from the CPU's."""
+    here, there = (
+        [np.asarray(x) for x in jax.tree.leaves(function(*jax.device_put(arguments, where)))]
+        for where in (jax.devices("cpu")[0], device)
+    )
+    different = sum(int(np.count_nonzero(a != b)) for a, b in zip(here, there, strict=True))
+    recorder.count(title, row, sum(a.size for a in here), different)
+    return different
 
 
 def time_bandwidths(recorder: Recorder, device: jax.Device, size: int) -> None:
@@ -93,31 +117,6 @@ def time_bandwidths(recorder: Recorder, device: jax.Device, size: int) -> None:
         recorder.table(title, seconds, "copy", promises)
 
 
-def count_scale_differences(recorder: Recorder, device: jax.Device, size: int) -> int:
-    """As `count_differences`, of tensors quantized with scales of their own."""
-    cpu = jax.devices("cpu")[0]
-    total = 0
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        x = np.random.default_rng(0).standard_normal((size // 1024, 1024)).astype(dtype)
-        for spec in ("e4m3fn", "e5m2", "int8", "mxfp8_e4m3", "mxfp4", "nvfp4", "deepseek_1x128"):
-            here, there = (
-                jax.tree.map(np.asarray, _quantized(jax.device_put(x, where), spec))
-                for where in (cpu, device)
-            )
-            parts = list(zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True))
-            different = sum(int(np.count_nonzero(a != b)) for a, b in parts)
-            total += different
-            compared = sum(a.size for a, _ in parts)
-            title = "codes and scales of quantized tensors, against the CPU's"
-            recorder.count(title, f"{jnp.dtype(dtype).name} to {spec}", compared, different)
-    return total
-
-
-@partial(jax.jit, static_argnames="spec")
-def _quantized(x: jax.Array, spec: str) -> qt.QArray:
-    return qt.quantize(x, spec)
-
-
 def time_products(recorder: Recorder, size: int) -> None:
     """[2 n, n] x [n, n], and both gradients."""
     dims = (((1,), (0,)), ((), ()))
@@ -129,13 +128,12 @@ def time_products(recorder: Recorder, size: int) -> None:
     for name, recipe in RECIPES.items():
         products[name] = partial(qt.dot_general, dimension_numbers=dims, recipe=recipe)
 
-    def with_gradients(product: Callable[..., jax.Array]) -> Callable[[], Any]:
-        @jax.jit
+    def with_gradients(product: Callable[..., jax.Array]) -> Callable[..., Any]:
         def call(x: jax.Array, w: jax.Array, ct: jax.Array) -> Any:
             y, pull = jax.vjp(product, x, w)
             return y, *pull(ct)
 
-        return lambda: [call(x, w, ct) for _ in range(CALLS)][-1]
+        return in_a_row(jax.jit(call), x, w, ct)
 
     seconds = interleaved({name: with_gradients(product) for name, product in products.items()})
     seconds = {name: values / CALLS for name, values in seconds.items()}
@@ -145,13 +143,13 @@ def time_products(recorder: Recorder, size: int) -> None:
     recorder.table(title, seconds, PLAIN)
 
 
-def in_a_row(call: Callable[[jax.Array], Any], x: jax.Array) -> Callable[[], Any]:
+def in_a_row(call: Callable[..., Any], *arguments: jax.Array) -> Callable[[], Any]:
     """`CALLS` calls, which the device carries out one after the other."""
 
     def calls() -> Any:
         for _ in range(CALLS - 1):
-            call(x)
-        return call(x)
+            call(*arguments)
+        return call(*arguments)
 
     return calls
 
@@ -162,10 +160,7 @@ def main(
     quick: Quick = False,
     results: Folder = None,
 ) -> None:
-    try:
-        device = jax.devices(platform)[0]
-    except RuntimeError as error:
-        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
+    if (device := device_of(platform)) is None:
         return
     size = 2**20 if quick else size
     with Recorder("gpu", results, quick) as recorder:

@@ -2,17 +2,17 @@
 
 Command: python experiments/benchmarks/gpu_training.py   (JAX with CUDA; nothing else on the GPU)
 What is timed: a step of AdamW of two transformer blocks, d = 4,096, on 8,192 tokens in bfloat16;
-`te_current` with `arithmetic="native"` and emulated, beside the plain step and Flax's fp8_ops.
+`te_current` with `arithmetic="native"` and emulated, and MXFP8, beside the plain step and Flax's
+fp8_ops.
 """
 
-import dataclasses
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import typer
 from _results import Folder, Quick, Recorder
-from _timing import interleaved
+from _timing import device_of, interleaved
 from _training_models import (
     LinenStack,
     NnxStack,
@@ -22,14 +22,9 @@ from _training_models import (
     nnx_step,
 )
 from flax import linen, nnx
+from gpu import PLAIN, RECIPES
 
 import qtoolkit as qt
-
-PLAIN = "plain bfloat16"
-RECIPES = {
-    "te_current, native": dataclasses.replace(qt.recipes.te_current, arithmetic="native"),
-    "te_current, emulated": qt.recipes.te_current,
-}
 
 
 def main(
@@ -37,10 +32,7 @@ def main(
     quick: Quick = False,
     results: Folder = None,
 ) -> None:
-    try:
-        device = jax.devices(platform)[0]
-    except RuntimeError as error:
-        print(f"no {platform.upper()} found by JAX: {str(error).splitlines()[0]}")
+    if (device := device_of(platform)) is None:
         return
     width, blocks, tokens = (256, 1, 256) if quick else (4096, 2, 8192)
     length = min(tokens, 1024)
