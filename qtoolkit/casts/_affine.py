@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._platforms import by_platform
+from qtoolkit.casts._elementwise import by_platform, elementwise
 
 # The quiet NaNs with and without a sign, by the width of the float: as integers, no number's
 # pattern of either sign is larger.
@@ -28,6 +28,11 @@ def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     Args:
       a, b: float32, or both float64; `b` broadcasts.
     """
+    return _product(a, b) if isinstance(b, np.floating) else _product(*_of_one_shape(a, b))
+
+
+@elementwise
+def _product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     return settled(settled(a) * b)
 
 
@@ -37,8 +42,17 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     Args:
       a, b: float32, or both float64; `b` broadcasts.
     """
-    a, b = jnp.broadcast_arrays(settled(a), b)
+    return _quotient(*_of_one_shape(a, b))
+
+
+@elementwise
+def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    a = settled(a)
     return _division(a, b) if a.dtype == jnp.float64 else _ieee_quotient(a, b)
+
+
+def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    return [a, b] if a.shape == b.shape else jnp.broadcast_arrays(a, b)
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -85,6 +99,7 @@ def _corrected_quotient(
     return jnp.where(is_normal, lax.bitcast_convert_type(quotient, jnp.float32), divide(a, b))
 
 
+@elementwise
 def settled(x: jax.Array) -> jax.Array:
     """`x` behind a step that the compiler can neither leave out nor see through.
 
@@ -100,6 +115,7 @@ def settled(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
+@elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
     """Quotients `u` of `x`, those that became zero or subnormal as the least normal number.
 
@@ -113,6 +129,7 @@ def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(vanished, sign | least, bits), jnp.float32)
 
 
+@elementwise
 def is_zero(x: jax.Array) -> jax.Array:
     """Where float32 `x` is zero of either sign, by its pattern: XLA's CPU reads subnormals as zero.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from qtoolkit.casts._platforms import by_platform
+from qtoolkit.casts._elementwise import by_platform, elementwise
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat, format
 
 FLOAT32_MANTISSA = 23
@@ -120,7 +120,12 @@ def exact_float32(x: jax.Array) -> jax.Array:
     By the pattern: XLA may widen a bfloat16 number that was made in the same jit without rounding
     it to bfloat16 first.
     """
-    return x if x.dtype == jnp.float32 else from_pattern(pattern(x), jnp.float32)
+    return x if x.dtype == jnp.float32 else _exact_float32(x)
+
+
+@elementwise
+def _exact_float32(x: jax.Array) -> jax.Array:
+    return from_pattern(pattern(x), jnp.float32)
 
 
 def codes_from_dtype(x: jax.Array, fmt: Format) -> jax.Array:

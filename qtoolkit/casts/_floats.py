@@ -31,8 +31,8 @@ from qtoolkit.casts._bits import (
     u32,
     widened,
 )
+from qtoolkit.casts._elementwise import by_platform
 from qtoolkit.casts._modes import Rounding, Stochastic
-from qtoolkit.casts._platforms import by_platform
 from qtoolkit.casts._projection import UNCLAMPED, Projection
 from qtoolkit.casts._shift import rounded_shift, within_width
 from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials

@@ -15,11 +15,13 @@ from qtoolkit.casts._bits import (
     pattern,
     u32,
 )
+from qtoolkit.casts._elementwise import elementwise
 
 _HIDDEN = 1 << FLOAT32_MANTISSA  # the significand's leading one
 _SQRT2_FRACTION = 0x3504F3  # of sqrt(2) = 1 + f / 2**23, cut
 
 
+@elementwise
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """2**exponent as float32, for int32 exponents from -149, the least subnormal, to 127."""
     normal = (exponent + np.int32(127)) << np.int32(FLOAT32_MANTISSA)
@@ -35,6 +37,13 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
       x: float32, any shape; subnormals count.
       exponent: int32, broadcasts to the shape of `x`.
     """
+    if x.shape != exponent.shape:
+        x, exponent = jnp.broadcast_arrays(x, exponent)
+    return _times_power_of_two(x, exponent)
+
+
+@elementwise
+def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)
     significand, field = _normalized(magnitude)
@@ -52,6 +61,7 @@ def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return from_pattern(result | (bits & u32(SIGN)), jnp.float32)
 
 
+@elementwise
 def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Exponent e, int32, and fraction f, uint32, of float32 |x| = 2**e * (1 + f / 2**23).
 
@@ -77,6 +87,7 @@ def floor_log2(x: jax.Array) -> jax.Array:
     return binary_parts(x)[0]
 
 
+@elementwise
 def nearest_power_of_two(x: jax.Array) -> jax.Array:
     """float32 `x` > 0, from 2**-126 to 2**126, rounded by its logarithm: 1.42 is 2, 1.41 is 1."""
     exponent, fraction = binary_parts(x)

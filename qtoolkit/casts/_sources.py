@@ -22,6 +22,7 @@ from qtoolkit.casts._bits import (
     pattern,
     to_float16,
 )
+from qtoolkit.casts._elementwise import elementwise
 from qtoolkit.casts._floats import codes_of_exact, float_codes, float_values, needs_64_bits
 from qtoolkit.casts._integers import (
     adds,
@@ -154,11 +155,16 @@ def check_target(where: str, fmt: Format) -> None:
 
 def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
     """`x`, of any dtype of `SOURCES`, rounded once to the codes of `fmt`, as `fmt.code_dtype`."""
+    if isinstance(fmt, TableFormat):
+        return table_codes(_as_float(x, fmt), fmt, projection)
+    return _codes_of(x, fmt, projection)
+
+
+@elementwise
+def _codes_of(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projection) -> jax.Array:
     is_integer = isinstance(format(x.dtype), IntFormat)
     if isinstance(fmt, IntFormat) and is_integer:
         return codes_of_integers(x, fmt, projection.saturation)
-    if isinstance(fmt, TableFormat):
-        return table_codes(_as_float(x, fmt), fmt, projection)
     by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
         if by_pattern and adds(fmt, projection.saturation):
@@ -177,6 +183,13 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
 
     Without checks and without a derivative: what the differentiable casts are built on.
     """
+    if isinstance(fmt, TableFormat):
+        return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
+    return _round_values(x, fmt, projection)
+
+
+@elementwise
+def _round_values(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projection) -> jax.Array:
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
         bits = float_values(pattern(x), fmt, projection)
@@ -189,11 +202,16 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
 def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
     """The values of codes of `fmt` in a dtype that holds them."""
     target = format(dtype)
-    if isinstance(fmt, IntFormat):
-        return _values_of_integers(codes, fmt, target)
     if isinstance(fmt, TableFormat):
         wide = np.dtype(np.float32 if holds(fmt, np.float32) else np.float64)
         return _converted(table_values(codes, fmt, wide), target)
+    return _values_of(codes, fmt, target)
+
+
+@elementwise
+def _values_of(codes: jax.Array, fmt: FloatFormat | IntFormat, target: Format) -> jax.Array:
+    if isinstance(fmt, IntFormat):
+        return _values_of_integers(codes, fmt, target)
     assert isinstance(target, FloatFormat)
     if holds(fmt, np.float32) and target.bits <= 32:
         bits = float_pattern(codes.astype(jnp.uint32), fmt)

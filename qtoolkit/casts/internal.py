@@ -3,6 +3,7 @@
 from qtoolkit.casts._affine import is_zero, kept_from_zero, product, quotient, settled
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
+from qtoolkit.casts._elementwise import elementwise, on_cpu, varying_alike
 from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (
     from_magnitude_ordinal,
@@ -25,7 +26,6 @@ from qtoolkit.casts._parameters import (
     number,
     parameter,
 )
-from qtoolkit.casts._platforms import on_cpu, varying_alike
 from qtoolkit.casts._powers import (
     binary_parts,
     floor_log2,
@@ -78,6 +78,7 @@ __all__ = [
     "check_value_source",
     "codes_of",
     "dtype_from_codes",
+    "elementwise",
     "encode_for",
     "exact_float32",
     "floor_log2",

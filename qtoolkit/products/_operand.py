@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     codes_of,
+    elementwise,
     exact_float32,
     ordinal,
     projection_of,
@@ -326,6 +327,7 @@ def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
     return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt)
 
 
+@elementwise
 def code_values(q: Array, fmt: Format) -> Array:
     """The codes of values of `fmt`, infinities and NaNs.
 

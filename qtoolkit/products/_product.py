@@ -27,6 +27,7 @@ from qtoolkit.casts.internal import (
     check_differentiable,
     check_holds,
     dtype_from_codes,
+    elementwise,
     settled,
     varying_alike,
 )
@@ -568,7 +569,7 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     return settled(settled(x * first) * second)
 
 
-@jax.jit
+@elementwise
 def _in_safe_order(first: Array, second: Array) -> tuple[Array, Array]:
     is_mixed = (first < 1) != (second < 1)
     both = first * second

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qtoolkit.casts.internal import (
+    elementwise,
     from_magnitude_ordinal,
     infinity_ordinal,
     magnitude_ordinal,
@@ -194,10 +195,16 @@ def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> 
     Compared as integers, so that subnormals count. Zero where nothing is finite; where
     `nan_wins`, NaN where one is among the elements.
     """
+    largest = _max(_finite(view, nan_wins), axes, explicit_spec(view))
+    return from_magnitude_ordinal(largest, view.dtype)
+
+
+@elementwise
+def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
+    """The places of magnitudes in their order, 0 for what does not count."""
     places, inf = magnitude_ordinal(view), infinity_ordinal(view.dtype)
     skipped = places == inf if nan_wins else places >= inf
-    finite = jnp.where(skipped, np.zeros_like(inf), places)
-    return from_magnitude_ordinal(_max(finite, axes, explicit_spec(view)), view.dtype)
+    return jnp.where(skipped, np.zeros_like(inf), places)
 
 
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:

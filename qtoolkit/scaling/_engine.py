@@ -7,7 +7,7 @@ all call what stands here.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from qtoolkit.casts import Projection, pack
 from qtoolkit.casts.internal import (
     NEAREST,
     codes_of,
+    elementwise,
     exact_float32,
     in_dtype,
     is_zero,
@@ -29,7 +30,7 @@ from qtoolkit.casts.internal import (
     round_values,
     values_of,
 )
-from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat
+from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat, TableFormat
 from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -114,15 +115,8 @@ def block_codes(
       scales, nonzero: As `find_scales` gives them.
     """
     blocks = blocks_of(x, spec)
-    projection = projection.drawn(x.shape).reshaped(blocks.split)
-
-    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
-
-    def rounded(divide: Map, multiply: Map) -> Array:
-        u = _scaled(view, divide, projection)
-        return blocks.join(element_codes(u, spec, projection, zero_point))
-
-    codes = _with_scales(rounded, spec, scales, blocks, nonzero)
+    elements = _elements(x, blocks, projection, scales)
+    codes = blocks.join(_of_elements(_codes, elements, spec, scales, blocks, nonzero))
     if not packed:
         return codes
     # Fused into the strides of packing, XLA's CPU would not vectorize the rounding.
@@ -139,20 +133,14 @@ def block_values(
 ) -> Array:
     """The values of those codes times their scales: as `dtype`, in the shape of `x`."""
     blocks = blocks_of(x, spec)
-    projection = projection.drawn(x.shape).reshaped(blocks.split)
     if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
         need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
         nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
-
-    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
-
-    def rounded(divide: Map, multiply: Map) -> Array:
-        q = element_values(_scaled(view, divide, projection), spec, projection, zero_point)
-        return in_dtype(blocks.join(multiply(q)), dtype)
-
-    return _with_scales(rounded, spec, scales, blocks, nonzero)
+    elements = _elements(x, blocks, projection, scales)
+    y = _of_elements(_values, elements, spec, scales, blocks, nonzero, np.dtype(dtype))
+    return blocks.join(y)
 
 
 def operand_values(
@@ -173,17 +161,10 @@ def operand_values(
     """
     scales, nonzero = find_scales(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
-    projection = projection.drawn(x.shape).reshaped(blocks.split)
-
-    view = blocks.split(x)
-
-    def rounded(divide: Map, multiply: Map) -> Array:
-        q = element_values(_scaled(view, divide, projection), spec, projection, None)
-        q, wide = blocks.join(q), exact_float32(x)
-        return jnp.where(jnp.isfinite(wide), q, wide).astype(x.dtype)
 
     def everything() -> Array:
-        return _with_scales(rounded, spec, scales, blocks)
+        elements = _elements(x, blocks, projection, scales)
+        return blocks.join(_of_elements(_operands, elements, spec, scales, blocks))
 
     if spec.has_powers or scales.scale is None:  # a branch already, or no division
         return everything(), scales
@@ -198,6 +179,7 @@ def operand_values(
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 
 
+@elementwise
 def _zeros_rounded(x: Array, fmt: Format) -> Array:
     """`x` without finite elements but zeros, as values of `fmt`, infinities and NaNs."""
     if isinstance(fmt, FloatFormat) and fmt.has_negative_zero:
@@ -208,12 +190,7 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
     """What `q * scale` is, of what `operand_values` gave, float32."""
     blocks = blocks_of(q, spec)
-    view = blocks.split(q)
-
-    def multiplied(divide: Map, multiply: Map) -> Array:
-        return blocks.join(multiply(exact_float32(view)))
-
-    return _with_scales(multiplied, spec, scales, blocks)
+    return blocks.join(_of_elements(_unscaled, blocks.split(q), spec, scales, blocks))
 
 
 def scaled_and_unscaled(
@@ -221,13 +198,9 @@ def scaled_and_unscaled(
 ) -> tuple[Array, Array]:
     """`scaled_values` of `x` and `unscaled_values` of `q`, by one spreading of the scales."""
     blocks = blocks_of(x, spec)
-    of_x, of_q = blocks.split(x), blocks.split(q)
-
-    def both(divide: Map, multiply: Map) -> tuple[Array, Array]:
-        u, y = divide(exact_float32(of_x)), multiply(exact_float32(of_q))
-        return blocks.join(u), blocks.join(y)
-
-    return _with_scales(both, spec, scales, blocks)
+    views = blocks.split(x), blocks.split(q)
+    u, y = _of_elements(_scaled_and_unscaled, views, spec, scales, blocks)
+    return blocks.join(u), blocks.join(y)
 
 
 def single_scale(scales: Scales, spec: BlockFormat) -> Array:
@@ -239,27 +212,18 @@ def single_scale(scales: Scales, spec: BlockFormat) -> Array:
 def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
     """What is rounded: `x` divided by its scales, plus the zero point; float32, shape of `x`."""
     blocks = blocks_of(x, spec)
-    view, zero_point = blocks.split(x), blocks.spread(scales.zero_point)
-
-    def unrounded(divide: Map, multiply: Map) -> Array:
-        u = divide(exact_float32(view))
-        return blocks.join(u if zero_point is None else u + zero_point.astype(jnp.float32))
-
-    return _with_scales(unrounded, spec, scales, blocks)
+    elements = _elements(x, blocks, NEAREST, scales)
+    return blocks.join(_of_elements(_unrounded, elements, spec, scales, blocks))
 
 
 def dequantized(
     codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
 ) -> Array:
     """The numbers that codes and scales stand for, in the shape of `codes`."""
-    view, zero_point = blocks.split(codes), blocks.spread(scales.zero_point)
-
-    def multiplied(divide: Map, multiply: Map) -> Array:
-        q = values_of(view, spec.element, jnp.float32)
-        q = q if zero_point is None else q - zero_point.astype(jnp.float32)
-        return in_dtype(blocks.join(multiply(q)), dtype)
-
-    return _with_scales(multiplied, spec, scales, blocks)
+    elements = _elements(codes, blocks, NEAREST, scales)
+    return blocks.join(
+        _of_elements(_dequantized, elements, spec, scales, blocks, None, np.dtype(dtype))
+    )
 
 
 def element_codes(
@@ -299,46 +263,141 @@ def _with_zero_point(
     return jnp.clip(moved, np.float32(first), np.float32(last))
 
 
-def _scaled(view: Array, divide: Map, projection: Projection) -> Array:
+class _Elements(NamedTuple):
+    """What belongs to each element, in the shape of the view of its blocks.
+
+    Attributes:
+      view: The numbers, or their codes.
+      projection: Drawn.
+      zero_point: int32, None where there is none.
+    """
+
+    view: Array
+    projection: Projection
+    zero_point: Array | None
+
+
+def _elements(x: Array, blocks: Blocks, projection: Projection, scales: Scales) -> _Elements:
+    view = blocks.split(x)
+    projection = projection.drawn(x.shape).reshaped(blocks.split)
+    zero_point = blocks.spread(scales.zero_point)
+    if zero_point is not None:
+        zero_point = jnp.broadcast_to(zero_point, view.shape)
+    return _Elements(view, projection, zero_point)
+
+
+# What is done to elements by functions that divide them by their scales, and multiply.
+
+
+def _codes(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+    return element_codes(_scaled(x, divide), spec, x.projection, x.zero_point)
+
+
+def _values(x: _Elements, spec: BlockFormat, dtype: Any, divide: Map, multiply: Map) -> Array:
+    q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
+    return in_dtype(multiply(q), dtype)
+
+
+def _operands(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+    q, wide = element_values(_scaled(x, divide), spec, x.projection, None), exact_float32(x.view)
+    return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
+
+
+def _unscaled(q: Array, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+    return multiply(exact_float32(q))
+
+
+def _scaled_and_unscaled(
+    views: tuple[Array, Array], spec: BlockFormat, dtype: None, divide: Map, multiply: Map
+) -> tuple[Array, Array]:
+    x, q = views
+    return divide(exact_float32(x)), multiply(exact_float32(q))
+
+
+def _unrounded(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+    u = divide(exact_float32(x.view))
+    return u if x.zero_point is None else u + x.zero_point.astype(jnp.float32)
+
+
+def _dequantized(x: _Elements, spec: BlockFormat, dtype: Any, divide: Map, multiply: Map) -> Array:
+    q = values_of(x.view, spec.element, jnp.float32)
+    q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
+    return in_dtype(multiply(q), dtype)
+
+
+def _scaled(x: _Elements, divide: Map) -> Array:
     """What is rounded: the elements, divided; next to nothing is not zero where that matters."""
-    x = exact_float32(view)
-    u = divide(x)
-    return kept_from_zero(u, x) if projection.rounding in _DIRECTED else u
+    wide = exact_float32(x.view)
+    u = divide(wide)
+    return kept_from_zero(u, wide) if x.projection.rounding in _DIRECTED else u
 
 
-def _with_scales(
-    compute: Callable[[Map, Map], Made],
+def _of_elements(
+    compute: Callable[[Any, BlockFormat, Any, Map, Map], Made],
+    elements: Any,
     spec: BlockFormat,
     scales: Scales,
     blocks: Blocks,
     nonzero: Array | None = None,
+    dtype: Any = None,
 ) -> Made:
-    """What `compute` makes of two functions: one divides elements of the view by their scales, the
-    other one multiplies.
-
-    Where scales are powers of two, on CPU a branch: `compute` should read the elements as they lie
-    in memory and make the result in its own dtype, because XLA writes out what enters and leaves a
-    branch (MXFP8 of bfloat16 took 4.7 times as long with float32 there).
+    """What `compute` makes of elements in the view and two functions: one divides by their scales,
+    the other one multiplies. One operation; on CPU, where scales are powers of two, a branch: XLA
+    writes out what enters and leaves it, so that `compute` should read the elements as they lie in
+    memory and make the result in its own dtype (MXFP8 of bfloat16 took 4.7 times as long with
+    float32 there).
     """
+    given = compute, elements, spec, dtype
+    shape = jax.tree.leaves(elements)[0].shape
+
+    def by(way: Callable[..., Made], *factors: Array) -> Made:
+        if isinstance(spec.element, TableFormat):  # looked up in tables
+            way = way.__wrapped__  # type: ignore[attr-defined]
+        return way(*given, *(jnp.broadcast_to(factor, shape) for factor in factors))
+
     if scales.scale is None:
-        return compute(lambda x: x, lambda q: q)
+        return by(_unchanged)
     if not spec.has_powers:
-        scale = blocks.spread(effective(scales.scale, scales.tensor_scale, spec))
-        return compute(lambda x: quotient(x, scale), lambda q: product(q, scale))
+        return by(_by_scale, blocks.spread(effective(scales.scale, scales.tensor_scale, spec)))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     down, up = factors(exponent, is_nan)
-
-    def exactly() -> Made:
-        return compute(
-            lambda x: shifted(x, -exponent, is_nan), lambda q: shifted(q, exponent, is_nan)
-        )
-
-    def by_factors() -> Made:
-        return compute(lambda x: x * down, lambda q: q * up)
-
     safe = are_safe(exponent, spec) | is_nan
     all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
-    return lax.cond(on_cpu() & all_safe, by_factors, exactly)
+    return lax.cond(
+        on_cpu() & all_safe,
+        lambda: by(_by_factors, down, up),
+        lambda: by(_by_exponent, exponent, is_nan),
+    )
+
+
+@elementwise
+def _unchanged(compute: Any, elements: Any, spec: BlockFormat, dtype: Any) -> Any:
+    return compute(elements, spec, dtype, lambda x: x, lambda q: q)
+
+
+@elementwise
+def _by_scale(compute: Any, elements: Any, spec: BlockFormat, dtype: Any, scale: Array) -> Any:
+    return compute(elements, spec, dtype, lambda x: quotient(x, scale), lambda q: product(q, scale))
+
+
+@elementwise
+def _by_factors(
+    compute: Any, elements: Any, spec: BlockFormat, dtype: Any, down: Array, up: Array
+) -> Any:
+    return compute(elements, spec, dtype, lambda x: x * down, lambda q: q * up)
+
+
+@elementwise
+def _by_exponent(
+    compute: Any, elements: Any, spec: BlockFormat, dtype: Any, exponent: Array, is_nan: Array
+) -> Any:
+    return compute(
+        elements,
+        spec,
+        dtype,
+        lambda x: shifted(x, -exponent, is_nan),
+        lambda q: shifted(q, exponent, is_nan),
+    )
 
 
 def _nowhere(x: Array) -> Array:

@@ -4,7 +4,6 @@ Scales are used as they are stored, that is rounded. Powers of two are exponents
 results may be subnormal. All others are float32 numbers, by IEEE division and multiplication.
 """
 
-import functools
 from fractions import Fraction
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 
 from qtoolkit.casts.internal import (
     binary_parts,
+    elementwise,
     from_stored,
     is_zero,
     power_from_stored,
@@ -52,8 +52,6 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
     return _quotient_scale(amax, fmt.max_finite, _LEAST)
 
 
-# Traced once for each shape of scales: those of a tensor are alike, whatever its own shape.
-@functools.partial(jax.jit, static_argnames="spec")
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
     """The scale of blocks with this amax, as it is stored, by the rule of `spec`.
 
@@ -65,6 +63,16 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     Returns:
       Shape of `amax`; the dtype of the scale format, or its codes where it has none.
     """
+    if tensor_scale is None:
+        return _scale_from(amax, spec)
+    second = from_stored(tensor_scale, spec.tensor_scale)
+    return _scale_from(amax, spec, jnp.ones_like(amax) * second)
+
+
+@elementwise
+def _scale_from(
+    amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None = None
+) -> jax.Array:
     assert spec.scale is not None
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
@@ -74,9 +82,7 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     if tensor_scale is None:
         return to_stored(_quotient_scale(amax, spec.largest, least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
-    assert spec.tensor_scale is not None
-    second = from_stored(tensor_scale, spec.tensor_scale)
-    scale = quotient(scale, jnp.ones_like(scale) * second)
+    scale = quotient(scale, tensor_scale)
     return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 
@@ -95,6 +101,7 @@ def least_scale(fmt: FloatFormat) -> Fraction:
     return fmt.min_normal if not fmt.has_zero else max(fmt.min_subnormal, _LEAST)
 
 
+@elementwise
 def asymmetric(
     lowest: jax.Array, largest: jax.Array, spec: BlockFormat
 ) -> tuple[jax.Array, jax.Array]:
@@ -173,6 +180,7 @@ def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
     return (exponent >= lowest) & (exponent <= _SAFE)
 
 
+@elementwise
 def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.Array:
     """`amax / largest`, at least `least`, a power of two; 1 where `amax` is zero.
 

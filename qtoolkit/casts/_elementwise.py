@@ -1,0 +1,238 @@
+"""Elementwise functions as operations of their own, traced once for all shapes.
+
+Rounding an array takes twenty to sixty operations of JAX. Written out, they are traced again for
+every shape, differentiated, and lowered one by one: most of what tracing a quantized model took.
+Here such a function is one operation that holds what it does to numbers, scalars, as a jaxpr, found
+once for their dtypes. Where a program is lowered the jaxpr is replayed on arrays.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def elementwise(function: Function) -> Function:
+    """`function` as one operation. Its derivative is zero: use it where a rule of its own gives the
+    derivative.
+
+    Args:
+      function: Of arrays of one shape, and pytrees of them, beside which any hashable arguments may
+        stand; gives an array of that shape or a pytree of them. Each element of the result follows
+        from the elements at its place, and operations of JAX that do the same to numbers as to
+        arrays find it: no reduction, no gathering, no reshaping.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if _inlined.depth:
+            return function(*arguments)
+        leaves, structure = jax.tree.flatten(arguments)
+        is_array = tuple(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+        arrays = [leaf for leaf, given in zip(leaves, is_array, strict=True) if given]
+        others = tuple(leaf for leaf, given in zip(leaves, is_array, strict=True) if not given)
+        dtypes = tuple(x.dtype for x in arrays)
+        x64 = bool(jax.config.read("jax_enable_x64"))
+        does = _does(function, structure, is_array, others, dtypes, x64)
+        outs = _elementwise.bind(*varying_alike(*arrays), jaxpr=does.jaxpr)
+        return jax.tree.unflatten(does.structure, outs)
+
+    return call  # type: ignore[return-value]
+
+
+class _Does(NamedTuple):
+    """What a function does to numbers, and the structure of its result."""
+
+    jaxpr: ClosedJaxpr
+    structure: Any
+
+
+class _Inlined(threading.local):
+    """Whether the functions called are parts of one that is being traced."""
+
+    depth = 0
+
+
+_inlined = _Inlined()
+
+
+@contextmanager
+def _inlining() -> Iterator[None]:
+    _inlined.depth += 1
+    try:
+        yield
+    finally:
+        _inlined.depth -= 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _does(
+    function: Callable[..., Any],
+    structure: Any,
+    is_array: tuple[bool, ...],
+    others: tuple[Any, ...],
+    dtypes: tuple[Any, ...],
+    x64: bool,
+) -> _Does:
+    del x64  # which types there are
+    out_structure = None
+
+    def flat(*numbers: jax.Array) -> list[jax.Array]:
+        nonlocal out_structure
+        given, rest = iter(numbers), iter(others)
+        leaves = [next(given if it_is else rest) for it_is in is_array]
+        with _inlining():
+            out = function(*jax.tree.unflatten(structure, leaves))
+        outs, out_structure = jax.tree.flatten(out)
+        return outs
+
+    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
+
+
+def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
+    """What the jaxpr does to numbers, done to arrays."""
+    values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    values |= zip(jaxpr.jaxpr.invars, arrays, strict=True)
+
+    def read(variable: Any) -> Any:
+        if isinstance(variable, Literal):
+            return np.asarray(variable.val, variable.aval.dtype)
+        return values[variable]
+
+    for equation in jaxpr.jaxpr.eqns:
+        operands = [read(variable) for variable in equation.invars]
+        if "jaxpr" in equation.params and equation.primitive is not _elementwise:
+            outs = _replayed(*operands, jaxpr=equation.params["jaxpr"])
+        else:
+            if equation.primitive in _OF_ONE_SHAPE:
+                operands = _of_one_shape(operands)
+            outs = equation.primitive.bind(*operands, **equation.params)
+            outs = outs if equation.primitive.multiple_results else [outs]
+        values |= zip(equation.outvars, outs, strict=True)
+    return _of_one_shape([*map(read, jaxpr.jaxpr.outvars), *arrays])[: len(jaxpr.out_avals)]
+
+
+def _of_one_shape(operands: list[Any]) -> list[Any]:
+    """Constants, which are numbers, in the shape of the arrays beside them."""
+    like = next((x for x in operands if np.ndim(x)), None)
+    if like is None:
+        return operands
+    return [x if np.ndim(x) else lax.full_like(like, x, dtype=x.dtype) for x in operands]
+
+
+def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+    assert len({x.shape for x in avals}) == 1, avals
+    return [avals[0].update(dtype=out.dtype, weak_type=False) for out in jaxpr.out_avals]
+
+
+_elementwise = Primitive("elementwise")
+_elementwise.multiple_results = True
+# All others, sums and comparisons for instance, take numbers beside arrays.
+_OF_ONE_SHAPE: set[Any] = {lax.select_n_p, _elementwise}
+
+
+def by_platform(
+    name: str,
+    *,
+    cpu: Callable[..., jax.Array],
+    others: Callable[..., jax.Array],
+    aval: Callable[..., Any],
+) -> Callable[..., jax.Array]:
+    """A function of arrays of one shape, elementwise: `cpu` on CPUs, `others` elsewhere.
+
+    What is exact on CPUs is not so everywhere. `jax.lax.platform_dependent` would trace both
+    versions at every use, and leave conditionals to the compiler. This is one operation while it is
+    traced, and one version where it is compiled. Its derivative is zero, as that of `elementwise`.
+
+    Args:
+      aval: The result's type from those of the arguments, which vary along the same axes of a mesh.
+    """
+    primitive = Primitive(name)
+    _OF_ONE_SHAPE.add(primitive)
+    primitive.def_abstract_eval(aval)
+    _define(primitive, others)
+    mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
+    return lambda *operands: primitive.bind(*varying_alike(*operands))
+
+
+def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, each of which varies along all mesh axes that one of them varies along.
+
+    Inside `jax.shard_map` JAX's own operations see to that by themselves. What did not vary gets
+    the sum of its cotangents.
+    """
+    if len(arrays) == 1:
+        return arrays
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset().union(*varying)
+    return tuple(
+        lax.pcast(x, tuple(every - along), to="varying") if along != every else x
+        for x, along in zip(arrays, varying, strict=True)
+    )
+
+
+def _define(primitive: Primitive, function: Callable[..., Any]) -> None:
+    """What all operations here have in common; `function` is what they are lowered to."""
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    lowered = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, lowered)
+
+
+def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    del tangents
+    out = primitive.bind(*primals, **params)
+    return out, jax.tree.map(lambda x: ad.Zero(jax.typeof(x).to_tangent_aval()), out)
+
+
+def _batched(
+    primitive: Primitive,
+    axis: Any,
+    operands: tuple[jax.Array, ...],
+    places: tuple[Any, ...],
+    **params: Any,
+) -> tuple[Any, Any]:
+    if all(place is None for place in places):  # JAX calls such rules then, too
+        out = primitive.bind(*operands, **params)
+        return out, jax.tree.map(lambda x: None, out)
+    moved = (
+        # Along an axis of an Explicit mesh, if that is what is mapped.
+        batching.broadcast(x, axis.size, 0, axis.explicit_mesh_axis)
+        if place is None
+        else jnp.moveaxis(x, place, 0)
+        for x, place in zip(operands, places, strict=True)
+    )
+    out = primitive.bind(*moved, **params)
+    return out, jax.tree.map(lambda x: 0, out)
+
+
+_elementwise.def_abstract_eval(_abstract_eval)
+_define(_elementwise, _replayed)
+
+_on_cpu = by_platform(
+    "on_cpu",
+    cpu=lambda: jnp.asarray(True),
+    others=lambda: jnp.asarray(False),
+    aval=lambda: jax.typeof(np.True_),
+)
+
+
+def on_cpu() -> jax.Array:
+    """Whether the program runs on a CPU: a constant where it is compiled (where it is loaded, if it
+    was exported for several platforms), so that XLA takes the branch of a `lax.cond` that it
+    decides. A branch keeps XLA's CPU from repeating work in every kernel that reads its result; a
+    GPU waits there for its host.
+    """
+    return _on_cpu()
