@@ -57,7 +57,7 @@ def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
     """By a divisor that depends on `a`: XLA would make a reciprocal of one that does not."""
-    return a / jnp.where(a == a, b, jnp.ones_like(b))
+    return lax.div(a, lax.select(lax.eq(a, a), b, lax.full_like(b, 1)))
 
 
 def _corrected_quotient(

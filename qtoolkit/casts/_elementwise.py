@@ -6,6 +6,7 @@ Here such a function is one operation that holds what it does to numbers, scalar
 once for their dtypes. Where a program is lowered the jaxpr is replayed on arrays.
 """
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def elementwise(function: Function) -> Function:
       function: Of arrays of one shape, and pytrees of them, beside which any hashable arguments may
         stand; gives an array of that shape or a pytree of them. Each element of the result follows
         from the elements at its place, and operations of JAX that do the same to numbers as to
-        arrays find it: no reduction, no gathering, no reshaping.
+        arrays find it, and `look_up`: no reduction, no reshaping.
     """
 
     @functools.wraps(function)
@@ -44,7 +45,7 @@ def elementwise(function: Function) -> Function:
         dtypes = tuple(x.dtype for x in arrays)
         x64 = bool(jax.config.read("jax_enable_x64"))
         does = _does(function, structure, is_array, others, dtypes, x64)
-        outs = _elementwise.bind(*varying_alike(*arrays), jaxpr=does.jaxpr)
+        outs = _elementwise.bind(*_alike(*arrays), jaxpr=does.jaxpr)
         return jax.tree.unflatten(does.structure, outs)
 
     return call  # type: ignore[return-value]
@@ -104,6 +105,7 @@ def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
     """What the jaxpr does to numbers, done to arrays."""
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= zip(jaxpr.jaxpr.invars, arrays, strict=True)
+    is_varying = any(jax.typeof(x).manual_axis_type.varying for x in arrays)
 
     def read(variable: Any) -> Any:
         if isinstance(variable, Literal):
@@ -117,6 +119,8 @@ def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
         else:
             if equation.primitive in _OF_ONE_SHAPE:
                 operands = _of_one_shape(operands)
+            if is_varying:
+                operands = varying_alike(*operands)
             outs = equation.primitive.bind(*operands, **equation.params)
             outs = outs if equation.primitive.multiple_results else [outs]
         values |= zip(equation.outvars, outs, strict=True)
@@ -138,6 +142,7 @@ def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
 
 _elementwise = Primitive("elementwise")
 _elementwise.multiple_results = True
+_look_up = Primitive("look_up")
 # All others, sums and comparisons for instance, take numbers beside arrays.
 _OF_ONE_SHAPE: set[Any] = {lax.select_n_p, _elementwise}
 
@@ -163,7 +168,25 @@ def by_platform(
     primitive.def_abstract_eval(aval)
     _define(primitive, others)
     mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
-    return lambda *operands: primitive.bind(*varying_alike(*operands))
+    return lambda *operands: primitive.bind(*_alike(*operands))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """Constants to look up; hashable, by identity."""
+
+    entries: np.ndarray
+
+
+def look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    """The entries of a table at non-negative indices, none of which lies outside; elementwise."""
+    return _look_up.bind(index, table=_Table(table))
+
+
+def _entries(index: jax.Array, *, table: _Table) -> jax.Array:
+    sharding = jax.typeof(index).sharding  # explicit meshes ask for it
+    entries = jnp.asarray(table.entries).at[index]
+    return entries.get(mode="promise_in_bounds", out_sharding=sharding)
 
 
 def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -180,6 +203,17 @@ def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         lax.pcast(x, tuple(every - along), to="varying") if along != every else x
         for x, along in zip(arrays, varying, strict=True)
     )
+
+
+def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, `varying_alike`, and on Explicit meshes all sharded as one of them is."""
+    if len(arrays) == 1:
+        return arrays
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    if any(spec != specs[0] for spec in specs):
+        spec = max(specs, key=lambda spec: sum(entry is not None for entry in spec))
+        arrays = tuple(jax.sharding.reshard(x, spec) for x in arrays)
+    return varying_alike(*arrays)
 
 
 def _define(primitive: Primitive, function: Callable[..., Any]) -> None:
@@ -220,6 +254,8 @@ def _batched(
 
 _elementwise.def_abstract_eval(_abstract_eval)
 _define(_elementwise, _replayed)
+_look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
+_define(_look_up, _entries)
 
 _on_cpu = by_platform(
     "on_cpu",

@@ -153,18 +153,14 @@ def check_target(where: str, fmt: Format) -> None:
         )
 
 
+@elementwise
 def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
     """`x`, of any dtype of `SOURCES`, rounded once to the codes of `fmt`, as `fmt.code_dtype`."""
-    if isinstance(fmt, TableFormat):
-        return table_codes(_as_float(x, fmt), fmt, projection)
-    return _codes_of(x, fmt, projection)
-
-
-@elementwise
-def _codes_of(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projection) -> jax.Array:
     is_integer = isinstance(format(x.dtype), IntFormat)
     if isinstance(fmt, IntFormat) and is_integer:
         return codes_of_integers(x, fmt, projection.saturation)
+    if isinstance(fmt, TableFormat):
+        return table_codes(_as_float(x, fmt), fmt, projection)
     by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
         if by_pattern and adds(fmt, projection.saturation):
@@ -178,18 +174,12 @@ def _codes_of(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projection
     return codes.astype(fmt.code_dtype)
 
 
+@elementwise
 def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax.Array:
     """`x` rounded once to the values of `fmt`, in its own dtype, which must hold them.
 
     Without checks and without a derivative: what the differentiable casts are built on.
     """
-    if isinstance(fmt, TableFormat):
-        return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
-    return _round_values(x, fmt, projection)
-
-
-@elementwise
-def _round_values(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projection) -> jax.Array:
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
         bits = float_values(pattern(x), fmt, projection)
@@ -199,19 +189,15 @@ def _round_values(x: jax.Array, fmt: FloatFormat | IntFormat, projection: Projec
     return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
 
 
+@elementwise
 def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
     """The values of codes of `fmt` in a dtype that holds them."""
     target = format(dtype)
+    if isinstance(fmt, IntFormat):
+        return _values_of_integers(codes, fmt, target)
     if isinstance(fmt, TableFormat):
         wide = np.dtype(np.float32 if holds(fmt, np.float32) else np.float64)
         return _converted(table_values(codes, fmt, wide), target)
-    return _values_of(codes, fmt, target)
-
-
-@elementwise
-def _values_of(codes: jax.Array, fmt: FloatFormat | IntFormat, target: Format) -> jax.Array:
-    if isinstance(fmt, IntFormat):
-        return _values_of_integers(codes, fmt, target)
     assert isinstance(target, FloatFormat)
     if holds(fmt, np.float32) and target.bits <= 32:
         bits = float_pattern(codes.astype(jnp.uint32), fmt)

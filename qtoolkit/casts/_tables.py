@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from qtoolkit.casts._elementwise import look_up
 from qtoolkit.casts._projection import Projection
 from qtoolkit.formats import Overflow, TableFormat
 
@@ -40,7 +41,7 @@ def table_codes(x: jax.Array, fmt: TableFormat, projection: Projection) -> jax.A
 
 def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Array:
     """What codes of `fmt` stand for, in a dtype that holds it."""
-    return _at(fmt.values().astype(dtype), codes.astype(jnp.int32))
+    return look_up(fmt.values().astype(dtype), codes.astype(jnp.int32))
 
 
 def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
@@ -55,23 +56,17 @@ def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.A
             continue
         bucket = (key >> key.dtype.type(shift)) + key.dtype.type(2 ** (bits - 1))
         never = np.array([np.iinfo(thresholds.dtype).max], thresholds.dtype)
-        reached = key >= _at(np.concatenate([thresholds, never])[least], bucket)
-        return jnp.where(reached, _at(codes[most], bucket), _at(codes[least], bucket))
+        reached = key >= look_up(np.concatenate([thresholds, never])[least], bucket)
+        return jnp.where(reached, look_up(codes[most], bucket), look_up(codes[least], bucket))
     rank = jnp.zeros_like(key)  # else a binary search, in a ladder as long as a power of two
     steps = [1 << n for n in reversed(range(len(thresholds).bit_length()))]
     last = np.array(np.iinfo(thresholds.dtype).max, thresholds.dtype)
     ladder = np.full(2 * steps[0], last)
     ladder[: len(thresholds)] = thresholds
     for step in steps:
-        reached = key >= _at(ladder, rank + key.dtype.type(step - 1))
+        reached = key >= look_up(ladder, rank + key.dtype.type(step - 1))
         rank = rank + reached.astype(key.dtype) * key.dtype.type(step)
-    return _at(np.append(codes, np.repeat(codes[-1:], len(ladder))), rank)
-
-
-def _at(table: np.ndarray, index: jax.Array) -> jax.Array:
-    """The entries of a table, sharded as the index: explicit meshes ask for it."""
-    sharding = jax.typeof(index).sharding
-    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", out_sharding=sharding)
+    return look_up(np.append(codes, np.repeat(codes[-1:], len(ladder))), rank)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     E2M1FN,
@@ -30,6 +31,7 @@ RULES = (*POWER_RULES, "amax")
 _WIDEST = Fraction(2) ** 100
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFormat:
     """Elements of one format in blocks that share a scale: x ~ q * scale. Frozen, hashable.

@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qtoolkit.formats._hashing import hashed_once
+
 
 class Specials(enum.Enum):
     """Which codes of a format are not finite numbers."""
@@ -30,6 +32,7 @@ class Overflow(enum.Enum):
     MAX = enum.auto()
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FloatFormat:
     """A binary floating-point format. Frozen, hence hashable: a static argument of `jax.jit`.

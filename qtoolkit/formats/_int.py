@@ -7,8 +7,10 @@ import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy
 import numpy as np
 
 from qtoolkit.formats._float import check_code, check_dtype, float64_values, unsigned_dtype
+from qtoolkit.formats._hashing import hashed_once
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntFormat:
     """An integer format. Frozen, hence hashable: a static argument of `jax.jit`.

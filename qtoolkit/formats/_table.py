@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.formats._float import Overflow, check_code, float64_values, unsigned_dtype
+from qtoolkit.formats._hashing import hashed_once
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableFormat:
     """A format given by the value of each code. Frozen, hence hashable.

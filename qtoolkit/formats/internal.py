@@ -2,5 +2,6 @@
 
 from qtoolkit.formats._float import unsigned_dtype
 from qtoolkit.formats._granularity import scaled_by
+from qtoolkit.formats._hashing import hashed_once
 
-__all__ = ["scaled_by", "unsigned_dtype"]
+__all__ = ["hashed_once", "scaled_by", "unsigned_dtype"]

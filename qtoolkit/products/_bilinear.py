@@ -76,8 +76,9 @@ class DotGeneral:
         )
 
     def transposed(self, side: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
-        """The gradient of one side as a product of its own, which takes arrays of 8-bit floats:
-        `jax.linear_transpose` would widen both.
+        """The gradient of one side as a product of its own: it takes arrays of 8-bit floats, which
+        `jax.linear_transpose` would widen, and is sooner traced. Not for arrays
+        on Explicit meshes.
         """
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]

@@ -21,6 +21,7 @@ from qtoolkit.casts.internal import (
     values_of,
 )
 from qtoolkit.formats import E4M3FN, BlockFormat, Format, IntFormat, Overflow
+from qtoolkit.formats.internal import hashed_once
 from qtoolkit.gradients.internal import differentiable_widened
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._recipe import Delayed, Hadamard, Operand, Static
@@ -76,6 +77,7 @@ class Rounded:
         return _unscaled(self.q, self.scales, self.spec)
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """An operand of a recipe for an array in a product: its blocks have their axes. Hashable.

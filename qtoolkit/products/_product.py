@@ -32,6 +32,7 @@ from qtoolkit.casts.internal import (
     varying_alike,
 )
 from qtoolkit.formats import FloatFormat
+from qtoolkit.formats.internal import hashed_once
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
@@ -51,7 +52,7 @@ from qtoolkit.products._recipe import Operand, Recipe, check_recipe
 from qtoolkit.products._stored import restored_operand
 from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
 from qtoolkit.scaling import QArray
-from qtoolkit.scaling.internal import Scales, amax_of, histogram
+from qtoolkit.scaling.internal import Scales, amax_of, explicit_spec, histogram
 
 Array = jax.Array
 Given: TypeAlias = Array | QArray
@@ -196,6 +197,7 @@ def _check_held(where: str, recipe: Recipe, *dtypes: Any) -> None:
                 check_holds(where, operand.spec.element, dtype)
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """A product without its arrays. Products alike are traced once."""
@@ -415,6 +417,7 @@ def _stacked(plan: _Plan, rows: dict[int, Array]) -> Array:
     return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class _Facts:
     """What the tangent of a product and its transpose both know."""
@@ -517,11 +520,18 @@ class _Transposed:
     wide: jax.ShapeDtypeStruct
 
     def __call__(self, q_g: Array, q: Array) -> Array:
-        if isinstance(self.function, DotGeneral) and q_g.dtype.itemsize == q.dtype.itemsize == 1:
+        if not q_g.dtype.itemsize == q.dtype.itemsize == 1:
+            q_g, q = q_g.astype(jnp.float32), q.astype(jnp.float32)
+        if isinstance(self.function, DotGeneral) and not _is_explicit(q_g, q):
             return self.function.transposed(self.side, q_g, q)
         function = _OnSide(self.function, self.side, self.extra)
         along = functools.partial(function, q=q)
         return jax.linear_transpose(along, self.wide)(q_g.astype(jnp.float32))[0]
+
+
+def _is_explicit(*arrays: Array) -> bool:
+    """Whether arrays lie on an Explicit mesh."""
+    return any(any(explicit_spec(x)) for x in arrays)
 
 
 def _struct(x: Array) -> jax.ShapeDtypeStruct:
@@ -566,6 +576,11 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     # Without a barrier XLA's compiler for GPUs pulls what makes the scales into the kernel of the
     # product and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
     first, second = lax.optimization_barrier(_in_safe_order(first, second))
+    return _times_both(x, jnp.broadcast_to(first, x.shape), jnp.broadcast_to(second, x.shape))
+
+
+@elementwise
+def _times_both(x: Array, first: Array, second: Array) -> Array:
     return settled(settled(x * first) * second)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST
 from qtoolkit.formats import E4M3FN, E5M2, BlockFormat, SpecLike, spec
+from qtoolkit.formats.internal import hashed_once
 
 ARITHMETIC = ("emulate", "native")
 
@@ -111,6 +112,7 @@ class Hadamard:
 Scaling: TypeAlias = Current | Delayed | Static | Learned
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """What one operand of a product is rounded to. Frozen, hence hashable.
@@ -214,6 +216,7 @@ _FORWARD, _GRADIENT = Operand(BlockFormat.tensor(E4M3FN)), Operand(BlockFormat.t
 _UNSET: Any = object()
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Recipe:
     """What a quantized product and the products of its derivatives round. Frozen, hashable.

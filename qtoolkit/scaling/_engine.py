@@ -30,7 +30,7 @@ from qtoolkit.casts.internal import (
     round_values,
     values_of,
 )
-from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat, TableFormat
+from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat
 from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -351,8 +351,6 @@ def _of_elements(
     shape = jax.tree.leaves(elements)[0].shape
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
-        if isinstance(spec.element, TableFormat):  # looked up in tables
-            way = way.__wrapped__  # type: ignore[attr-defined]
         return way(*given, *(jnp.broadcast_to(factor, shape) for factor in factors))
 
     if scales.scale is None:

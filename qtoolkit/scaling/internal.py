@@ -1,6 +1,6 @@
 """What the packages above need of scaling and users do not: the engine that quantizes."""
 
-from qtoolkit.scaling._blocks import magnitude_max
+from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
 from qtoolkit.scaling._engine import (
     Scales,
     block_codes,
@@ -38,6 +38,7 @@ __all__ = [
     "check_quantize",
     "effective",
     "element_values",
+    "explicit_spec",
     "extreme",
     "find_scales",
     "histogram",

@@ -1,0 +1,27 @@
+"""Hashes that are found once."""
+
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
+
+
+def hashed_once(cls: Class) -> Class:
+    """A frozen dataclass whose objects keep their hash.
+
+    Formats and recipes are static arguments of `jax.jit`, which hashes them at every call, and a
+    recipe holds six operands with formats of their own.
+    """
+    found = cls.__hash__
+
+    def kept(self: Any) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = found(self)
+        return known
+
+    def without_hash(self: Any) -> dict[str, Any]:  # another process hashes strings otherwise
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    cls.__hash__ = kept  # type: ignore[assignment]
+    cls.__getstate__ = without_hash  # type: ignore[attr-defined]
+    return cls
