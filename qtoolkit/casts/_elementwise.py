@@ -42,9 +42,12 @@ def elementwise(function: Function) -> Function:
         is_array = tuple(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
         arrays = [leaf for leaf, given in zip(leaves, is_array, strict=True) if given]
         others = tuple(leaf for leaf, given in zip(leaves, is_array, strict=True) if not given)
-        dtypes = tuple(x.dtype for x in arrays)
-        x64 = bool(jax.config.read("jax_enable_x64"))
-        does = _does(function, structure, is_array, others, dtypes, x64)
+        # 1 and 1.0 are equal, and so are 0.0 and -0.0, but not what they make.
+        kinds = tuple(
+            (type(x), str(x) if isinstance(x, float | np.floating) else "") for x in others
+        )
+        dtypes = (*(x.dtype for x in arrays), bool(jax.config.read("jax_enable_x64")))
+        does = _does(function, structure, is_array, others, kinds, dtypes)
         outs = _elementwise.bind(*_alike(*arrays), jaxpr=does.jaxpr)
         return jax.tree.unflatten(does.structure, outs)
 
@@ -82,10 +85,13 @@ def _does(
     structure: Any,
     is_array: tuple[bool, ...],
     others: tuple[Any, ...],
+    kinds: tuple[Any, ...],
     dtypes: tuple[Any, ...],
-    x64: bool,
 ) -> _Does:
-    del x64  # which types there are
+    """Found once: `kinds`, and the last of `dtypes`, whether there are 64-bit ones, tell apart what
+    is equal otherwise.
+    """
+    del kinds
     out_structure = None
 
     def flat(*numbers: jax.Array) -> list[jax.Array]:
@@ -97,7 +103,7 @@ def _does(
         outs, out_structure = jax.tree.flatten(out)
         return outs
 
-    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes[:-1]]
     return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
 
 
@@ -109,12 +115,13 @@ def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
 
     def read(variable: Any) -> Any:
         if isinstance(variable, Literal):
-            return np.asarray(variable.val, variable.aval.dtype)
+            aval: Any = variable.aval
+            return np.asarray(variable.val, aval.dtype)
         return values[variable]
 
     for equation in jaxpr.jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
-        if "jaxpr" in equation.params and equation.primitive is not _elementwise:
+        operands: Any = [read(variable) for variable in equation.invars]
+        if "jaxpr" in equation.params:  # a function of JAX with a jit of its own
             outs = _replayed(*operands, jaxpr=equation.params["jaxpr"])
         else:
             if equation.primitive in _OF_ONE_SHAPE:
@@ -136,7 +143,6 @@ def _of_one_shape(operands: list[Any]) -> list[Any]:
 
 
 def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
-    assert len({x.shape for x in avals}) == 1, avals
     return [avals[0].update(dtype=out.dtype, weak_type=False) for out in jaxpr.out_avals]
 
 
@@ -144,7 +150,7 @@ _elementwise = Primitive("elementwise")
 _elementwise.multiple_results = True
 _look_up = Primitive("look_up")
 # All others, sums and comparisons for instance, take numbers beside arrays.
-_OF_ONE_SHAPE: set[Any] = {lax.select_n_p, _elementwise}
+_OF_ONE_SHAPE: set[Any] = {lax.select_n_p}
 
 
 def by_platform(
@@ -209,6 +215,9 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays, `varying_alike`, and on Explicit meshes all sharded as one of them is."""
     if len(arrays) == 1:
         return arrays
+    shapes = list(dict.fromkeys(x.shape for x in arrays))
+    if len(shapes) > 1:
+        raise TypeError(f"elementwise: arrays of shapes {' and '.join(map(str, shapes))}, not one")
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     if any(spec != specs[0] for spec in specs):
         spec = max(specs, key=lambda spec: sum(entry is not None for entry in spec))

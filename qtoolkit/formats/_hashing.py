@@ -11,7 +11,7 @@ def hashed_once(cls: Class) -> Class:
     Formats and recipes are static arguments of `jax.jit`, which hashes them at every call, and a
     recipe holds six operands with formats of their own.
     """
-    found = cls.__hash__
+    found: Any = cls.__hash__
 
     def kept(self: Any) -> int:
         known: int | None = self.__dict__.get("_hash")
@@ -22,6 +22,6 @@ def hashed_once(cls: Class) -> Class:
     def without_hash(self: Any) -> dict[str, Any]:  # another process hashes strings otherwise
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    cls.__hash__ = kept  # type: ignore[assignment]
-    cls.__getstate__ = without_hash  # type: ignore[attr-defined]
+    for name, method in (("__hash__", kept), ("__getstate__", without_hash)):
+        setattr(cls, name, method)
     return cls

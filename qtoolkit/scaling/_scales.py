@@ -65,6 +65,7 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     """
     if tensor_scale is None:
         return _scale_from(amax, spec)
+    assert spec.tensor_scale is not None
     second = from_stored(tensor_scale, spec.tensor_scale)
     return _scale_from(amax, spec, jnp.ones_like(amax) * second)
 
