@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -46,9 +46,10 @@ def elementwise(function: Function) -> Function:
         kinds = tuple(
             (type(x), str(x) if isinstance(x, float | np.floating) else "") for x in others
         )
-        dtypes = (*(x.dtype for x in arrays), bool(jax.config.read("jax_enable_x64")))
-        does = _does(function, structure, is_array, others, kinds, dtypes)
-        outs = _elementwise.bind(*_alike(*arrays), jaxpr=does.jaxpr)
+        dtypes = tuple(x.dtype for x in arrays)
+        x64 = bool(jax.config.read("jax_enable_x64"))
+        does = _does(function, structure, is_array, others, kinds, dtypes, x64)
+        outs = _elementwise.bind(*_alike(*arrays), jaxpr=does.jaxpr, x64=x64)
         return jax.tree.unflatten(does.structure, outs)
 
     return call  # type: ignore[return-value]
@@ -87,11 +88,10 @@ def _does(
     others: tuple[Any, ...],
     kinds: tuple[Any, ...],
     dtypes: tuple[Any, ...],
+    x64: bool,
 ) -> _Does:
-    """Found once: `kinds`, and the last of `dtypes`, whether there are 64-bit ones, tell apart what
-    is equal otherwise.
-    """
-    del kinds
+    """Found once; `kinds` and `x64` tell apart what is equal otherwise."""
+    del kinds, x64
     out_structure = None
 
     def flat(*numbers: jax.Array) -> list[jax.Array]:
@@ -103,8 +103,16 @@ def _does(
         outs, out_structure = jax.tree.flatten(out)
         return outs
 
-    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes[:-1]]
+    numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
     return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
+
+
+def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Array]:
+    """The operation. Programs are lowered outside of the `jax.enable_x64` that they were traced in,
+    where constants would lose 32 of their 64 bits.
+    """
+    with jax.enable_x64(True) if x64 else nullcontext():
+        return _replayed(*arrays, jaxpr=jaxpr)
 
 
 def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
@@ -142,7 +150,7 @@ def _of_one_shape(operands: list[Any]) -> list[Any]:
     return [x if np.ndim(x) else lax.full_like(like, x, dtype=x.dtype) for x in operands]
 
 
-def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+def _abstract_eval(*avals: Any, jaxpr: ClosedJaxpr, x64: bool) -> list[Any]:
     return [avals[0].update(dtype=out.dtype, weak_type=False) for out in jaxpr.out_avals]
 
 
@@ -262,7 +270,7 @@ def _batched(
 
 
 _elementwise.def_abstract_eval(_abstract_eval)
-_define(_elementwise, _replayed)
+_define(_elementwise, _evaluated)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 

@@ -138,9 +138,8 @@ def block_values(
         # becomes 448 * 2**-127: such a block is not one of zeros.
         need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
         nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
-    elements = _elements(x, blocks, projection, scales)
-    y = _of_elements(_values, elements, spec, scales, blocks, nonzero, np.dtype(dtype))
-    return blocks.join(y)
+    elements = _elements(x, blocks, projection, scales, dtype)
+    return blocks.join(_of_elements(_values, elements, spec, scales, blocks, nonzero))
 
 
 def operand_values(
@@ -220,10 +219,8 @@ def dequantized(
     codes: Array, scales: Scales, blocks: Blocks, spec: BlockFormat, dtype: DTypeLike
 ) -> Array:
     """The numbers that codes and scales stand for, in the shape of `codes`."""
-    elements = _elements(codes, blocks, NEAREST, scales)
-    return blocks.join(
-        _of_elements(_dequantized, elements, spec, scales, blocks, None, np.dtype(dtype))
-    )
+    elements = _elements(codes, blocks, NEAREST, scales, dtype)
+    return blocks.join(_of_elements(_dequantized, elements, spec, scales, blocks))
 
 
 def element_codes(
@@ -270,59 +267,67 @@ class _Elements(NamedTuple):
       view: The numbers, or their codes.
       projection: Drawn.
       zero_point: int32, None where there is none.
+      dtype: For all of them: that of the result.
     """
 
     view: Array
     projection: Projection
     zero_point: Array | None
+    dtype: np.dtype
 
 
-def _elements(x: Array, blocks: Blocks, projection: Projection, scales: Scales) -> _Elements:
+def _elements(
+    x: Array,
+    blocks: Blocks,
+    projection: Projection,
+    scales: Scales,
+    dtype: DTypeLike = jnp.float32,
+) -> _Elements:
     view = blocks.split(x)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
     zero_point = blocks.spread(scales.zero_point)
     if zero_point is not None:
         zero_point = jnp.broadcast_to(zero_point, view.shape)
-    return _Elements(view, projection, zero_point)
+    return _Elements(view, projection, zero_point, np.dtype(dtype))
 
 
 # What is done to elements by functions that divide them by their scales, and multiply.
 
 
-def _codes(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+def _codes(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     return element_codes(_scaled(x, divide), spec, x.projection, x.zero_point)
 
 
-def _values(x: _Elements, spec: BlockFormat, dtype: Any, divide: Map, multiply: Map) -> Array:
+def _values(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return in_dtype(multiply(q), dtype)
+    return in_dtype(multiply(q), x.dtype)
 
 
-def _operands(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+def _operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q, wide = element_values(_scaled(x, divide), spec, x.projection, None), exact_float32(x.view)
     return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
 
 
-def _unscaled(q: Array, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+def _unscaled(q: Array, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     return multiply(exact_float32(q))
 
 
 def _scaled_and_unscaled(
-    views: tuple[Array, Array], spec: BlockFormat, dtype: None, divide: Map, multiply: Map
+    views: tuple[Array, Array], spec: BlockFormat, divide: Map, multiply: Map
 ) -> tuple[Array, Array]:
     x, q = views
     return divide(exact_float32(x)), multiply(exact_float32(q))
 
 
-def _unrounded(x: _Elements, spec: BlockFormat, dtype: None, divide: Map, multiply: Map) -> Array:
+def _unrounded(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     u = divide(exact_float32(x.view))
     return u if x.zero_point is None else u + x.zero_point.astype(jnp.float32)
 
 
-def _dequantized(x: _Elements, spec: BlockFormat, dtype: Any, divide: Map, multiply: Map) -> Array:
+def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return in_dtype(multiply(q), dtype)
+    return in_dtype(multiply(q), x.dtype)
 
 
 def _scaled(x: _Elements, divide: Map) -> Array:
@@ -333,13 +338,12 @@ def _scaled(x: _Elements, divide: Map) -> Array:
 
 
 def _of_elements(
-    compute: Callable[[Any, BlockFormat, Any, Map, Map], Made],
+    compute: Callable[[Any, BlockFormat, Map, Map], Made],
     elements: Any,
     spec: BlockFormat,
     scales: Scales,
     blocks: Blocks,
     nonzero: Array | None = None,
-    dtype: Any = None,
 ) -> Made:
     """What `compute` makes of elements in the view and two functions: one divides by their scales,
     the other one multiplies. One operation; on CPU, where scales are powers of two, a branch: XLA
@@ -347,11 +351,12 @@ def _of_elements(
     memory and make the result in its own dtype (MXFP8 of bfloat16 took 4.7 times as long with
     float32 there).
     """
-    given = compute, elements, spec, dtype
     shape = jax.tree.leaves(elements)[0].shape
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
-        return way(*given, *(jnp.broadcast_to(factor, shape) for factor in factors))
+        return way(
+            compute, elements, spec, *(jnp.broadcast_to(factor, shape) for factor in factors)
+        )
 
     if scales.scale is None:
         return by(_unchanged)
@@ -369,30 +374,27 @@ def _of_elements(
 
 
 @elementwise
-def _unchanged(compute: Any, elements: Any, spec: BlockFormat, dtype: Any) -> Any:
-    return compute(elements, spec, dtype, lambda x: x, lambda q: q)
+def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
+    return compute(elements, spec, lambda x: x, lambda q: q)
 
 
 @elementwise
-def _by_scale(compute: Any, elements: Any, spec: BlockFormat, dtype: Any, scale: Array) -> Any:
-    return compute(elements, spec, dtype, lambda x: quotient(x, scale), lambda q: product(q, scale))
+def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
+    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: product(q, scale))
 
 
 @elementwise
-def _by_factors(
-    compute: Any, elements: Any, spec: BlockFormat, dtype: Any, down: Array, up: Array
-) -> Any:
-    return compute(elements, spec, dtype, lambda x: x * down, lambda q: q * up)
+def _by_factors(compute: Any, elements: Any, spec: BlockFormat, down: Array, up: Array) -> Any:
+    return compute(elements, spec, lambda x: x * down, lambda q: q * up)
 
 
 @elementwise
 def _by_exponent(
-    compute: Any, elements: Any, spec: BlockFormat, dtype: Any, exponent: Array, is_nan: Array
+    compute: Any, elements: Any, spec: BlockFormat, exponent: Array, is_nan: Array
 ) -> Any:
     return compute(
         elements,
         spec,
-        dtype,
         lambda x: shifted(x, -exponent, is_nan),
         lambda q: shifted(q, exponent, is_nan),
     )

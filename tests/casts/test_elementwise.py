@@ -203,3 +203,11 @@ def test_with_64_bit_types_and_without():
         np.testing.assert_array_equal(qt.encode(x, "int64"), x.astype(np.int64).view(np.uint64))
         assert qt.encode(x, "int8").tolist() == [1, 253]
     assert qt.encode(x, "int8").tolist() == [1, 253]
+
+
+def test_64_bit_constants_in_a_program_without_64_bit_types():
+    """An array of NumPy is rounded from its 64 bits, also where a jit meets it."""
+    x = np.array([1 + 2.0**-30, -3e300, 0.1])
+    want = np.asarray(qt.encode(x, "bfloat16", rounding="toward_positive"))
+    got = jax.jit(lambda: qt.encode(x, "bfloat16", rounding="toward_positive"))()
+    np.testing.assert_array_equal(got, want)
