@@ -226,10 +226,10 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     shapes = list(dict.fromkeys(x.shape for x in arrays))
     if len(shapes) > 1:
         raise TypeError(f"elementwise: arrays of shapes {' and '.join(map(str, shapes))}, not one")
-    specs = [jax.typeof(x).sharding.spec for x in arrays]
-    if any(spec != specs[0] for spec in specs):
-        spec = max(specs, key=lambda spec: sum(entry is not None for entry in spec))
-        arrays = tuple(jax.sharding.reshard(x, spec) for x in arrays)
+    shardings = [jax.typeof(x).sharding for x in arrays]
+    if any(one.spec != shardings[0].spec for one in shardings):
+        best = max(shardings, key=lambda one: sum(entry is not None for entry in one.spec))
+        arrays = tuple(jax.sharding.reshard(x, best) for x in arrays)
     return varying_alike(*arrays)
 
 
