@@ -1,0 +1,260 @@
+"""Small tensors quantized many at a time: the bits of `quantized`, by few calls of programs.
+
+Quantizing a tensor of 16x16 on its own takes 0.6 ms, nearly all of it for calling programs and
+fetching what they return. Here tensors of one dtype and format are laid out together: the elements
+of each block one after the other in units, rows of `width` cells, the last one of a block filled up
+with zeros. The units of all tensors follow each other and are cut into tiles of one height, so that
+each dtype, format and width compiles one tile, and what becomes of a tensor does not depend on its
+neighbours.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qtoolkit.checkpoints import _engine as engine
+from qtoolkit.checkpoints._engine import WIDTHS, Piece, Read, Sums, TensorScales
+from qtoolkit.checkpoints._header import NUMPY_DTYPES
+from qtoolkit.checkpoints._programs import (
+    Encoded,
+    encoded,
+    errors,
+    is_cast,
+    of_units,
+    second_scale,
+    unit_amax,
+)
+from qtoolkit.formats import BlockFormat
+
+TILE = 2**16  # cells: a call quantizes them in about the time that it takes by itself
+
+
+class Task(NamedTuple):
+    """A tensor to quantize: arguments of `quantized`."""
+
+    read: Read
+    shape: tuple[int, ...]
+    dtype: str
+    spec: BlockFormat
+    tensor_amax: float | None = None
+
+
+class Result(NamedTuple):
+    """What `quantized` returns, and what it adds to its sums."""
+
+    scales: TensorScales
+    piece: Piece
+    sums: Sums
+
+
+def is_small(size: int) -> bool:
+    """Whether a tensor of so many elements is quantized faster with others than on its own."""
+    return 0 < size <= engine.CHUNK // 64
+
+
+def quantized_together(tasks: Sequence[Task]) -> list[Result]:
+    """The results of `quantized` for small tensors, bit for bit but for the last of the sums."""
+    groups: dict[tuple[str, BlockFormat, int], list[int]] = {}
+    layouts = [_layout(task.shape, task.spec) for task in tasks]
+    for i, (task, layout) in enumerate(zip(tasks, layouts, strict=True)):
+        groups.setdefault((task.dtype, of_units(task.spec, 1), layout.width), []).append(i)
+    results: dict[int, Result] = {}
+    for (dtype, spec, _), members in groups.items():
+        batch = _Batch(
+            [tasks[i] for i in members], [layouts[i] for i in members], NUMPY_DTYPES[dtype], spec
+        )
+        results |= zip(members, batch.results(), strict=True)
+    return [results[i] for i in range(len(tasks))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where the elements of a small tensor lie in units.
+
+    Attributes:
+      width: Cells of a unit.
+      cells: For each element, in C order, its cell.
+      blocks: For each block, in C order, its first unit.
+      units: How many there are.
+      counts: Blocks along each axis of the tensor.
+    """
+
+    width: int
+    cells: np.ndarray
+    blocks: np.ndarray
+    units: int
+    counts: tuple[int, ...]
+
+
+@functools.lru_cache(64)  # of 128 KiB at most
+def _layout(shape: tuple[int, ...], spec: BlockFormat) -> _Layout:
+    lengths = shape if spec.scale is None else spec.block_lengths(shape)
+    counts = tuple(-(-n // b) for n, b in zip(shape, lengths, strict=True))
+    places = np.indices(shape).reshape(len(shape), -1)
+    block = np.zeros(math.prod(shape), np.intp)
+    for place, length, count in zip(places, lengths, counts, strict=True):
+        block = block * count + place // length
+    sizes = np.bincount(block)
+    width = next((width for width in WIDTHS if width >= sizes.max()), WIDTHS[-1])
+    units = -(-sizes // width)
+    # Elements in the order of their blocks: each is as many cells from the first one of its block
+    # as it is elements from the first one.
+    order = np.argsort(block, kind="stable")
+    cells = np.empty_like(order)
+    cells[order] = np.arange(len(order)) + np.repeat(_starts(units) * width - _starts(sizes), sizes)
+    return _Layout(width, cells, _starts(units), int(units.sum()), counts)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Where parts of these lengths start that follow each other."""
+    return np.cumsum(lengths) - lengths
+
+
+class _Batch:
+    """Small tensors of one dtype, format and width of units."""
+
+    def __init__(
+        self, tasks: Sequence[Task], layouts: Sequence[_Layout], dtype: np.dtype, spec: BlockFormat
+    ) -> None:
+        self._tasks, self._layouts, self._spec = tasks, layouts, spec
+        self._units = np.array([layout.units for layout in layouts])  # of each tensor
+        self._firsts = _starts(self._units)  # unit of each tensor
+        self._count = int(self._units.sum())
+        width = layouts[0].width
+        both = [*zip(layouts, self._firsts.tolist(), strict=True)]
+        self._cells = np.concatenate([layout.cells + first * width for layout, first in both])
+        self._blocks = np.concatenate([layout.blocks + first for layout, first in both])
+        height = TILE // width
+        self._tiles = np.zeros((-(-self._count // height), height, width), dtype)
+        self._tiles.reshape(-1)[self._cells] = self._read(dtype)
+
+    def _read(self, dtype: np.dtype) -> np.ndarray:
+        """The elements of all tensors."""
+        data = np.empty(len(self._cells), dtype)
+        view, start = data.view(np.uint8).data, 0
+        for task, layout in zip(self._tasks, self._layouts, strict=True):
+            stop = start + len(layout.cells) * dtype.itemsize
+            task.read(0, view[start:stop])
+            start = stop
+        return data
+
+    def results(self) -> Iterator[Result]:
+        spec, amax = self._spec, self._amaxes()
+        factor = _factors(np.maximum.reduceat(np.where(np.isfinite(amax), amax, 0), self._firsts))
+        second = None if spec.tensor_scale is None else self._tensor_scales()
+        done = self._encoded(amax, factor, second)
+        codes = _joined([tile.codes for tile in done]).reshape(-1)[self._cells]
+        scale = None
+        if spec.scale is not None:
+            scale = _joined([tile.scales.scale for tile in done]).reshape(-1)[self._blocks]
+        code = block = 0
+        for i, (task, layout, sums) in enumerate(
+            zip(self._tasks, self._layouts, self._sums(done, factor), strict=True)
+        ):
+            last, end = code + len(layout.cells), block + len(layout.blocks)
+            columns = task.shape[-1] if task.shape else 1
+            piece = Piece(
+                rows=slice(0, len(layout.cells) // columns),
+                columns=slice(0, columns),
+                codes=codes[code:last].reshape(-1, columns),
+                scale=None if scale is None else scale[block:end].reshape(-1, layout.counts[-1]),
+            )
+            scales = TensorScales(None, None if second is None else second[i])
+            yield Result(scales, piece, sums)
+            code, block = last, end
+
+    def _unit_amaxes(self, nan_wins: bool) -> np.ndarray:
+        return _joined([unit_amax(tile, 1, nan_wins) for tile in self._tiles])[: self._count, 0]
+
+    def _amaxes(self) -> np.ndarray:
+        """For each unit the amax of its block."""
+        amax = self._unit_amaxes(not self._spec.element.has_nan)
+        with np.errstate(invalid="ignore"):  # of NaN, which wins
+            of_blocks = np.maximum.reduceat(amax, self._blocks)
+        return np.repeat(of_blocks, np.diff(self._blocks, append=self._count))
+
+    def _tensor_scales(self) -> np.ndarray:
+        """The second scale of each tensor."""
+        found = np.maximum.reduceat(self._unit_amaxes(False), self._firsts)
+        for i, task in enumerate(self._tasks):
+            found[i] = found[i] if task.tensor_amax is None else task.tensor_amax
+        columns = self._columns(np.repeat(found, self._units))
+        made = _joined([second_scale(column, self._spec) for column in columns])
+        return made.reshape(-1)[self._firsts]
+
+    def _encoded(
+        self, amax: np.ndarray, factor: np.ndarray, second: np.ndarray | None
+    ) -> list[Encoded]:
+        """What becomes of each tile."""
+        none = [None] * len(self._tiles)
+        parts = zip(
+            self._tiles,
+            none if self._spec.scale is None else self._columns(amax),
+            none if second is None else self._columns(np.repeat(second, self._units)),
+            self._columns(np.repeat(factor, self._units)),
+            strict=True,
+        )
+        return [encoded(*part, self._spec, 1, True) for part in parts]
+
+    def _columns(self, values: np.ndarray) -> np.ndarray:
+        """A value for each unit as a column for each tile, filled up with ones.
+
+        With ones: powers of two for blocks of zeros take a slower way.
+        """
+        columns = np.ones((*self._tiles.shape[:2], 1), np.float32)
+        columns.reshape(-1)[: self._count] = values
+        return columns
+
+    def _sums(self, done: Sequence[Encoded], factor: np.ndarray) -> Iterator[Sums]:
+        """What quantizing did to each tensor; `factor` has one for each."""
+        columns = self._columns(np.repeat(factor, self._units))
+        of_tiles = [
+            _tile_sums(*part, self._spec) for part in zip(self._tiles, done, columns, strict=True)
+        ]
+        signal, noise, nonfinite, overflowed = (
+            np.add.reduceat(_joined(parts)[: self._count], self._firsts)
+            for parts in zip(*of_tiles, strict=True)
+        )
+        largest = np.zeros(len(factor))
+        if self._spec.scale is not None:
+            unit = _joined([tile.unit for tile in done])[: self._count, 0]
+            largest = np.fmax(np.fmax.reduceat(unit, self._firsts), 0)
+        sums = (signal / factor**2, noise / factor**2, nonfinite, largest, overflowed)
+        return map(Sums, *(column.tolist() for column in sums))
+
+
+def _joined(parts: Sequence[Any]) -> np.ndarray:
+    return np.concatenate([np.asarray(part) for part in parts])
+
+
+def _factors(amax: np.ndarray) -> np.ndarray:
+    """For each the power of two that brings it to about 1."""
+    return np.ldexp(1.0, -np.clip(np.frexp(amax)[1], -126, 126))
+
+
+def _tile_sums(
+    x: np.ndarray, done: Encoded, factor: np.ndarray, spec: BlockFormat
+) -> tuple[np.ndarray, ...]:
+    """For each unit of a tile signal and noise, both times the squared factor, and how many
+    elements are not finite, and how many overflowed.
+    """
+    signal, noise = (np.asarray(part).astype(np.float64) for part in (done.signal, done.noise))
+    nonfinite, overflowed = np.zeros((2, len(x)), int)
+    bad = ~(np.isfinite(signal) & np.isfinite(noise))
+    if bad.any():
+        wide, error = (np.asarray(a)[bad] for a in errors(x, done.scales, factor, spec, 1))
+        known = np.isfinite(wide) & np.isfinite(error)
+        signal[bad], noise[bad] = (
+            np.sum(part**2, axis=1, where=known, dtype=np.float64) for part in (wide, error)
+        )
+        nonfinite[bad] = np.count_nonzero(~np.isfinite(x[bad]), axis=1)
+    if is_cast(spec):
+        with np.errstate(invalid="ignore"):  # of NaN
+            size = np.abs(x.astype(np.float32))
+            is_over = np.isfinite(size) & (size > spec.element.max_finite)
+        overflowed = np.count_nonzero(is_over, axis=1)
+    return signal, noise, nonfinite, overflowed
