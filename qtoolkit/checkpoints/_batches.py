@@ -10,14 +10,24 @@ neighbours.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qtoolkit.checkpoints import _engine as engine
-from qtoolkit.checkpoints._engine import WIDTHS, Piece, Read, Sums, TensorScales
+from qtoolkit.checkpoints._engine import (
+    WIDTHS,
+    Piece,
+    Read,
+    Sums,
+    TensorScales,
+    check_symmetric,
+    in_order,
+    is_small,
+    quantized,
+)
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
 from qtoolkit.checkpoints._programs import (
     Encoded,
@@ -30,36 +40,70 @@ from qtoolkit.checkpoints._programs import (
 )
 from qtoolkit.formats import BlockFormat
 
-TILE = 2**16  # cells: a call quantizes them in about the time that it takes by itself
+_TILE = 2**15  # cells: quantizing them takes about as long as calling the programs
+_AHEAD = 2**17  # elements of small tensors that are quantized together
 
 
 class Task(NamedTuple):
-    """A tensor to quantize: arguments of `quantized`."""
+    """A tensor to quantize: arguments of `quantized`, the last one to be called for."""
 
     read: Read
     shape: tuple[int, ...]
     dtype: str
     spec: BlockFormat
-    tensor_amax: float | None = None
+    tensor_amax: Callable[[], float | None] = lambda: None
 
 
 class Result(NamedTuple):
-    """What `quantized` returns, and what it adds to its sums."""
+    """What `quantized` returns, and what it adds to its sums, when all pieces were taken."""
 
     scales: TensorScales
-    piece: Piece
+    pieces: Iterable[Piece]
     sums: Sums
 
 
-def is_small(size: int) -> bool:
-    """Whether a tensor of so many elements is quantized faster with others than on its own."""
-    return 0 < size <= engine.CHUNK // 64
+def all_quantized(tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+    """`quantized` of one tensor after the other, of small ones many at a time.
+
+    Args:
+      tasks: What is quantized; taken some way ahead.
+      workers: As in `quantized`.
+    """
+    for window in in_order(_with_results, _windows(tasks), workers):
+        for task, result in window:
+            yield result or _alone(task, workers)
 
 
-def quantized_together(tasks: Sequence[Task]) -> list[Result]:
-    """The results of `quantized` for small tensors, bit for bit but for the last of the sums."""
-    groups: dict[tuple[str, BlockFormat, int], list[int]] = {}
+def _windows(tasks: Iterable[Task]) -> Iterator[list[Task]]:
+    """Parts with about `_AHEAD` elements of small tensors, whatever lies between these."""
+    window: list[Task] = []
+    size = 0
+    for task in tasks:
+        window.append(task)
+        size += math.prod(task.shape) if is_small(task.shape) else 0
+        if size >= _AHEAD:
+            yield window
+            window, size = [], 0
+    yield window
+
+
+def _with_results(tasks: Sequence[Task]) -> list[tuple[Task, Result | None]]:
+    """Each task; those of small tensors with their results."""
+    results = iter(_together([task for task in tasks if is_small(task.shape)]))
+    return [(task, next(results) if is_small(task.shape) else None) for task in tasks]
+
+
+def _alone(task: Task, workers: int) -> Result:
+    sums = Sums()
+    amax = task.tensor_amax()
+    made = quantized(*task[:4], tensor_amax=amax, sums=sums, workers=workers)
+    return Result(*made, sums)
+
+
+def _together(tasks: Sequence[Task]) -> list[Result]:
+    """The results for small tensors."""
     layouts = [_layout(task.shape, task.spec) for task in tasks]
+    groups: dict[tuple[str, BlockFormat, int], list[int]] = {}
     for i, (task, layout) in enumerate(zip(tasks, layouts, strict=True)):
         groups.setdefault((task.dtype, of_units(task.spec, 1), layout.width), []).append(i)
     results: dict[int, Result] = {}
@@ -90,12 +134,14 @@ class _Layout:
     counts: tuple[int, ...]
 
 
-@functools.lru_cache(64)  # of 128 KiB at most
+@functools.lru_cache(32)  # of 256 KiB at most
 def _layout(shape: tuple[int, ...], spec: BlockFormat) -> _Layout:
+    check_symmetric(spec)
     lengths = shape if spec.scale is None else spec.block_lengths(shape)
     counts = tuple(-(-n // b) for n, b in zip(shape, lengths, strict=True))
-    places = np.indices(shape).reshape(len(shape), -1)
-    block = np.zeros(math.prod(shape), np.intp)
+    size = math.prod(shape)
+    places = np.indices(shape).reshape(len(shape), size)
+    block = np.zeros(size, np.intp)
     for place, length, count in zip(places, lengths, counts, strict=True):
         block = block * count + place // length
     sizes = np.bincount(block)
@@ -105,7 +151,7 @@ def _layout(shape: tuple[int, ...], spec: BlockFormat) -> _Layout:
     # as it is elements from the first one.
     order = np.argsort(block, kind="stable")
     cells = np.empty_like(order)
-    cells[order] = np.arange(len(order)) + np.repeat(_starts(units) * width - _starts(sizes), sizes)
+    cells[order] = np.arange(size) + np.repeat(_starts(units) * width - _starts(sizes), sizes)
     return _Layout(width, cells, _starts(units), int(units.sum()), counts)
 
 
@@ -128,7 +174,7 @@ class _Batch:
         both = [*zip(layouts, self._firsts.tolist(), strict=True)]
         self._cells = np.concatenate([layout.cells + first * width for layout, first in both])
         self._blocks = np.concatenate([layout.blocks + first for layout, first in both])
-        height = TILE // width
+        height = _TILE // width
         self._tiles = np.zeros((-(-self._count // height), height, width), dtype)
         self._tiles.reshape(-1)[self._cells] = self._read(dtype)
 
@@ -143,29 +189,24 @@ class _Batch:
         return data
 
     def results(self) -> Iterator[Result]:
-        spec, amax = self._spec, self._amaxes()
+        spec, amax, none = self._spec, self._amaxes(), [None] * len(self._tasks)
         factor = _factors(np.maximum.reduceat(np.where(np.isfinite(amax), amax, 0), self._firsts))
         second = None if spec.tensor_scale is None else self._tensor_scales()
         done = self._encoded(amax, factor, second)
         codes = _joined([tile.codes for tile in done]).reshape(-1)[self._cells]
-        scale = None
+        scales: Sequence[Any] = none
         if spec.scale is not None:
             scale = _joined([tile.scales.scale for tile in done]).reshape(-1)[self._blocks]
-        code = block = 0
-        for i, (task, layout, sums) in enumerate(
-            zip(self._tasks, self._layouts, self._sums(done, factor), strict=True)
-        ):
-            last, end = code + len(layout.cells), block + len(layout.blocks)
-            columns = task.shape[-1] if task.shape else 1
-            piece = Piece(
-                rows=slice(0, len(layout.cells) // columns),
-                columns=slice(0, columns),
-                codes=codes[code:last].reshape(-1, columns),
-                scale=None if scale is None else scale[block:end].reshape(-1, layout.counts[-1]),
-            )
-            scales = TensorScales(None, None if second is None else second[i])
-            yield Result(scales, piece, sums)
-            code, block = last, end
+            scales = _split(scale, [len(layout.blocks) for layout in self._layouts])
+        return map(
+            _result,
+            self._tasks,
+            self._layouts,
+            _split(codes, [len(layout.cells) for layout in self._layouts]),
+            scales,
+            none if second is None else second,
+            self._sums(done, factor),
+        )
 
     def _unit_amaxes(self, nan_wins: bool) -> np.ndarray:
         return _joined([unit_amax(tile, 1, nan_wins) for tile in self._tiles])[: self._count, 0]
@@ -181,7 +222,8 @@ class _Batch:
         """The second scale of each tensor."""
         found = np.maximum.reduceat(self._unit_amaxes(False), self._firsts)
         for i, task in enumerate(self._tasks):
-            found[i] = found[i] if task.tensor_amax is None else task.tensor_amax
+            shared = task.tensor_amax()
+            found[i] = found[i] if shared is None else shared
         columns = self._columns(np.repeat(found, self._units))
         made = _joined([second_scale(column, self._spec) for column in columns])
         return made.reshape(-1)[self._firsts]
@@ -227,6 +269,28 @@ class _Batch:
         return map(Sums, *(column.tolist() for column in sums))
 
 
+def _result(
+    task: Task,
+    layout: _Layout,
+    codes: np.ndarray,
+    scale: np.ndarray | None,
+    tensor_scale: np.ndarray | None,
+    sums: Sums,
+) -> Result:
+    columns = task.shape[-1] if task.shape else 1
+    if scale is not None:
+        scale = scale.reshape(-1, layout.counts[-1] if layout.counts else 1)
+    rows = slice(0, len(codes) // columns)
+    piece = Piece(rows, slice(0, columns), codes.reshape(-1, columns), scale)
+    return Result(TensorScales(None, tensor_scale), (piece,), sums)
+
+
+def _split(values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Parts of these lengths."""
+    ends = [0, *itertools.accumulate(lengths)]
+    return [values[start:end] for start, end in itertools.pairwise(ends)]
+
+
 def _joined(parts: Sequence[Any]) -> np.ndarray:
     return np.concatenate([np.asarray(part) for part in parts])
 
@@ -249,7 +313,7 @@ def _tile_sums(
         wide, error = (np.asarray(a)[bad] for a in errors(x, done.scales, factor, spec, 1))
         known = np.isfinite(wide) & np.isfinite(error)
         signal[bad], noise[bad] = (
-            np.sum(part**2, axis=1, where=known, dtype=np.float64) for part in (wide, error)
+            np.sum(part.astype(np.float64) ** 2, axis=1, where=known) for part in (wide, error)
         )
         nonfinite[bad] = np.count_nonzero(~np.isfinite(x[bad]), axis=1)
     if is_cast(spec):

@@ -10,17 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._batches import Result, Task, is_small, quantized_together
+from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
-from qtoolkit.checkpoints._engine import (
-    Piece,
-    Read,
-    Sums,
-    TensorScales,
-    amax_of,
-    in_order,
-    quantized,
-)
+from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
@@ -36,10 +28,8 @@ from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
-_AHEAD = 2**17  # elements of small tensors that are quantized together
 
 Progress = Callable[[str, int, int], None]
-Quantized = tuple[TensorScales, Iterable[Piece]]
 
 
 def convert(
@@ -190,42 +180,39 @@ def _written(
 
 
 def tasks_of(
-    reader: Callable[[int], Read], info: TensorInfo, stored: Stored, tensor_amax: float | None
-) -> list[Task]:
+    reader: Callable[[int], Read],
+    info: TensorInfo,
+    stored: Stored,
+    tensor_amax: Callable[[], float | None],
+) -> Iterator[Task]:
     """What is quantized for a weight: each of its matrices.
 
     Args:
       reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
       info: The weight in the source.
       stored: How it is written.
-      tensor_amax: As in `quantized`.
+      tensor_amax: Gives that of `quantized`.
     """
     count, rows, columns = stored.matrices
-    starts = [matrix * (info.nbytes // count) for matrix in range(count)]
-    return [
-        Task(reader(start), (rows, columns), info.dtype, stored.spec, tensor_amax)
-        for start in starts
-    ]
+    for matrix in range(count):
+        read = reader(matrix * (info.nbytes // count))
+        yield Task(read, (rows, columns), info.dtype, stored.spec, tensor_amax)
 
 
-def quantized_by(task: Task, sums: Sums, workers: int) -> Quantized:
-    """`quantized` of a task."""
-    return quantized(
-        task.read,
-        task.shape,
-        task.dtype,
-        task.spec,
-        tensor_amax=task.tensor_amax,
-        sums=sums,
-        workers=workers,
-    )
+def entries(
+    stored: Stored, results: Iterable[Result], sums: Sums
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What is written for a quantized weight: (name of an entry, the next bytes of it).
 
-
-def entries(stored: Stored, matrices: Iterable[Quantized]) -> Iterator[tuple[str, np.ndarray]]:
-    """What is written for a quantized weight: (name of an entry, the next bytes of it)."""
+    Args:
+      stored: How it is written.
+      results: Of its matrices.
+      sums: What theirs are added to.
+    """
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
-    for scales, pieces in matrices:
+    for result in results:
+        scales = result.scales
         if stored.second is not None:
             assert scales.tensor_scale is not None
             second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
@@ -233,10 +220,11 @@ def entries(stored: Stored, matrices: Iterable[Quantized]) -> Iterator[tuple[str
                 yield stored.second.name, 1 / second if stored.second_divides else second
         if stored.scale is not None and scales.scale is not None:
             yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
-        for piece in pieces:
+        for piece in result.pieces:
             yield stored.codes.name, pack_codes(piece.codes, stored)
             if stored.scale is not None and piece.scale is not None:
                 yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
+        sums.add(result.sums)
 
 
 class _Work:
@@ -275,24 +263,17 @@ class _Work:
         self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[str, Any]]:
         """What is written for some tensors, a tensor after the other; then calls `finish`."""
-        for window in in_order(self._with_results, _windows(tensors), self._workers):
-            for tensor, results in window:
-                for name, data in self._written(tensor, results):
-                    yield name, data
-                    self._done += data.nbytes
-                    if self._progress is not None:
-                        self._progress(shown(tensor.name), self._done, self._total)
+        changed = (tensor for tensor in tensors if tensor.spec is not None)
+        tasks = itertools.chain.from_iterable(map(self._tasks, changed))
+        results = all_quantized(tasks, self._workers)
+        for tensor in tensors:
+            parts = self._copied(tensor) if tensor.spec is None else self._made(tensor, results)
+            for name, data in parts:
+                yield name, data
+                self._done += data.nbytes
+                if self._progress is not None:
+                    self._progress(shown(tensor.name), self._done, self._total)
         finish()
-
-    def _with_results(
-        self, tensors: Sequence[TensorPlan]
-    ) -> list[tuple[TensorPlan, Sequence[Result]]]:
-        """Each of some tensors; the small ones with what quantizing their matrices gave."""
-        small = [tensor for tensor in tensors if _is_small(tensor)]
-        tasks = {tensor.name: self._tasks(tensor) for tensor in small}
-        results = iter(quantized_together([*itertools.chain(*tasks.values())]))
-        made = {name: [*itertools.islice(results, len(of))] for name, of in tasks.items()}
-        return [(tensor, made.get(tensor.name, ())) for tensor in tensors]
 
     def accepts(self, reports: Sequence[TensorReport]) -> bool:
         """Whether weights with these reports may be written."""
@@ -315,11 +296,6 @@ class _Work:
             "Nothing was written; leave them out with --skip, or pass --allow-nonfinite"
         )
 
-    def _written(
-        self, tensor: TensorPlan, results: Sequence[Result]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        return self._copied(tensor) if tensor.spec is None else self._made(tensor, results)
-
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
         size = tensor.source.nbytes
         for start in range(0, size, _COPY):
@@ -328,29 +304,30 @@ class _Work:
             yield tensor.name, data
         self._report(tensor)
 
-    def _made(
-        self, tensor: TensorPlan, results: Sequence[Result]
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """The codes and scales of a tensor, or its elements in another wide dtype."""
-        sums = Sums()
-        if results:
-            matrices = _known(results, sums)
-        else:
-            matrices = (quantized_by(task, sums, self._workers) for task in self._tasks(tensor))
-        if tensor.stored is not None:
-            yield from entries(tensor.stored, matrices)
-        else:
-            yield from ((tensor.name, p.codes) for _, pieces in matrices for p in pieces)
-        self._report(tensor, sums)
-
-    def _tasks(self, tensor: TensorPlan) -> list[Task]:
-        """What is quantized for a tensor."""
+    def _tasks(self, tensor: TensorPlan) -> Iterable[Task]:
+        """What is quantized for a tensor, or rounded to another wide dtype."""
         info = tensor.source
         if tensor.stored is None:
             assert tensor.spec is not None
             return [Task(self._reader(tensor), info.shape, info.dtype, tensor.spec)]
         reader = functools.partial(self._reader, tensor)
-        return tasks_of(reader, info, tensor.stored, self._group_amax(tensor.group))
+        amax = functools.partial(self._group_amax, tensor.group)
+        return tasks_of(reader, info, tensor.stored, amax)
+
+    def _made(
+        self, tensor: TensorPlan, results: Iterator[Result]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """The codes and scales of a tensor, or its elements; its results are the next ones."""
+        sums = Sums()
+        if tensor.stored is not None:
+            matrices = itertools.islice(results, tensor.stored.matrices[0])
+            yield from entries(tensor.stored, matrices, sums)
+        else:
+            result = next(results)
+            for piece in result.pieces:
+                yield tensor.name, piece.codes
+            sums.add(result.sums)
+        self._report(tensor, sums)
 
     def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
         def read(start: int, buffer: memoryview) -> None:
@@ -396,27 +373,3 @@ class _Work:
                 overflowed=sums.overflowed if sums else 0,
             )
         )
-
-
-def _is_small(tensor: TensorPlan) -> bool:
-    return tensor.spec is not None and is_small(tensor.source.size)
-
-
-def _windows(tensors: Iterable[TensorPlan]) -> Iterator[list[TensorPlan]]:
-    """Tensors one after the other, in parts with about `_AHEAD` elements of small ones."""
-    window: list[TensorPlan] = []
-    size = 0
-    for tensor in tensors:
-        window.append(tensor)
-        size += tensor.source.size if _is_small(tensor) else 0
-        if size >= _AHEAD:
-            yield window
-            window, size = [], 0
-    yield window
-
-
-def _known(results: Iterable[Result], sums: Sums) -> Iterator[Quantized]:
-    """What `quantized` would give."""
-    for result in results:
-        sums.add(result.sums)
-        yield result.scales, (result.piece,)

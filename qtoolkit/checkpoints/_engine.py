@@ -35,6 +35,8 @@ WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
 _COLUMNS = (128, 1024)  # of a tile with a scale for each column
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
 
+_SMALL = 32  # how many small tensors a chunk holds at least
+
 Read = Callable[[int, memoryview], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -102,6 +104,14 @@ class Sums:
         return decibels(self.signal, self.noise)
 
 
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether calling programs for a tensor takes longer than what they do.
+
+    A tensor of 256x256 takes as long with others as on its own, one of 128x256 half as long.
+    """
+    return 0 < math.prod(shape) <= CHUNK // _SMALL
+
+
 def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1) -> float:
     """The largest finite |x| of a tensor, 0 where there is none.
 
@@ -109,6 +119,11 @@ def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1)
       read, shape, dtype, workers: As in `quantized`.
     """
     cut = Cut(shape, shape)
+    if is_small(shape):
+        x = np.empty(cut.size, NUMPY_DTYPES[dtype])
+        read(0, x.view(np.uint8).data)
+        found = np.abs(x.astype(np.float32))
+        return float(np.max(found, initial=0, where=np.isfinite(found)))
     found = _amaxes(cut, read, NUMPY_DTYPES[dtype], False, workers) if cut.size else np.zeros(1)
     return float(found[0])
 
@@ -141,8 +156,7 @@ def quantized(
     Raises:
       ValueError: `spec` has zero points, or does not fit the shape.
     """
-    if spec.zero_point:
-        raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
+    check_symmetric(spec)
     if 0 in shape:
         return _scales_of_nothing(shape, spec), iter(())
     source = NUMPY_DTYPES[dtype]
@@ -157,6 +171,11 @@ def quantized(
         scale = _scales(amaxes, spec, tensor_scale).reshape(cut.counts)
     encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
     return TensorScales(scale, tensor_scale), _pieces(encoder, workers, sums)
+
+
+def check_symmetric(spec: BlockFormat) -> None:
+    if spec.zero_point:
+        raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
 
 
 class _Tile(NamedTuple):
@@ -397,7 +416,7 @@ def _sums(tile: _Tile, done: Encoded, factor: float, spec: BlockFormat, axis: in
         x, error = (
             np.asarray(a) for a in errors(tile.x, done.scales, np.float32(factor), spec, axis)
         )
-        nonfinite = int(np.count_nonzero(~np.isfinite(x)))
+        nonfinite = int(np.count_nonzero(~np.isfinite(tile.x)))
         known = np.isfinite(x) & np.isfinite(error)
         x, error = x[known], error[known]
         signal, noise = float(x @ x), float(error @ error)
