@@ -22,6 +22,7 @@ from qtoolkit.checkpoints._programs import (
     Encoded,
     encoded,
     errors,
+    exceeds,
     is_cast,
     scales_from,
     second_scale,
@@ -425,10 +426,7 @@ def _sums(tile: _Tile, done: Encoded, factor: float, spec: BlockFormat, axis: in
         unit = np.fmax.reduce(np.asarray(done.unit).reshape(-1)[: len(tile.blocks)], initial=0)
     overflowed = 0
     if is_cast(spec):
-        with np.errstate(invalid="ignore"):  # of NaN
-            size = np.abs(tile.x.astype(np.float32))
-            is_over = np.isfinite(size) & (size > spec.element.max_finite)
-        overflowed = int(np.count_nonzero(is_over))
+        overflowed = int(np.count_nonzero(exceeds(tile.x, spec)))
     return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit), overflowed)
 
 

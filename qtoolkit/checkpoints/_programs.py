@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero, projection_of
@@ -30,6 +31,13 @@ _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 def is_cast(spec: BlockFormat) -> bool:
     """Whether elements are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
     return spec.scale is None and spec.element.bits >= 16
+
+
+def exceeds(x: np.ndarray, spec: BlockFormat) -> np.ndarray:
+    """Which elements are finite and larger than the largest number of the element format."""
+    with np.errstate(invalid="ignore"):  # of NaN
+        size = np.abs(x.astype(np.float32))
+        return np.isfinite(size) & (size > spec.element.max_finite)
 
 
 class Encoded(NamedTuple):

@@ -87,6 +87,13 @@ def test_what_becomes_of_a_tensor_does_not_depend_on_others():
     assert {sums.nonfinite for sums in alone} >= {0, 1}
 
 
+def test_only_what_is_not_finite_counts_so():
+    """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
+    x = np.array([[np.nan, 1e20] * 50, [1e-20, 2e-20] * 50], np.float32)
+    ((*_, sums),) = results_of([x], [BlockFormat.channel("int8", 0)])
+    assert sums.nonfinite == 50
+
+
 def test_a_tensor_scale_is_that_of_the_amax_given():
     x, y = awkward((9, 48), np.float32, 0), awkward((9, 48), np.float32, 3)
     amax = float(np.abs([x, 3 * y]).max())

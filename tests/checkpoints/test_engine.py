@@ -131,9 +131,8 @@ def test_tiles_equal_ml_dtypes():
 def test_only_what_is_not_finite_counts_so():
     """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
     x = np.array([[np.nan, 1e20] * 500, [1e-20, 2e-20] * 500], np.float32)
-    for part in (x, x[:, :2]):  # of which the second one is small
-        *_, sums = in_pieces(part, BlockFormat.channel("int8", 0))
-        assert sums.nonfinite == part.shape[1] // 2
+    *_, sums = in_pieces(x, BlockFormat.channel("int8", 0))
+    assert sums.nonfinite == 500
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
