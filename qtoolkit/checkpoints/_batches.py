@@ -148,8 +148,7 @@ def _layout(shape: tuple[int, ...], spec: BlockFormat) -> _Layout:
     sizes = np.bincount(block)
     width = next((width for width in WIDTHS if width >= sizes.max()), WIDTHS[-1])
     units = -(-sizes // width)
-    # Elements in the order of their blocks: each is as many cells from the first one of its block
-    # as it is elements from the first one.
+    # In the order of blocks: the n-th element of a block lies n cells after the block's first cell.
     order = np.argsort(block, kind="stable")
     cells = np.empty_like(order)
     cells[order] = np.arange(size) + np.repeat(_starts(units) * width - _starts(sizes), sizes)
