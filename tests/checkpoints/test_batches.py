@@ -94,6 +94,13 @@ def test_only_what_is_not_finite_counts_so():
     assert sums.nonfinite == 50
 
 
+def test_what_a_cast_cannot_hold_is_counted():
+    x = np.array([[70_000, -1e9, 65_504, np.inf, np.nan, 1]], np.float32)
+    arrays = [x, np.ones((9, 9), np.float32), np.repeat(x, 40, axis=0)]
+    for result in results_of(arrays, [BlockFormat.tensor("float16", scale=None)] * 3):
+        assert_equal_quantize(*result)
+
+
 def test_a_tensor_scale_is_that_of_the_amax_given():
     x, y = awkward((9, 48), np.float32, 0), awkward((9, 48), np.float32, 3)
     amax = float(np.abs([x, 3 * y]).max())

@@ -64,10 +64,17 @@ def assert_equal_quantize(x, spec, codes, scale, tensor_scale, sums):
         np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
     if whole.tensor_scale is not None:
         np.testing.assert_array_equal(bits(tensor_scale), bits(whole.tensor_scale))
+    over = np.abs(x.astype(np.float64)) > float(spec.element.max_finite)
+    assert sums.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
+    scales = np.asarray(0 if whole.scale is None else whole.scale, np.float32)
+    largest = np.fmax.reduce(scales, axis=None, initial=0)
+    second = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
+    assert sums.max_scale == largest * second * np.float32(2) ** spec.element_exponent
     y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
     known = np.isfinite(wide) & np.isfinite(y)
     assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
+    assert sums.signal == pytest.approx(signal, rel=1e-5)
     assert sums.sqnr_db == pytest.approx(decibels(signal, noise), abs=2e-3)
 
 
