@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
-from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
+from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
@@ -177,35 +179,40 @@ def _written(
     return dataclasses.replace(report, tensors=tuple(work.reports))
 
 
-def entries(
+def tasks_of(
     reader: Callable[[int], Read],
     info: TensorInfo,
     stored: Stored,
-    tensor_amax: float | None,
-    sums: Sums,
-    workers: int,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """What is written for a quantized weight: (name of an entry, the next bytes of it).
+    tensor_amax: Callable[[], float | None],
+) -> Iterator[Task]:
+    """What is quantized for a weight: each of its matrices.
 
     Args:
       reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
       info: The weight in the source.
       stored: How it is written.
-      tensor_amax, sums, workers: As in `quantized`.
+      tensor_amax: Gives that of `quantized`.
+    """
+    count, rows, columns = stored.matrices
+    for matrix in range(count):
+        read = reader(matrix * (info.nbytes // count))
+        yield Task(read, (rows, columns), info.dtype, stored.spec, tensor_amax)
+
+
+def entries(
+    stored: Stored, results: Iterable[Result], sums: Sums
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What is written for a quantized weight: (name of an entry, the next bytes of it).
+
+    Args:
+      stored: How it is written.
+      results: Of its matrices.
+      sums: What theirs are added to.
     """
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
-    count, rows, columns = stored.matrices
-    for matrix in range(count):
-        scales, pieces = quantized(
-            reader(matrix * (info.nbytes // count)),
-            (rows, columns),
-            info.dtype,
-            stored.spec,
-            tensor_amax=tensor_amax,
-            sums=sums,
-            workers=workers,
-        )
+    for result in results:
+        scales = result.scales
         if stored.second is not None:
             assert scales.tensor_scale is not None
             second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
@@ -213,10 +220,11 @@ def entries(
                 yield stored.second.name, 1 / second if stored.second_divides else second
         if stored.scale is not None and scales.scale is not None:
             yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
-        for piece in pieces:
+        for piece in result.pieces:
             yield stored.codes.name, pack_codes(piece.codes, stored)
             if stored.scale is not None and piece.scale is not None:
                 yield stored.scale.name, scale_bytes(piece.scale, stored.scale)
+        sums.add(result.sums)
 
 
 class _Work:
@@ -255,8 +263,12 @@ class _Work:
         self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[str, Any]]:
         """What is written for some tensors, a tensor after the other; then calls `finish`."""
+        changed = (tensor for tensor in tensors if tensor.spec is not None)
+        tasks = itertools.chain.from_iterable(map(self._tasks, changed))
+        results = all_quantized(tasks, self._workers)
         for tensor in tensors:
-            for name, data in self._copied(tensor) if tensor.spec is None else self._made(tensor):
+            parts = self._copied(tensor) if tensor.spec is None else self._made(tensor, results)
+            for name, data in parts:
                 yield name, data
                 self._done += data.nbytes
                 if self._progress is not None:
@@ -292,36 +304,30 @@ class _Work:
             yield tensor.name, data
         self._report(tensor)
 
-    def _made(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
-        """The codes and scales of a tensor, or its elements in another wide dtype."""
-        sums = Sums()
-        yield from self._quantized(tensor, sums) if tensor.stored else self._rounded(tensor, sums)
-        self._report(tensor, sums)
-
-    def _rounded(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
-        assert tensor.spec is not None
+    def _tasks(self, tensor: TensorPlan) -> Iterable[Task]:
+        """What is quantized for a tensor, or rounded to another wide dtype."""
         info = tensor.source
-        _, pieces = quantized(
-            self._reader(tensor),
-            info.shape,
-            info.dtype,
-            tensor.spec,
-            sums=sums,
-            workers=self._workers,
-        )
-        for piece in pieces:
-            yield tensor.name, piece.codes
+        if tensor.stored is None:
+            assert tensor.spec is not None
+            return [Task(self._reader(tensor), info.shape, info.dtype, tensor.spec)]
+        reader = functools.partial(self._reader, tensor)
+        amax = functools.partial(self._group_amax, tensor.group)
+        return tasks_of(reader, info, tensor.stored, amax)
 
-    def _quantized(self, tensor: TensorPlan, sums: Sums) -> Iterator[tuple[str, np.ndarray]]:
-        assert tensor.stored is not None
-        yield from entries(
-            functools.partial(self._reader, tensor),
-            tensor.source,
-            tensor.stored,
-            self._group_amax(tensor.group),
-            sums,
-            self._workers,
-        )
+    def _made(
+        self, tensor: TensorPlan, results: Iterator[Result]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """The codes and scales of a tensor, or its elements; its results are the next ones."""
+        sums = Sums()
+        if tensor.stored is not None:
+            matrices = itertools.islice(results, tensor.stored.matrices[0])
+            yield from entries(tensor.stored, matrices, sums)
+        else:
+            result = next(results)
+            for piece in result.pieces:
+                yield tensor.name, piece.codes
+            sums.add(result.sums)
+        self._report(tensor, sums)
 
     def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
         def read(start: int, buffer: memoryview) -> None:

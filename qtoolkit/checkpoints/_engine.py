@@ -9,38 +9,34 @@ scales of them and the codes.
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts import Projection
-from qtoolkit.casts.internal import NEAREST, exact_float32, is_zero, projection_of
 from qtoolkit.checkpoints._chunks import Chunk, Cut
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
+from qtoolkit.checkpoints._programs import (
+    Encoded,
+    encoded,
+    errors,
+    exceeds,
+    is_cast,
+    scales_from,
+    second_scale,
+    unit_amax,
+)
 from qtoolkit.checkpoints._report import decibels
 from qtoolkit.formats import BlockFormat
-from qtoolkit.scaling.internal import (
-    Scales,
-    block_codes,
-    effective,
-    element_values,
-    magnitude_max,
-    scale_from,
-    scaled_values,
-    tensor_scale_from,
-)
 
 CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
 WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
 _COLUMNS = (128, 1024)  # of a tile with a scale for each column
-_KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
+
+_SMALL = 32  # how many small tensors a chunk holds at least
 
 Read = Callable[[int, memoryview], object]
 Item = TypeVar("Item")
@@ -109,6 +105,14 @@ class Sums:
         return decibels(self.signal, self.noise)
 
 
+def is_small(shape: tuple[int, ...]) -> bool:
+    """Whether calling programs for a tensor takes longer than what they do.
+
+    A tensor of 256x256 takes as long with others as on its own, one of 128x256 half as long.
+    """
+    return 0 < math.prod(shape) <= CHUNK // _SMALL
+
+
 def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1) -> float:
     """The largest finite |x| of a tensor, 0 where there is none.
 
@@ -116,6 +120,11 @@ def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1)
       read, shape, dtype, workers: As in `quantized`.
     """
     cut = Cut(shape, shape)
+    if is_small(shape):
+        x = np.empty(cut.size, NUMPY_DTYPES[dtype])
+        read(0, x.view(np.uint8).data)
+        found = np.abs(x.astype(np.float32))
+        return float(np.max(found, initial=0, where=np.isfinite(found)))
     found = _amaxes(cut, read, NUMPY_DTYPES[dtype], False, workers) if cut.size else np.zeros(1)
     return float(found[0])
 
@@ -148,8 +157,7 @@ def quantized(
     Raises:
       ValueError: `spec` has zero points, or does not fit the shape.
     """
-    if spec.zero_point:
-        raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
+    check_symmetric(spec)
     if 0 in shape:
         return _scales_of_nothing(shape, spec), iter(())
     source = NUMPY_DTYPES[dtype]
@@ -157,13 +165,18 @@ def quantized(
     tensor_scale = None
     if spec.tensor_scale is not None:
         found = amax_of(read, shape, dtype, workers=workers) if tensor_amax is None else tensor_amax
-        tensor_scale = np.asarray(_tensor_scale(np.float32(found), spec))
+        tensor_scale = np.asarray(second_scale(np.float32(found), spec))
     amaxes = scale = None
     if spec.scale is not None and not cut.is_local(CHUNK):
         amaxes = _amaxes(cut, read, source, not spec.element.has_nan, workers)
         scale = _scales(amaxes, spec, tensor_scale).reshape(cut.counts)
     encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
     return TensorScales(scale, tensor_scale), _pieces(encoder, workers, sums)
+
+
+def check_symmetric(spec: BlockFormat) -> None:
+    if spec.zero_point:
+        raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
 
 
 class _Tile(NamedTuple):
@@ -303,7 +316,7 @@ def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: int)
 
 
 def _unit_amaxes(tile: _Tile, axis: int, nan_wins: bool) -> np.ndarray:
-    return np.asarray(_unit_amax(tile.x, axis, nan_wins)).reshape(-1)[: len(tile.blocks)]
+    return np.asarray(unit_amax(tile.x, axis, nan_wins)).reshape(-1)[: len(tile.blocks)]
 
 
 def _raise(found: np.ndarray, blocks: np.ndarray, amax: np.ndarray) -> None:
@@ -347,9 +360,7 @@ class _Encoder:
             amax[:units] = known[tile.blocks - first]
             factor = _factor(amax[:units])
             column = None if spec.scale is None else np.expand_dims(amax, layout.axis)
-            done = _encoded(
-                tile.x, column, self.tensor_scale, np.float32(factor), spec, layout.axis
-            )
+            done = encoded(tile.x, column, self.tensor_scale, np.float32(factor), spec, layout.axis)
             parts.append(np.asarray(done.codes))
             if scale is not None:
                 scale[tile.blocks - first] = np.asarray(done.scales.scale).reshape(-1)[:units]
@@ -399,14 +410,14 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
     return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
 
 
-def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat, axis: int) -> Sums:
-    """What quantizing did to a tile; `factor` is that of `_encoded`."""
+def _sums(tile: _Tile, done: Encoded, factor: float, spec: BlockFormat, axis: int) -> Sums:
+    """What quantizing did to a tile; `factor` is that of `encoded`."""
     signal, noise, nonfinite = float(done.signal), float(done.noise), 0
     if not (math.isfinite(signal) and math.isfinite(noise)):
         x, error = (
-            np.asarray(a) for a in _errors(tile.x, done.scales, np.float32(factor), spec, axis)
+            np.asarray(a) for a in errors(tile.x, done.scales, np.float32(factor), spec, axis)
         )
-        nonfinite = int(np.count_nonzero(~np.isfinite(x)))
+        nonfinite = int(np.count_nonzero(~np.isfinite(tile.x)))
         known = np.isfinite(x) & np.isfinite(error)
         x, error = x[known], error[known]
         signal, noise = float(x @ x), float(error @ error)
@@ -414,17 +425,9 @@ def _sums(tile: _Tile, done: "_Encoded", factor: float, spec: BlockFormat, axis:
     if done.unit is not None:
         unit = np.fmax.reduce(np.asarray(done.unit).reshape(-1)[: len(tile.blocks)], initial=0)
     overflowed = 0
-    if _is_cast(spec):
-        with np.errstate(invalid="ignore"):  # of NaN
-            size = np.abs(tile.x.astype(np.float32))
-            is_over = np.isfinite(size) & (size > spec.element.max_finite)
-        overflowed = int(np.count_nonzero(is_over))
+    if is_cast(spec):
+        overflowed = int(np.count_nonzero(exceeds(tile.x, spec)))
     return Sums(signal / factor**2, noise / factor**2, nonfinite, float(unit), overflowed)
-
-
-def _is_cast(spec: BlockFormat) -> bool:
-    """Whether elements are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
-    return spec.scale is None and spec.element.bits >= 16
 
 
 def _factor(amax: np.ndarray) -> float:
@@ -437,13 +440,13 @@ def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | No
     """The scales of blocks with these amaxes, as stored."""
     padded = np.zeros(_power_of_two(amaxes.size), np.float32)
     padded[: amaxes.size] = amaxes
-    return np.asarray(_scales_from(padded, tensor_scale, spec))[: amaxes.size]
+    return np.asarray(scales_from(padded, tensor_scale, spec))[: amaxes.size]
 
 
 def _scales_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> TensorScales:
     scale = tensor_scale = None
     if spec.tensor_scale is not None:
-        tensor_scale = np.asarray(_tensor_scale(np.float32(0), spec))
+        tensor_scale = np.asarray(second_scale(np.float32(0), spec))
     if spec.scale is not None:
         lengths = spec.block_lengths(tuple(n or _UNBOUNDED for n in shape))
         counts = tuple(
@@ -470,78 +473,3 @@ def _heights(units: int, width: int) -> list[int]:
         heights += [size] * count
         units = max(units - count * size, 0)
     return heights
-
-
-class _Encoded(NamedTuple):
-    """What `_encoded` returns.
-
-    Attributes:
-      codes: In the shape of the tile.
-      scales: Of each unit, and of the tensor, as stored; none where codes are numbers.
-      unit: float32, what codes of each unit are multiplied with; None where there is no scale.
-      signal, noise: The sums of the squares of all elements and of all errors, x - value, each
-        times the factor, float32; not finite where an element or its scale is not.
-    """
-
-    codes: jax.Array
-    scales: Scales
-    unit: jax.Array | None
-    signal: jax.Array
-    noise: jax.Array
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
-    return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _tensor_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    return tensor_scale_from(amax, spec)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _scales_from(amax: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
-    return scale_from(amax, spec, tensor_scale)
-
-
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def _encoded(
-    x: jax.Array,
-    amax: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    factor: jax.Array,
-    spec: BlockFormat,
-    axis: int,
-) -> _Encoded:
-    """The codes of a tile whose units have blocks of these amaxes; `factor` is a power of two."""
-    scale = nonzero = unit = None
-    if amax is not None:
-        scale, nonzero = scale_from(amax, spec, tensor_scale), ~is_zero(amax)
-        unit = effective(scale, tensor_scale, spec)
-    scales, units = Scales(scale, tensor_scale), _units(spec, axis)
-    codes = block_codes(x, units, _projection(spec), scales, nonzero)
-    wide, error = _errors(x, scales, factor, spec, axis)
-    return _Encoded(codes, scales, unit, jnp.sum(wide * wide), jnp.sum(error * error))
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _errors(
-    x: jax.Array, scales: Scales, factor: jax.Array, spec: BlockFormat, axis: int
-) -> tuple[jax.Array, jax.Array]:
-    """The elements of a tile, and x - value, both times the factor, float32."""
-    rate = factor
-    if scales.scale is not None:
-        rate = effective(scales.scale, scales.tensor_scale, spec) * factor
-    u = scaled_values(x, _units(spec, axis), scales)
-    wide = exact_float32(x) * factor
-    return wide, wide - element_values(u, spec, _projection(spec), None) * rate
-
-
-def _units(spec: BlockFormat, axis: int) -> BlockFormat:
-    """`spec` for tiles whose units lie along `axis`, each with a scale of its own."""
-    return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
-
-
-def _projection(spec: BlockFormat) -> Projection:
-    return _KEEPING_INF if _is_cast(spec) else NEAREST

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ NUMPY_DTYPES = {
 DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
 
 _METADATA = "__metadata__"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
 
 
@@ -274,7 +276,7 @@ def _are_counts(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     """Whether UTF-8 can write it; JSON can spell lone surrogates."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    return isinstance(value, str) and _SURROGATE.search(value) is None
 
 
 def _brief(value: Any) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, spelling
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, scaling_of, spelling
 from qtoolkit.formats import (
     BFLOAT16,
     BLOCK_FORMATS,
@@ -141,5 +141,4 @@ def is_named(spec: BlockFormat) -> bool:
 
 def word_of(scheme: Scheme) -> str:
     """The word for the scales of a scheme; "none" where there is none."""
-    text = spelling(scheme.spec)
-    return text.partition("--scaling ")[2].removesuffix(")") or "none"
+    return scaling_of(scheme.spec) or "none"

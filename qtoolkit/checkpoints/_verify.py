@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._convert import entries
+from qtoolkit.checkpoints._convert import entries, tasks_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
@@ -106,14 +107,9 @@ class _Check:
         elif 0 in info.shape:
             pass  # no bytes; scales of nothing mean nothing
         elif name in self.stored:
-            again = entries(
-                functools.partial(self._reader, name),
-                info,
-                self.stored[name],
-                self._shared_amax(name),
-                Sums(),
-                1,
-            )
+            stored, reader = self.stored[name], functools.partial(self._reader, name)
+            tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
+            again = entries(stored, all_quantized(tasks, 1), Sums())
             self._differences(name, again, self._read_stored)
         elif found.dtype == info.dtype:
             self._differences(name, self._copied(name), self._target.read_into)

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, _engine, convert, dequantize, load, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    _engine,
+    _programs,
+    convert,
+    dequantize,
+    load,
+    save,
+)
 from qtoolkit.formats import Rules
 
 SRC, DST = "src.safetensors", "dst.safetensors"
@@ -246,9 +254,9 @@ def test_progress_ends_at_the_total(tmp_path, monkeypatch):
 
 
 def test_few_shapes_compile(tmp_path):
-    before = _engine._encoded._cache_size()
+    before = _programs.encoded._cache_size()
     converted(tmp_path, {f"{n}.weight": normal((n, 9)) for n in range(5, 100)})
-    assert _engine._encoded._cache_size() - before <= 1
+    assert _programs.encoded._cache_size() - before <= 1
 
 
 def test_a_source_is_never_its_own_target(tmp_path):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import _engine
+from qtoolkit.checkpoints import _engine, _programs
 from qtoolkit.checkpoints._chunks import Cut
 from qtoolkit.checkpoints._engine import Sums, amax_of, in_order, quantized
+from qtoolkit.checkpoints._report import decibels
 from qtoolkit.formats import BlockFormat
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -28,6 +29,10 @@ def in_pieces(x, spec, **options):
     """Codes, scales, tensor scale and sums, put together from the pieces."""
     sums = Sums()
     scales, pieces = quantized(reader(x), x.shape, DTYPES[x.dtype.name], spec, sums=sums, **options)
+    return *put_together(x, spec, scales, pieces), sums
+
+
+def put_together(x, spec, scales, pieces):
     columns = x.shape[-1] if x.ndim else 1
     codes = np.full((x.size // columns, columns), 77, spec.element.code_dtype)
     parts = []
@@ -35,7 +40,7 @@ def in_pieces(x, spec, **options):
         codes[piece.rows, piece.columns] = piece.codes
         parts += [] if piece.scale is None else [piece.scale.reshape(-1)]
     scale = scales.scale if not parts else np.concatenate(parts)
-    return codes.reshape(x.shape), scale, scales.tensor_scale, sums
+    return codes.reshape(x.shape), scale, scales.tensor_scale
 
 
 def bits(array):
@@ -44,9 +49,12 @@ def bits(array):
 
 
 def assert_as_quantize(x, spec, **options):
-    codes, scale, tensor_scale, sums = in_pieces(x, spec, **options)
-    # A cast, which has no scale, keeps infinities.
-    whole = qt.quantize(x, spec, saturation="propagate" if spec.scale is None else "finite")
+    assert_equal_quantize(x, spec, *in_pieces(x, spec, **options))
+
+
+def assert_equal_quantize(x, spec, codes, scale, tensor_scale, sums):
+    is_cast = spec.scale is None and spec.element.bits == 16  # which keeps infinities
+    whole = qt.quantize(x, spec, saturation="propagate" if is_cast else "finite")
     np.testing.assert_array_equal(bits(codes), bits(whole.codes))
     if whole.scale is None:
         assert scale is None
@@ -56,11 +64,18 @@ def assert_as_quantize(x, spec, **options):
         np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
     if whole.tensor_scale is not None:
         np.testing.assert_array_equal(bits(tensor_scale), bits(whole.tensor_scale))
+    over = np.abs(x.astype(np.float64)) > float(spec.element.max_finite)
+    assert sums.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
+    scales = np.asarray(0 if whole.scale is None else whole.scale, np.float32)
+    largest = np.fmax.reduce(scales, axis=None, initial=0)
+    second = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
+    assert sums.max_scale == largest * second * np.float32(2) ** spec.element_exponent
     y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
     known = np.isfinite(wide) & np.isfinite(y)
     assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
-    assert sums.sqnr_db == pytest.approx(10 * np.log10(signal / noise), abs=2e-3)
+    assert sums.signal == pytest.approx(signal, rel=1e-5)
+    assert sums.sqnr_db == pytest.approx(decibels(signal, noise), abs=2e-3)
 
 
 def weights(shape, dtype=np.float32):
@@ -118,6 +133,26 @@ def test_tiles_equal_ml_dtypes():
         np.testing.assert_array_equal(
             codes[16 * i : 16 * i + 16, 16 * j : 16 * j + 16], wanted.view(np.uint8)
         )
+
+
+def test_only_what_is_not_finite_counts_so():
+    """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
+    x = np.array([[np.nan, 1e20] * 500, [1e-20, 2e-20] * 500], np.float32)
+    *_, sums = in_pieces(x, BlockFormat.channel("int8", 0))
+    assert sums.nonfinite == 500
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (40, 100), (300, 200)])
+def test_the_largest_finite_magnitude(shape, dtype):
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    assert amax_of(reader(x), shape, DTYPES[x.dtype.name]) == np.abs(x.astype(np.float32)).max()
+    x = np.full(shape, np.nan, dtype)
+    x.flat[1:2] = np.inf
+    assert amax_of(reader(x), shape, DTYPES[x.dtype.name]) == 0
+    x.flat[-1] = -ml_dtypes.finfo(dtype).smallest_subnormal
+    found = amax_of(reader(x), shape, DTYPES[x.dtype.name])
+    assert found == float(ml_dtypes.finfo(dtype).smallest_subnormal)
 
 
 def test_a_tensor_scale_for_several_tensors():
@@ -190,7 +225,7 @@ def test_threads_give_results_in_order_and_their_errors():
 
 def test_few_programs_for_any_shapes():
     spec = BlockFormat.channel("e4m3fn", 0)
-    before = _engine._encoded._cache_size()
+    before = _programs.encoded._cache_size()
     for rows, columns in itertools.product((1, 9, 63), (129, 200, 333, 1000)):
         in_pieces(np.ones((rows, columns), ml_dtypes.bfloat16), spec)
-    assert _engine._encoded._cache_size() - before <= 3
+    assert _programs.encoded._cache_size() - before <= 3

@@ -130,8 +130,8 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
 
 
 @functools.cache
-def by_block(element: Format) -> BlockFormat:
-    return BlockFormat(element=element, block=BLOCK)
+def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
+    return BlockFormat(element=element, block=block)
 
 
 def matrix_of(info: TensorInfo) -> tuple[int, int, int]:

@@ -48,7 +48,7 @@ def store(
         rows, columns = shape[-2:]
         matrices = (math.prod(shape[:-2]), rows, columns)
         block = (min(BLOCK[0], max(rows, 1)), min(BLOCK[1], max(columns, 1)))
-        spec = BlockFormat(element=element, block=block)
+        spec = by_block(element, block)
         scale = (*shape[:-2], -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
     return Stored(
         name=info.name,
