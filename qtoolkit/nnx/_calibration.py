@@ -11,6 +11,7 @@ from flax import nnx
 from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
+from qtoolkit.nnx._rewriting import HOOKED
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.nnx._wrap import attach, found_at, needs_no_scale, product_states
 from qtoolkit.products import Calibration
@@ -88,9 +89,9 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
     Args:
       wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model. An `Embed` whose `attend` the batches
-        never called stays without a scale: a later `attend` raises where it is called eagerly, and
-        gives NaN under `jit`.
+      calibration: From `calibrate`, of this model. Methods that the batches never called have no
+        scale: a later call raises, and `attend` of an `Embed` gives NaN under `jit`. A layer of
+        Flax that they never called is an error.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
@@ -117,7 +118,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes = calibration.amaxes(site.path)
         missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and needs_no_scale(node):
+        if not amaxes and (needs_no_scale(node) or not isinstance(node, HOOKED)):
             attach(node, recipe, found_at(node, site.path))
             return node
         if not amaxes:

@@ -17,8 +17,19 @@ def check_transform(where: str, tx: Any) -> None:
 
 
 def check_integer(where: str, name: str, value: Any, least: int, largest: int) -> None:
+    if isinstance(value, jax.Array):
+        raise TypeError(injected(where, name))
     if type(value) is not int or not least <= value <= largest:
         raise ValueError(f"{where}: {name}={value!r}, expected an integer of {least} to {largest}")
+
+
+def injected(where: str, name: str) -> str:
+    """The message for a number that `optax.inject_hyperparams` made an array of."""
+    return (
+        f"{where}: {name} is an array, expected a number of Python; inside of "
+        f"optax.inject_hyperparams leave it out: write optax.inject_hyperparams(lambda rate: "
+        f"qtoolkit.optim.{where}(...))(rate=1e-3)"
+    )
 
 
 def check_seed(where: str, seed: Any) -> None:

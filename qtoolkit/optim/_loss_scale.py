@@ -10,7 +10,7 @@ import optax
 from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from qtoolkit.casts.internal import FLOATS, exact_float32
-from qtoolkit.optim._arguments import check_integer, check_transform
+from qtoolkit.optim._arguments import check_integer, check_transform, injected
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -157,6 +157,8 @@ def _divided(g: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _check_power(where: str, name: str, value: Any) -> None:
+    if isinstance(value, jax.Array):
+        raise TypeError(injected(where, name))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 2.0**-64 <= value <= 2.0**64 or math.frexp(value)[0] != 0.5:
         raise ValueError(

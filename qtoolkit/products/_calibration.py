@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
@@ -27,7 +26,14 @@ from qtoolkit.scaling import (
     Observer,
     Percentile,
 )
-from qtoolkit.scaling.internal import amax_of, extreme, marked, marked_size, observed_summary
+from qtoolkit.scaling.internal import (
+    amax_of,
+    extreme,
+    marked,
+    marked_size,
+    observed_summary,
+    occurrences,
+)
 
 OBSERVERS: dict[str, type[Observer]] = {
     "absmax": AbsMax,
@@ -90,9 +96,8 @@ class _SummaryTap:
         pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
         pieces.append(marked(amax, _BITS))
         if self.bins is not None:
-            index = self.bins.index(exact_float32(x)).reshape(-1)
-            counts = jnp.zeros(self.bins.count, jnp.uint32).at[index].add(np.uint32(1))
-            pieces.append(counts.astype(jnp.float32))
+            index = self.bins.index(exact_float32(x))
+            pieces.append(occurrences(index, self.bins.count).astype(jnp.float32))
         return jnp.concatenate(pieces)
 
 
@@ -226,9 +231,20 @@ def calibration_of(
     number = 0
     for number, batch in enumerate(batches, start=1):  # noqa: B007
         summary = summarize(bins, batch)
+        if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
+            raise TypeError(
+                "calibrate: called inside jit, shard_map or another transformation, expected a "
+                "call outside, where it compiles by itself; batches may be sharded, and "
+                "calibrations of several runs merge: a.merge(b)"
+            )
         if not summary.places:
             raise ValueError(
                 "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
+            )
+        if any(recipe.is_calibrated for recipe in summary.recipes):
+            raise ValueError(
+                "calibrate: the model was frozen, and keeps its scales, expected one from wrap; "
+                "calibrate that one again, and freeze it"
             )
         for place, recipe, rows in zip(*_parts(summary), strict=True):
             if any(o is not None and is_calibratable(o) for o in recipe.forward):
@@ -317,5 +333,5 @@ def check_calibrated(where: str, missing: Iterable[str]) -> None:
         some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")
         raise ValueError(
             f"{where}: not calibrated: {some}; expected every quantized layer: calibrate with "
-            "batches that reach them, or leave them by a rule"
+            "batches that reach them, or leave them by a rule (for the model itself '^$')"
         )

@@ -7,11 +7,14 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_PRODUCTS = {
-    *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
-    *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
-    *("dot_product_attention", "batch_matmul", "convolve", "outer"),
-}
+_PRODUCTS = frozenset(
+    {
+        *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
+        *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
+        *("dot_product_attention", "batch_matmul", "convolve", "outer"),
+    }
+)
+_METHODS = frozenset({"dot"})  # of arrays
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
 _DEPTH = 4  # of functions that call one another
 
@@ -28,7 +31,7 @@ def computes_product(
       attributes: Names after `self.` that are products, too: `product_attributes` of a module.
     """
     codes = list(_codes(function.__code__))
-    if any(_names_a_product(code, attributes) for code in codes):
+    if any(_names_a_product(code, attributes, function.__globals__) for code in codes):
         return True
     if not depth:
         return False
@@ -75,17 +78,38 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
             yield from (vars(known).get(other) for other in names)
 
 
-def _names_a_product(code: types.CodeType, attributes: frozenset[str]) -> bool:
-    """`x @ w`, or a name such as `jnp.dot`; `self.dot` is a layer's own attribute."""
-    before: Any = None
+def _names_a_product(
+    code: types.CodeType, attributes: frozenset[str], names: Mapping[str, Any]
+) -> bool:
+    """`x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`. In `self.dot` and `block.conv` the names
+    are a layer's own: only those of modules count, and those that arrays have, too.
+    """
+    imported = {"self": attributes}
+    known: Any = None  # the names after the last instruction's value that are products
+    last = ""
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "BINARY_OP" and instruction.argrepr in ("@", "@="):
+        operation, name = instruction.opname, instruction.argval
+        if operation == "BINARY_OP" and instruction.argrepr in ("@", "@="):
             return True
-        is_name = instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"))
-        if is_name and instruction.argval in (attributes if before == "self" else _PRODUCTS):
-            return True
-        argval = instruction.argval
-        before = argval[-1] if isinstance(argval, tuple) and argval else argval
+        # From Python 3.13 on one instruction stores or loads two locals.
+        stored, name = (name[0], name[-1]) if isinstance(name, tuple) and name else (name, name)
+        if operation.startswith("STORE_FAST") and last.startswith("IMPORT_"):
+            imported[stored] = _PRODUCTS
+        if operation.startswith("LOAD_GLOBAL"):
+            if name in _PRODUCTS:
+                return True
+            known = _PRODUCTS if isinstance(names.get(name), types.ModuleType) else _METHODS
+        elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            if name in (_METHODS if known is None else known):
+                return True
+            known = _PRODUCTS if known is _PRODUCTS else _METHODS
+        elif operation.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF")):
+            known = imported.get(name, _PRODUCTS)  # perhaps a module of the function around it
+        elif "LOAD_FAST" in operation:
+            known = imported.get(name, _METHODS)
+        else:
+            known = _METHODS
+        last = operation
     return False
 
 

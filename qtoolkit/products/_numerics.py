@@ -18,7 +18,13 @@ from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._taps import MODEL, Place, tapped
 from qtoolkit.scaling import Tally
-from qtoolkit.scaling.internal import LOWEST_EXPONENT, TALLY_SIZE, tally_of, tally_vector
+from qtoolkit.scaling.internal import (
+    LOWEST_EXPONENT,
+    TALLY_SHAPES,
+    TALLY_SIZE,
+    tally_of,
+    tally_vector,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,7 +90,7 @@ class Row:
             return (*names, *("-",) * 6)
         least, largest = float(tally.least_scale), float(tally.largest_scale)
         scale = "-" if not largest else f"{least:.3g}"
-        if largest > least:
+        if f"{largest:.3g}" != scale and largest:
             scale += f" .. {largest:.3g}"
         return (
             *names,
@@ -108,7 +114,8 @@ class Numerics:
     A layer that runs several times in a step, in a scan, under vmap or because it is shared, has
     one row for all: sums and counts add up. Its amax and scales are the extremes; where several
     runs come within 12.5 % of the largest amax (or 2 times the extreme scale) they are estimated
-    from outside, never too close.
+    from outside, never too close. Kernels that are stored as codes are not rounded: their rows say
+    "wide", and no numbers.
 
     Attributes:
       rows: The operands, in the order in which the products run.
@@ -120,6 +127,8 @@ class Numerics:
 
     def __add__(self, other: "Numerics") -> "Numerics":
         """Of both: rows of one operand add up, all others stay."""
+        if not isinstance(other, Numerics):
+            return NotImplemented
         rows = {row.key: row for row in self.rows}
         for row in other.rows:
             mine = rows.get(row.key)
@@ -127,6 +136,10 @@ class Numerics:
             rows[row.key] = dataclasses.replace(row, tally=total)
         left = tuple(dict.fromkeys((*self.left, *other.left)))
         return Numerics(rows=tuple(rows.values()), left=left)
+
+    def __radd__(self, other: Any) -> "Numerics":
+        """`sum(reports)` starts with 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def merge(self, *others: "Numerics") -> "Numerics":
         """The sum of all."""
@@ -150,6 +163,14 @@ class Numerics:
     def notes(self) -> tuple[str, ...]:
         """What the rows do not say."""
         notes = []
+        broken = [row for row in self.rows if float(row.tally.nonfinite)]
+        if broken:
+            count = sum(float(row.tally.nonfinite) for row in broken)
+            where = f"{Place(broken[0].path, broken[0].product)} {broken[0].operand}"
+            notes.append(
+                f"{count:.0f} elements are NaN or infinite, in {len(broken)} operands, first "
+                f"{where}; but for saturated infinities the numbers are without them"
+            )
         if self.unreached:
             notes.append(f"no gradient reached, hence not measured: {', '.join(self.unreached)}")
         if self.left:
@@ -165,7 +186,8 @@ class Numerics:
     def table(self) -> "Table":
         """A table for `rich`: `rich.print(numerics.table())`. `str(numerics)` is plain text.
 
-        Rows under 20 dB, or of which much saturates or vanishes, are yellow; under 10 dB, red.
+        Rows under 20 dB, or of which much saturates or vanishes, are yellow; under 10 dB, or with
+        NaNs or infinities, red.
         """
         from rich import box
         from rich.table import Table
@@ -239,7 +261,7 @@ class Numerics:
         try:
             rows = tuple(map(_row_from, data["rows"]))
             return cls(rows=rows, left=tuple(Product(**product) for product in data["left"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"Numerics: damaged text: {type(error).__name__}: {error}") from error
 
 
@@ -250,9 +272,12 @@ _ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
 def colour_of(row: Row) -> str:
     """What somebody should look at first: "bad", "poor", or nothing.
 
-    Bad are operands with less than 10 dB, or of which more than 1 % saturates or 25 % vanishes.
+    Bad are operands with less than 10 dB, or of which more than 1 % saturates or 25 % vanishes, or
+    an element is NaN or infinite.
     """
     tally = row.tally
+    if float(tally.nonfinite):
+        return "bad"
     if not float(tally.uses) or row.limits is None:
         return ""
     lost = (tally.sqnr_db, tally.saturated_fraction, tally.flushed_fraction)
@@ -371,6 +396,9 @@ def _row_from(data: dict[str, Any]) -> Row:
         )
         for field in dataclasses.fields(Tally)
     }
+    for name, expected in TALLY_SHAPES.items():
+        if arrays[name].shape != expected:
+            raise ValueError(f"{name} of shape {arrays[name].shape}, expected {expected}")
     limits = data["limits"]
     strings = {name: str(data[name]) for name in _ROW_FIELDS}
     return Row(

@@ -42,9 +42,10 @@ def page(numerics: "Numerics") -> str:
         '<meta name="viewport" content="width=device-width">'
         f"<title>qtoolkit numerics</title><style>{_STYLE}</style></head><body>"
         "<h1>Numerics</h1><p>What rounding does to every operand. Red: below 10 dB, more than 1 % "
-        "saturated or 25 % vanished; yellow: 20 dB, 0.1 %, 5 %. Histograms: elements by binade, "
-        "height logarithmic; blue band: what the format holds with the largest scale, to the right "
-        "of it elements saturate, to the left they vanish; red bar: exact zeros.</p>"
+        "saturated or 25 % vanished, NaNs or infinities; yellow: 20 dB, 0.1 %, 5 %. Histograms: "
+        "elements by binade, height logarithmic; blue band: what the format holds with the largest "
+        "scale, to the right of it elements saturate, to the left they vanish; red bar: exact "
+        "zeros.</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{chr(10).join(body)}\n</tbody></table>"
         f"{notes}</body></html>\n"
     )
@@ -65,7 +66,11 @@ def _histogram(row: "Row") -> str:
         return (exponent - first + 2) * width
 
     tallest = np.log1p(max(counts.values()))
-    parts = [f'<svg width="{_WIDTH}" height="{_HEIGHT + 12}" role="img">']
+    label = f"{row.path} {row.operand}: binades 2**{min(counts)} to 2**{max(counts)}"
+    parts = [
+        f'<svg width="{_WIDTH}" height="{_HEIGHT + 12}" role="img" '
+        f'aria-label="{html.escape(label)}">'
+    ]
     if band is not None:
         span = (band[1] - band[0] + 1) * width
         parts.append(

@@ -150,8 +150,8 @@ def _computed(
     if recipe.is_calibrated and (state is None or state.amax is None):
         raise ValueError(
             f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
-            "from qtoolkit.nnx.freeze(wrapped, qtoolkit.nnx.calibrate(wrapped, batches)), or give "
-            "Static a number"
+            "from calibrate and freeze (of qtoolkit.nnx or qtoolkit.linen) with batches that reach "
+            "it, or give Static a number"
         )
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)

@@ -1,6 +1,7 @@
 """What quantizing each layer alone costs."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -84,14 +85,21 @@ class Sensitivity:
         ]
         rows += [("(none quantized)", "", f"{self.wide:.6g}")]
         rows += [("(all quantized)", f"{self.quantized - self.wide:+.4g}", f"{self.quantized:.6g}")]
-        worst = _exactly(self.ranking[0][0])
-        lines = text_table(rows)
-        if len(self.paths) > 1:
+        return "\n".join([*text_table(rows), *self._advice()])
+
+    def _advice(self) -> list[str]:
+        worst, cost = self.ranking[0]
+        if math.isnan(self.wide):
+            return ["the loss is NaN with no layer quantized: nothing can be compared"]
+        if len(self.paths) == 1 or cost <= 0 or any(r.is_calibrated for r in self.recipes):
+            return []
+        lines = [f"to keep {worst or MODEL} wide, wrap the model again by .rules(keep=1)"]
+        if len(set(self.recipes)) == 1:
             lines.append(
-                f"to keep the worst wide: qtoolkit.Rules({{{worst!r}: None}}, default=recipe), or "
-                ".rules(keep=1)"
+                f"or by qtoolkit.Rules({{{_exactly(worst)!r}: None}}, default=recipe), where "
+                "`recipe` quantizes all layers"
             )
-        return "\n".join(lines)
+        return lines
 
 
 def _exactly(path: str) -> str:

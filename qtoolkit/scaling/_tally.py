@@ -16,7 +16,7 @@ from qtoolkit.casts.internal import (
     power_of_two,
 )
 from qtoolkit.formats import BlockFormat
-from qtoolkit.scaling._engine import Scales, scaled_and_unscaled
+from qtoolkit.scaling._engine import Scales, blocks_of, scaled_and_unscaled
 from qtoolkit.scaling._metrics import comparison, occurrences, saturates
 from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge
 from qtoolkit.scaling._scales import effective
@@ -49,7 +49,8 @@ class Tally:
       moments: [4, 10], sums of x x, (x - y)(x - y), y y and x y, in slots by their size.
       exponents: [278], how many elements are zero, and how many lie in each binade from 2**-149 on.
       amax: The largest finite magnitude.
-      least_scale, largest_scale: Of the blocks; infinity and 0 where there are no scales.
+      least_scale, largest_scale: Of the blocks that are not all zeros; infinity and 0 where there
+        are none.
     """
 
     uses: Array = dataclasses.field(metadata=SUM)
@@ -127,6 +128,10 @@ _SIZES = {
 _STOPS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
 _STARTS = {name: end - _SIZES[name] for name, end in _STOPS.items()}
 TALLY_SIZE = sum(_SIZES.values())
+TALLY_SHAPES: dict[str, tuple[int, ...]] = {
+    field.name: {"moments": (4, _SLOTS), "exponents": (_BINS,)}.get(field.name, ())
+    for field in dataclasses.fields(Tally)
+}
 
 
 def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -> Array:
@@ -144,7 +149,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
     found = comparison(wide, y, saturated)
     extremes = [found.amax]
     if spec is not None and scales.scale is not None:
-        extremes += _least_and_largest(effective(scales.scale, scales.tensor_scale, spec))
+        extremes += _least_and_largest(_scales_in_use(x, spec, scales, found.amax))
     counts = [np.float32(1), np.float32(x.size), *(getattr(found, name) for name in _COUNTS)]
     first = jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
     entries: list[tuple[Array, Array]] = [
@@ -170,14 +175,26 @@ def tally_of(vector: Array) -> Tally:
     return Tally(**values)
 
 
+def _scales_in_use(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> Array:
+    """The scales; infinite those of blocks of zeros, which say nothing of the data."""
+    assert scales.scale is not None
+    values = effective(scales.scale, scales.tensor_scale, spec)
+    blocks = blocks_of(x, spec)
+    is_zero = amax == 0
+    if math.prod(values.shape) > 1:
+        is_zero = blocks.gather(jnp.all(blocks.split(x) == 0, axis=blocks.places, keepdims=True))
+    return jnp.where(is_zero, np.float32(np.inf), values)
+
+
 def _least_and_largest(values: Array) -> list[Array]:
-    """Of numbers, not of NaNs; in one reduction."""
+    """Of finite numbers, infinity and 0 where there are none; in one reduction."""
 
     def further(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
 
-    ends = np.float32(np.inf), np.float32(-np.inf)
-    return lax.reduce((values, values), ends, further, tuple(range(values.ndim)))
+    ends = np.float32(np.inf), np.float32(0)
+    finite = [jnp.where(jnp.isfinite(values), values, end) for end in ends]
+    return lax.reduce(tuple(finite), ends, further, tuple(range(values.ndim)))
 
 
 def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:

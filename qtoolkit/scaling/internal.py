@@ -13,11 +13,13 @@ from qtoolkit.scaling._engine import (
     unscaled_values,
 )
 from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
+from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import effective, kept_range, scale_from, tensor_scale_from
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
+    TALLY_SHAPES,
     TALLY_SIZE,
     extreme,
     marked,
@@ -29,6 +31,7 @@ from qtoolkit.scaling._tally import (
 __all__ = [
     "BUCKETS",
     "LOWEST_EXPONENT",
+    "TALLY_SHAPES",
     "TALLY_SIZE",
     "Observer",
     "Scales",
@@ -47,6 +50,7 @@ __all__ = [
     "marked",
     "marked_size",
     "observed_summary",
+    "occurrences",
     "operand_values",
     "rolled",
     "scale_from",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
 from qtoolkit import scaling
@@ -161,7 +162,9 @@ def test_layers_that_were_not_calibrated_are_named(wrapped, found):
     static = qt.Recipe(
         qt.Operand(qt.BlockFormat.tensor("int8"), scaling=qt.products.Static()), gradient=None
     )
-    with pytest.raises(ValueError, match=r"dot_general: not calibrated, .*freeze\(wrapped"):
+    with pytest.raises(
+        ValueError, match="dot_general: not calibrated, .*from calibrate and freeze"
+    ):
         qt.dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())), recipe=static)
 
 
@@ -283,3 +286,74 @@ def test_an_embedding_that_only_looks_up_needs_no_scale():
         qt.nnx.sensitivity(unstarted, tokens, loss)
     with pytest.raises(ValueError, match=r"dot_general of layers/0: .* has not been started"):
         learned.layers[0].attend(x)
+
+
+class Similar(nnx.Module):
+    """A class of one's own with a product in a method that training does not call."""
+
+    def __init__(self):
+        self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.a(x)
+
+    def similarity(self, x, y):
+        return self.a(x) @ self.a(y).T
+
+
+def test_methods_that_batches_never_call_need_no_scale():
+    wrapped = qt.nnx.wrap(Similar(), INT8)
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES))
+    only = qt.nnx.freeze(
+        qt.nnx.wrap(Similar(), qt.Rules({"^a$": INT8})), qt.nnx.calibrate(wrapped, BATCHES)
+    )
+    np.testing.assert_array_equal(frozen(BATCHES[0]), only(BATCHES[0]))
+    with pytest.raises(ValueError, match=r"not calibrated, .* from calibrate and freeze"):
+        frozen.similarity(BATCHES[0], BATCHES[0])
+
+
+class Convolved(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([Holding()])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block.conv(x)
+        return x
+
+
+class Holding(nnx.Module):
+    def __init__(self):
+        self.conv = nnx.Conv(1, 1, (3,), rngs=nnx.Rngs(0))
+
+
+def test_a_layer_named_as_a_product_is_none():
+    """`block.conv(x)` calls a layer: the model has no product of its own that could be missing."""
+    x = jnp.ones((1, 8, 1))
+    report = qt.nnx.report(qt.nnx.wrap(Convolved()), x)
+    assert "not reached" not in str(report)
+    assert {product.path for product in report.quantized} == {"blocks/0/conv"}
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["absmax", "percentile", "mse"])
+def test_sharded_batches_are_calibrated_as_whole_ones(name, kind, wrapped):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    expected = qt.nnx.calibrate(wrapped, BATCHES, name)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in BATCHES]
+        got = qt.nnx.calibrate(wrapped, placed, name)
+    assert got.keys == expected.keys
+    # The last layer's inputs are sums over shards of another shape, in another order.
+    first = [i for i, (path, *_) in enumerate(got.keys) if path == "a"]
+    for i in first:
+        np.testing.assert_array_equal(got.states[i].amax(), expected.states[i].amax())
+
+
+def test_what_calibrate_cannot_do_is_said(wrapped, found):
+    frozen = qt.nnx.freeze(wrapped, found)
+    with pytest.raises(ValueError, match="the model was frozen, and keeps its scales"):
+        qt.nnx.calibrate(frozen, BATCHES)
+    with pytest.raises(TypeError, match=r"called inside jit.*a\.merge\(b\)"):
+        nnx.jit(lambda model, x: qt.nnx.calibrate(model, [x]).amaxes("a"))(wrapped, BATCHES[0])

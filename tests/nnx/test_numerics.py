@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import qtoolkit as qt
 from qtoolkit.cli._app import app
 from qtoolkit.products import Numerics
+from qtoolkit.products._numerics import colour_of
 
 BLOCKS = qt.BlockFormat(element=qt.format("int8"), block=(16,))
 INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
@@ -217,6 +218,8 @@ def test_table_picture_page_and_command(found, tmp_path):
         (lambda data: data.update(version=2), "version 2, expected 1"),
         (lambda data: data["rows"][0].pop("limits"), "damaged text: KeyError: 'limits'"),
         (lambda data: data["rows"][0].update(tally={}), "damaged text: KeyError: 'uses'"),
+        (lambda data: data["rows"][1].update(limits=[]), "damaged text: IndexError"),
+        (lambda data: data["rows"][0]["tally"]["exponents"].pop(), r"exponents of shape \(277,\)"),
     ],
 )
 def test_damaged_reports(found, change, message):
@@ -304,3 +307,43 @@ def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused()
     with pytest.raises(ValueError, match=r"scale has not been started, .*start_scales"):
         qt.nnx.sensitivity(qt.nnx.wrap(model, qt.recipes.int4_lsq), x, loss)
     assert qt.nnx.numerics(qt.nnx.quantize(model, INT8), x, loss).unreached == ()
+
+
+def test_what_is_not_finite_is_said(wrapped):
+    found = qt.nnx.numerics(wrapped, X.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf), loss_fn)
+    row = row_of(found, "a", "lhs", "forward")
+    assert float(row.tally.nonfinite) > 0
+    assert colour_of(row) == "bad"
+    assert "are NaN or infinite" in str(found)
+    assert "are NaN or infinite" not in str(qt.nnx.numerics(wrapped, X, loss_fn))
+
+
+@pytest.mark.parametrize("spec", [qt.BlockFormat.tensor("e4m3fn"), "mxfp8_e4m3"])
+def test_zeros_have_no_scale_that_says_anything(spec):
+    """Oracle: the scales of what is not zero, and none where all is."""
+    recipe = qt.Recipe(spec, gradient=None)
+    model = qt.nnx.wrap(nnx.Linear(32, 4, rngs=nnx.Rngs(0)), recipe)
+
+    def scales_of(x):
+        row = row_of(qt.nnx.numerics(model, x, loss_fn), "", "lhs", "forward")
+        return float(row.tally.least_scale), float(row.tally.largest_scale)
+
+    assert scales_of(jnp.zeros((2, 32))) == (np.inf, 0)
+    assert scales_of(X.at[2:].set(0)) == scales_of(X[:2])
+
+
+def test_sums_and_other_operands(found):
+    total = sum([found, found])
+    assert row_of(total, "a", "lhs", "forward").tally.uses == 2
+    with pytest.raises(TypeError):
+        found + 3
+
+
+def test_advice_of_a_sensitivity_is_for_that_model():
+    model = qt.nnx.wrap(Net(), qt.Rules({"^a$": INT8, "^b$": qt.Recipe(BLOCKS)}, default=None))
+    target = X[:, :4]
+    found = qt.nnx.sensitivity(model, X, lambda m, x: jnp.mean((m(x) - target) ** 2))
+    assert "default=recipe" not in str(found)  # which would quantize the head, too
+    assert (found.ranking[0][1] > 0) == (".rules(keep=1)" in str(found))
+    broken = qt.nnx.sensitivity(model, X.at[0, 0].set(jnp.nan), loss_fn)
+    assert "the loss is NaN with no layer quantized" in str(broken)

@@ -583,3 +583,11 @@ def test_the_second_moment_of_bfloat16_parameters_moves():
     np.testing.assert_allclose(np.mean(np.square(root)), 1 - 0.999**600, rtol=0.05)
     updates, _ = tx.update(grads, tx.init(params), params)
     assert updates["kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("make", [qt.optim.quantize_state, qt.optim.dynamic_loss_scale])
+def test_injected_around_the_factory_itself_is_refused(make):
+    """`inject_hyperparams` makes arrays of all numbers, also of those that are none to inject."""
+    arguments = ("e4m3fn",) if make is qt.optim.quantize_state else ()
+    with pytest.raises(TypeError, match=r"is an array, .*optax\.inject_hyperparams\(lambda rate"):
+        optax.inject_hyperparams(make)(optax.adam(1e-2), *arguments).init({"w": jnp.ones(4)})
