@@ -163,7 +163,7 @@ def test_layers_that_were_not_calibrated_are_named(wrapped, found):
         qt.Operand(qt.BlockFormat.tensor("int8"), scaling=qt.products.Static()), gradient=None
     )
     with pytest.raises(
-        ValueError, match="dot_general: not calibrated, .*from calibrate and freeze"
+        ValueError, match=r"dot_general: not calibrated, .*from calibrate and freeze"
     ):
         qt.dot_general(jnp.ones((2, 2)), jnp.ones((2, 2)), (((1,), (0,)), ((), ())), recipe=static)
 
