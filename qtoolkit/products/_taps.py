@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Recipe
@@ -125,13 +126,23 @@ def tapped(
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
-    zeros = {place: jnp.zeros((len(ROLES), tap.size), jnp.float32) for place in finding.found}
+    none = _varying_as(jnp.zeros((len(ROLES), tap.size), jnp.float32), arguments, closed.consts)
+    zeros = dict.fromkeys(finding.found, none)
 
     def of(zeros: dict[Place, jax.Array]) -> Any:
         with instrumented(Tapping(tap, zeros)):
             return function(*arguments)
 
     return finding.found, jax.grad(of)(zeros), closed
+
+
+def _varying_as(x: jax.Array, *trees: Any) -> jax.Array:
+    """`x` along all axes of a `jax.shard_map` that arrays vary along: else its cotangent would be
+    the sum over the shards, on each of them.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
+    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in arrays))
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def swapped_rows(rows: jax.Array) -> jax.Array:

@@ -168,3 +168,19 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     whole = qt.quantize(tensors["4.a.weight"], BlockFormat.channel("int8", 0))
     np.testing.assert_array_equal(found["4.a.weight"].view(np.uint8), whole.codes)
     np.testing.assert_array_equal(found["4.a.weight_scale"], whole.scale)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (600, 512)])  # with others, and alone
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):
+    """Oracle: `qt.metrics` of the tensor with the same blocks."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    qt.checkpoints.save(tmp_path / "in.safetensors", {"layer.weight": x})
+    report = qt.checkpoints.convert(
+        tmp_path / "in.safetensors", tmp_path / "out.safetensors", scaling=scaling
+    )
+    (tensor,) = (t for t in report.tensors if t.sqnr_db is not None)
+    spec = qt.BlockFormat.tensor("e4m3fn")
+    if scaling == "channel":
+        spec = qt.BlockFormat.channel("e4m3fn", axis=0)
+    np.testing.assert_allclose(tensor.sqnr_db, float(qt.metrics(x, spec).sqnr_db), atol=1e-3)

@@ -35,7 +35,6 @@ def variables():
     return MODULE.init(jax.random.key(1), X)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_each_number_is_that_of_metrics_of_the_captured_operand(variables):
     found = qt.linen.numerics(MODULE, variables, X, loss_fn)
@@ -143,3 +142,26 @@ def test_bad_input(variables):
         qt.linen.freeze(Net(), variables, found)
     with pytest.raises(TypeError, match="calibration has type int, expected a Calibration"):
         qt.linen.freeze(MODULE, variables, 1)
+
+
+def test_a_planted_outlier_ranks_first():
+    """As in nnx: of two layers alike, the one with a feature times 1,000."""
+
+    class Planted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            good = nn.Dense(8, name="good")(x)
+            large = x.at[:, 0].multiply(1000.0)
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+            return good + nn.Dense(8, name="bad")(large) - 1000.0 * x[:, :1] * kernel[:1]
+
+    plain = Planted()
+    variables = plain.init(jax.random.key(0), X)
+    target = plain.apply(variables, X)
+    module = qt.linen.wrap(plain, qt.Rules({"good|bad": INT8}))
+    found = qt.linen.sensitivity(
+        module, variables, X, lambda v, x: jnp.mean((module.apply(v, x) - target) ** 2)
+    )
+    (first, cost), (_, other) = found.ranking
+    assert first == "bad"
+    assert cost > 10 * other > 0

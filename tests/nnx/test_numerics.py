@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import qtoolkit as qt
@@ -79,7 +80,6 @@ def check(row, x, spec):
     assert float(tally.uses) == 1
 
 
-@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_each_number_is_that_of_metrics_of_the_captured_operand(wrapped, found):
     trunk = wrapped.trunk(X)
@@ -347,3 +347,56 @@ def test_advice_of_a_sensitivity_is_for_that_model():
     assert (found.ranking[0][1] > 0) == (".rules(keep=1)" in str(found))
     broken = qt.nnx.sensitivity(model, X.at[0, 0].set(jnp.nan), loss_fn)
     assert "the loss is NaN with no layer quantized" in str(broken)
+
+
+class Scored(nnx.Module):
+    """With a product of parameters alone, which are the same on every device."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jax.random.normal(jax.random.key(1), (32, 4)))
+        self.other = nnx.Param(jax.random.normal(jax.random.key(2), (4, 8)))
+
+    def __call__(self, x):
+        return x @ (self.kernel[...] @ self.other[...])
+
+
+def assert_same_sums(a, b):
+    """Counts and extremes alike; sums but for the order of summation."""
+    for mine, other in zip(a.rows, b.rows, strict=True):
+        assert mine.key == other.key
+        for name in ("elements", "saturated", "flushed", "amax", "least_scale", "largest_scale"):
+            assert getattr(mine.tally, name) == getattr(other.tally, name), (mine.key, name)
+        np.testing.assert_allclose(mine.tally.sqnr_db, other.tally.sqnr_db, rtol=1e-5)
+
+
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        assert_same_sums(qt.nnx.numerics(wrapped, placed, loss_fn), found)
+
+
+@pytest.mark.devices(2)
+def test_shards_merge_to_the_sum_of_their_reports():
+    """Oracle: each shard's report by itself, added."""
+    model = qt.nnx.wrap(Scored(), INT8)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    graph, state = nnx.split(model)
+
+    def of_shard(state, x):
+        report = qt.nnx.numerics(nnx.merge(graph, state), x, loss_fn)
+        return report.merge_across("data")
+
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    merged = jax.jit(jax.shard_map(of_shard, mesh=mesh, **specs))(state, X)
+    parts = [qt.nnx.numerics(model, x, loss_fn) for x in (X[:4], X[4:])]
+    # The cotangent of what is the same on every device is the sum over them, there.
+    alike = [r.key for r in merged.rows if (r.product, r.operand) != ("0", "cotangent")]
+    assert len(alike) == len(merged.rows) - 1
+    chosen = (
+        Numerics(rows=tuple(r for r in report.rows if r.key in alike))
+        for report in (merged, parts[0] + parts[1])
+    )
+    assert_same_sums(*chosen)

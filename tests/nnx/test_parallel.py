@@ -120,7 +120,6 @@ def shards(recipe, names=("data",)):
     return run(params, BATCHES[0])
 
 
-@pytest.mark.exhaustive
 def test_shards_that_share_scales_do_what_one_device_does():
     """With `axis_names`; without them every shard has scales of its own, and the loss differs."""
 
