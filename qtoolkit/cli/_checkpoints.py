@@ -49,6 +49,7 @@ from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
 
 AXES = get_args(AxisChoice)
+WIDE = ("float32", "bfloat16", "float16")
 
 
 def _one_of(option: str, choices: Sequence[str]) -> Any:
@@ -69,10 +70,6 @@ def _known_target(name: str | None) -> str | None:
         raise failure(
             f"--format: {message}; convert takes {', '.join(target_names())}", 2
         ) from error
-
-
-def _known_float(name: str | None) -> str | None:
-    return _one_of("--keep-dtype", ("float32", "bfloat16", "float16"))(name)
 
 
 def _size(option: str, check: Callable[[str], object]) -> Callable[[str | None], str | None]:
@@ -167,7 +164,8 @@ def convert(
             metavar="NAME",
             callback=_one_of("--layout", tuple(LAYOUTS)),
             autocompletion=_complete(tuple(LAYOUTS)),
-            show_default="of a folder with config.json compressed-tensors, else plain",
+            show_default="compressed-tensors of a folder with config.json, where that holds the "
+            "format; else plain, which no loader of models opens",
             help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
         ),
     ] = None,
@@ -204,8 +202,8 @@ def convert(
         str | None,
         typer.Option(
             metavar="NAME",
-            callback=_known_float,
-            autocompletion=_complete(("float32", "bfloat16", "float16")),
+            callback=_one_of("--keep-dtype", WIDE),
+            autocompletion=_complete(WIDE),
             help="Round what is left out to this: float32, bfloat16 or float16.",
         ),
     ] = None,
@@ -292,8 +290,8 @@ def dequantize(
         str | None,
         typer.Option(
             metavar="NAME",
-            callback=_known_float,
-            autocompletion=_complete(("float32", "bfloat16", "float16")),
+            callback=_one_of("--dtype", WIDE),
+            autocompletion=_complete(WIDE),
             show_default="that of config.json, else float32",
             help="float32, bfloat16 or float16.",
         ),

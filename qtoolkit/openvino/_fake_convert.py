@@ -37,7 +37,8 @@ def fake_convert(
 ) -> jax.Array:
     """`(Convert(data * scale - shift, destination_type) + shift) / scale` in the type of `data`.
 
-    "exact" is the written page: `qtoolkit.fake_convert`, where every operation is rounded once to
+    "exact" is the written page, and on overflow, of which that says nothing, saturation, as in the
+    core: `qtoolkit.fake_convert`, where every operation is rounded once to
     the type of `data` and the conversion is one saturating rounding to nearest even. NaN stays NaN,
     subnormals of the destination are rounded like any other value. Without a shift nothing is
     subtracted or added, so that -0 keeps its sign.

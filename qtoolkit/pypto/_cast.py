@@ -140,10 +140,11 @@ def cast(
       mode: A `CastMode`, no number. CAST_NONE is CAST_TRUNC from float to integer, else CAST_RINT.
         Every mode follows the page's rule for bits in every pair that rounds; what widens, or goes
         from integer to integer, is exact and ignores it.
-      satmode: A `SaturationMode`, no number. OFF keeps the low bits of the exact rounded integer
-        (infinities still become the limits) from DT_FP16 to DT_UINT8, DT_INT8, DT_INT16, from
-        DT_FP32 to DT_INT16, DT_INT64 to DT_INT32 and DT_INT32 to DT_INT16. Results of DT_FP32,
-        DT_FP16 and DT_BF16 ignore it.
+      satmode: A `SaturationMode`, no number. ON is the default, as the page of 2026-02 has it;
+        PyPTO's own is OFF since 2026-03: pass it to port later code. OFF keeps the low bits of the
+        exact rounded integer (infinities still become the limits) from DT_FP16 to DT_UINT8,
+        DT_INT8, DT_INT16, from DT_FP32 to DT_INT16, DT_INT64 to DT_INT32 and DT_INT32 to DT_INT16.
+        Results of DT_FP32, DT_FP16 and DT_BF16 ignore it.
       extended: Whether to take also
 
         * DT_FP32 to DT_INT8: with CAST_RINT, what models write as casts to DT_INT32, DT_FP16 and

@@ -144,13 +144,14 @@ def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
 
     Loaders split and merge weights along both axes, and some find the size of a block by dividing.
     """
+    other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     for axis, length in zip((-1, -2), reversed(spec.block), strict=False):
         if length is not None and length > 1 and info.shape[axis] % length:
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: axis {axis} has "
                 f"{info.shape[axis]} elements, expected a multiple of {length} for {spec.name} in "
                 f"layout {layout}; leave it out with --skip"
-                + ("" if scaling_of(spec) is None else ", or use --scaling channel")
+                + ("" if scaling_of(spec) is None else f", or use {other}--scaling channel")
             )
 
 
