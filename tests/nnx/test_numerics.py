@@ -304,7 +304,7 @@ def test_rules_leave_wide_what_the_user_left_and_impossible_models_are_refused()
         qt.nnx.sensitivity(frozen, x, loss).rules(1)
     with pytest.raises(TypeError, match="stored kernels, from quantize, and no others to compare"):
         qt.nnx.sensitivity(qt.nnx.quantize(wrapped), x, loss)
-    with pytest.raises(ValueError, match=r"scale has not been started, .*start_scales"):
+    with pytest.raises(ValueError, match=r"scale that has not been started, .*start_scales"):
         qt.nnx.sensitivity(qt.nnx.wrap(model, qt.recipes.int4_lsq), x, loss)
     assert qt.nnx.numerics(qt.nnx.quantize(model, INT8), x, loss).unreached == ()
 
