@@ -11,9 +11,8 @@ from flax import nnx
 from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
-from qtoolkit.nnx._rewriting import HOOKED
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import attach, found_at, needs_no_scale, product_states
+from qtoolkit.nnx._wrap import attach, found_at, is_of_flax, needs_no_scale, product_states
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
@@ -118,7 +117,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes = calibration.amaxes(site.path)
         missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and (needs_no_scale(node) or not isinstance(node, HOOKED)):
+        if not amaxes and (needs_no_scale(node) or not is_of_flax(node)):
             attach(node, recipe, found_at(node, site.path))
             return node
         if not amaxes:

@@ -258,6 +258,11 @@ def needs_no_scale(layer: Any) -> bool:
     return isinstance(layer, nnx.Embed)
 
 
+def is_of_flax(layer: Any) -> bool:
+    """Whether a layer is Flax's, which computes its products whenever it is called."""
+    return isinstance(layer, (*_HOOKS, *_REWRITTEN))
+
+
 def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
     if isinstance(layer, nnx.MultiHeadAttention):
         recipe = recipe.of_activations()

@@ -84,8 +84,8 @@ def _names_a_product(
     """`x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`. In `self.dot` and `block.conv` the names
     are a layer's own: only those of modules count, and those that arrays have, too.
     """
-    imported = {"self": attributes}
-    known: Any = None  # the names after the last instruction's value that are products
+    locals_ = {"self": attributes}  # and modules that the function imports
+    known = _METHODS  # names that are products where they are attributes of the last value
     last = ""
     for instruction in dis.get_instructions(code):
         operation, name = instruction.opname, instruction.argval
@@ -94,19 +94,19 @@ def _names_a_product(
         # From Python 3.13 on one instruction stores or loads two locals.
         stored, name = (name[0], name[-1]) if isinstance(name, tuple) and name else (name, name)
         if operation.startswith("STORE_FAST") and last.startswith("IMPORT_"):
-            imported[stored] = _PRODUCTS
+            locals_[stored] = _PRODUCTS
         if operation.startswith("LOAD_GLOBAL"):
             if name in _PRODUCTS:
                 return True
             known = _PRODUCTS if isinstance(names.get(name), types.ModuleType) else _METHODS
         elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-            if name in (_METHODS if known is None else known):
+            if name in known:
                 return True
             known = _PRODUCTS if known is _PRODUCTS else _METHODS
         elif operation.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF")):
-            known = imported.get(name, _PRODUCTS)  # perhaps a module of the function around it
+            known = locals_.get(name, _PRODUCTS)  # perhaps a module of the function around it
         elif "LOAD_FAST" in operation:
-            known = imported.get(name, _METHODS)
+            known = locals_.get(name, _METHODS)
         else:
             known = _METHODS
         last = operation

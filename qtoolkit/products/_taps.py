@@ -126,7 +126,7 @@ def tapped(
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
-    none = _varying_as(jnp.zeros((len(ROLES), tap.size), jnp.float32), arguments, closed.consts)
+    none = _varying_along(jnp.zeros((len(ROLES), tap.size), jnp.float32), arguments, closed.consts)
     zeros = dict.fromkeys(finding.found, none)
 
     def of(zeros: dict[Place, jax.Array]) -> Any:
@@ -136,7 +136,7 @@ def tapped(
     return finding.found, jax.grad(of)(zeros), closed
 
 
-def _varying_as(x: jax.Array, *trees: Any) -> jax.Array:
+def _varying_along(x: jax.Array, *trees: Any) -> jax.Array:
     """`x` along all axes of a `jax.shard_map` that arrays vary along: else its cotangent would be
     the sum over the shards, on each of them.
     """

@@ -357,3 +357,12 @@ def test_what_calibrate_cannot_do_is_said(wrapped, found):
         qt.nnx.calibrate(frozen, BATCHES)
     with pytest.raises(TypeError, match=r"called inside jit.*a\.merge\(b\)"):
         nnx.jit(lambda model, x: qt.nnx.calibrate(model, [x]).amaxes("a"))(wrapped, BATCHES[0])
+
+
+@pytest.mark.parametrize("kind", [nnx.Conv, nnx.ConvTranspose])
+def test_a_layer_of_flax_that_batches_never_call_is_named(kind):
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model.spare = kind(8, 8, (3,), rngs=nnx.Rngs(1))
+    wrapped = qt.nnx.wrap(model, INT8)
+    with pytest.raises(ValueError, match="freeze: not calibrated: spare;"):
+        qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES))
