@@ -119,9 +119,9 @@ class Summary:
 
 def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
     """Of a pure function from pytrees to a pytree, whose floats depend on the products."""
-    found, sums, _ = tapped(_SummaryTap(bins), total_of(function), *arguments)
-    rows = tuple(sums[place] for place in found)
-    return Summary(rows, tuple(found), tuple(found.values()))
+    found = tapped(_SummaryTap(bins), total_of(function), *arguments)
+    rows = tuple(found.sums[place] for place in found.recipes)
+    return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
 
 
 def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:

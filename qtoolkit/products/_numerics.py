@@ -16,7 +16,7 @@ import numpy as np
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Operand, Recipe
 from qtoolkit.products._report import Product, left_of, text_table
-from qtoolkit.products._taps import MODEL, Place, tapped
+from qtoolkit.products._taps import MODEL, Place, Stored, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -59,7 +59,8 @@ class Row:
       product: Its name in the layer.
       operand: "lhs", "rhs" or "cotangent".
       parts: The products that round it so: "forward", "forward, wgrad".
-      fmt: What it is rounded to, as text; "wide" where it is not.
+      fmt: What it is rounded to, as text; "wide" where it is not, "e4m3fn_channel, stored" for a
+        kernel that is codes already.
       limits: The least positive and the largest value of the elements; None where it stays wide.
       tally: What was measured.
     """
@@ -115,7 +116,7 @@ class Numerics:
     one row for all: sums and counts add up. Its amax and scales are the extremes; where several
     runs come within 12.5 % of the largest amax (or 2 times the extreme scale) they are estimated
     from outside, never too close. Kernels that are stored as codes are not rounded: their rows say
-    "wide", and no numbers.
+    so, and no numbers.
 
     Attributes:
       rows: The operands, in the order in which the products run.
@@ -295,19 +296,22 @@ class Sums:
       vectors: float32[products, roles, TALLY_SIZE].
       places: The products.
       recipes: Theirs.
+      stored: Which of their operands are codes already.
       left: As in `Numerics`.
     """
 
     vectors: jax.Array
     places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
     recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
+    stored: tuple[Stored, ...] = dataclasses.field(metadata=_STATIC)
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
 
     def numerics(self) -> Numerics:
+        products = zip(self.places, self.recipes, self.stored, strict=True)
         labels = [
             (number, role, twin, label)
-            for number, (place, recipe) in enumerate(zip(self.places, self.recipes, strict=True))
-            for role, twin, label in _labels(place, recipe)
+            for number, product in enumerate(products)
+            for role, twin, label in _labels(*product)
         ]
         number, role, twin, _ = zip(*labels, strict=True)
         tallies = _tallies(self.vectors, *map(np.array, (number, role, twin)))
@@ -333,14 +337,20 @@ def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
     def loss(*arguments: Any) -> Any:
         return scalar_loss(where, function(*arguments))
 
-    found, sums, closed = tapped(_TallyTap(), loss, *arguments)
-    if not found:
+    found = tapped(_TallyTap(), loss, *arguments)
+    if not found.recipes:
         raise ValueError(
             f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
             "the loss call the wrapped one"
         )
-    vectors = jnp.stack([sums[place] for place in found])
-    return Sums(vectors, tuple(found), tuple(found.values()), left_of(closed))
+    vectors = jnp.stack([found.sums[place] for place in found.recipes])
+    return Sums(
+        vectors,
+        places=tuple(found.recipes),
+        recipes=tuple(found.recipes.values()),
+        stored=tuple(found.stored.values()),
+        left=left_of(found.closed),
+    )
 
 
 def scalar_loss(where: str, out: Any) -> Any:
@@ -355,7 +365,9 @@ def scalar_loss(where: str, out: Any) -> Any:
     return value
 
 
-def _labels(place: Place, recipe: Recipe) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _labels(
+    place: Place, recipe: Recipe, stored: Stored
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """For each row of a product its role, the one of its twin, and its names."""
     for role, operand in enumerate(recipe.operands):
         if role in recipe.twins:
@@ -366,10 +378,14 @@ def _labels(place: Place, recipe: Recipe) -> Iterator[tuple[int, int, dict[str, 
             "product": place.name,
             "operand": _OPERANDS[role],
             "parts": ", ".join(_PARTS[one] for one in dict.fromkeys((role, twin))),
-            "fmt": "wide" if operand is None else str(operand),
+            "fmt": str(operand) if operand is not None else _stored_at(role, stored) or "wide",
             "limits": _limits(operand),
         }
         yield role, twin, names
+
+
+def _stored_at(role: int, stored: Stored) -> str:
+    return "" if _OPERANDS[role] == "cotangent" else stored[_OPERANDS[role] == "rhs"]
 
 
 def _limits(operand: Operand | None) -> tuple[float, float] | None:

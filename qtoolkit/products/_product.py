@@ -49,7 +49,7 @@ from qtoolkit.products._operand import (
     rounded,
 )
 from qtoolkit.products._recipe import Operand, Recipe, check_recipe
-from qtoolkit.products._stored import restored_operand
+from qtoolkit.products._stored import restored_operand, stored_label
 from qtoolkit.products._taps import ROLES, Place, Tap, instrument, swapped_rows
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_of, explicit_spec, histogram
@@ -109,6 +109,7 @@ def quantized_product(
     """
     check_recipe(where, recipe)
     operands, learned = [lhs, rhs], recipe.learned
+    given = (rhs, lhs) if is_swapped else (lhs, rhs)
     for index, operand in enumerate((lhs, rhs)):
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
@@ -128,7 +129,8 @@ def quantized_product(
     by = instrument()
     if by is None:
         return compute(recipe, state)
-    return by.product(place or Place("", where), recipe, state, compute)
+    stored = (stored_label(given[0]), stored_label(given[1]))
+    return by.product(place or Place("", where), recipe, state, compute, stored)
 
 
 def _computed(

@@ -13,7 +13,8 @@ from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._recipe import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
-from qtoolkit.products._site import STORED, Scope, place_of
+from qtoolkit.products._site import Scope, place_of
+from qtoolkit.products._stored import STORED
 from qtoolkit.products._taps import MODEL
 from qtoolkit.scaling import QArray
 

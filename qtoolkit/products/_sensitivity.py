@@ -14,7 +14,7 @@ from qtoolkit.formats import Rules
 from qtoolkit.products._numerics import scalar_loss
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
-from qtoolkit.products._taps import MODEL, Place, instrumented
+from qtoolkit.products._taps import MODEL, Place, Stored, instrumented
 from qtoolkit.scaling import QArray
 
 _STATIC: Any = {"static": True}
@@ -118,7 +118,9 @@ class _Choosing:
     chosen: dict[str, jax.Array] | None
     found: dict[str, Recipe] = dataclasses.field(default_factory=dict)
 
-    def product(self, place: Place, recipe: Recipe, state: Any, compute: Any) -> jax.Array:
+    def product(
+        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
+    ) -> jax.Array:
         self.found.setdefault(place.path, recipe)
         quantized = compute(recipe, state)
         if self.chosen is None:

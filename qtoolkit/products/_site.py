@@ -18,6 +18,7 @@ from qtoolkit.products._functions import conv_function, dot_function, einsum_fun
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
+from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
 
@@ -59,9 +60,7 @@ class Site:
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
             recipe = self.recipe.swapped() if is_swapped else self.recipe
-            stored = [
-                f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else "" for x in (lhs, rhs)
-            ]
+            stored = (stored_label(lhs), stored_label(rhs))
             named_scope = jax.named_scope(scope(self.path, recipe, stored))
         with named_scope:
             return quantized_product(
@@ -214,9 +213,6 @@ class Scope(NamedTuple):
 
 
 _ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
-
-
-STORED = "stored"
 
 
 def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) -> str:

@@ -53,12 +53,12 @@ class FirstScales:
 
 def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
     """Of the operands with learned scales, in a pure function from pytrees to a pytree."""
-    found, sums, _ = tapped(_StartTap(), total_of(function), *arguments)
+    found = tapped(_StartTap(), total_of(function), *arguments)
     values: dict[tuple[str, str, int], jax.Array] = {}
-    for place, recipe in found.items():
+    for place, recipe in found.recipes.items():
         for side, operand in enumerate(recipe.forward):
             if operand is not None and operand.is_learned:
-                values[(*place, side)] = _first(sums[place][side], operand)
+                values[(*place, side)] = _first(found.sums[place][side], operand)
     return FirstScales(tuple(values.values()), tuple(values))
 
 

@@ -18,6 +18,12 @@ from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
 Array = jax.Array
+STORED = "stored"
+
+
+def stored_label(x: Any) -> str:
+    """As reports name an operand that comes as codes, "" for an array."""
+    return f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else ""
 
 
 def serving_rules(where: str, recipe: Any) -> Rules[Recipe]:

@@ -22,6 +22,9 @@ from qtoolkit.products._recipe import Recipe
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
 
+# What the input and the kernel of a product are where they come as codes, else "".
+Stored = tuple[str, str]
+
 MODEL = "(model)"  # the path of the model itself
 
 
@@ -63,6 +66,7 @@ class Instrument(Protocol):
         recipe: Recipe,
         state: Any,
         compute: Callable[..., jax.Array],
+        stored: Stored,
     ) -> jax.Array:
         """`compute(recipe, state, tap, zeros)`, or something else in its place."""
         ...
@@ -98,14 +102,19 @@ class Tapping:
       tap: What to keep.
       zeros: For each place; new ones where there are none.
       found: The products that ran, in order, and their recipes.
+      stored: Which of their operands are codes already.
     """
 
     tap: Tap
     zeros: Mapping[Place, jax.Array] = dataclasses.field(default_factory=dict)
     found: dict[Place, Recipe] = dataclasses.field(default_factory=dict)
+    stored: dict[Place, Stored] = dataclasses.field(default_factory=dict)
 
-    def product(self, place: Place, recipe: Recipe, state: Any, compute: Any) -> jax.Array:
+    def product(
+        self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
+    ) -> jax.Array:
         self.found.setdefault(place, recipe)
+        self.stored.setdefault(place, stored)
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
@@ -114,15 +123,24 @@ class Tapping:
             return compute(recipe, state, self.tap, zeros)
 
 
-def tapped(
-    tap: Tap, function: Callable[..., Any], *arguments: Any
-) -> tuple[dict[Place, Recipe], dict[Place, jax.Array], Any]:
-    """What a tap keeps of the products of `function`, which gives a float scalar.
+class Tapped(NamedTuple):
+    """What a tap kept of a function.
 
-    Returns:
-      The products that ran and their recipes; float32[len(ROLES), size] for each, zeros where no
-      gradient reached it; the jaxpr of `function`.
+    Attributes:
+      recipes: Of the products that ran, in order.
+      stored: Which of their operands are codes already.
+      sums: For each float32[len(ROLES), size], zeros where no gradient reached it.
+      closed: The jaxpr of the function.
     """
+
+    recipes: dict[Place, Recipe]
+    stored: dict[Place, Stored]
+    sums: dict[Place, jax.Array]
+    closed: Any
+
+
+def tapped(tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
+    """What a tap keeps of the products of `function`, which gives a float scalar."""
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
@@ -133,7 +151,7 @@ def tapped(
         with instrumented(Tapping(tap, zeros)):
             return function(*arguments)
 
-    return finding.found, jax.grad(of)(zeros), closed
+    return Tapped(finding.found, finding.stored, jax.grad(of)(zeros), closed)
 
 
 def _varying_along(x: jax.Array, *trees: Any) -> jax.Array:

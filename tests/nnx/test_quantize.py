@@ -173,6 +173,20 @@ def test_the_report_shows_stored_kernels():
     assert {p.operands.split(" x ")[1] for p in found.quantized if p.part != "wgrad"} == {stored}
 
 
+def test_numerics_names_stored_kernels():
+    """A convolution's and an attention's too; what beside them is rounded is measured."""
+    model = qt.nnx.quantize(Small(nnx.Rngs(0)), qt.recipes.te_current)
+    found = qt.nnx.numerics(model, X, lambda m, x: jnp.sum(m(x) ** 2))
+    stored = [row for row in found.rows if row.operand == "rhs"]
+    assert [row.path for row in stored] == ["layers/0", "layers/1"]
+    for row in stored:
+        assert row.fmt.endswith(", stored")
+        assert row.limits is None
+        assert row.cells()[5:] == ("-",) * 6
+    assert all(float(row.tally.uses) for row in found.rows if row.operand == "lhs")
+    assert "stored" in str(qt.products.Numerics.from_json(found.to_json()))
+
+
 @pytest.mark.quick
 def test_a_layer_that_ran_was_reached_also_where_the_recipe_leaves_its_products():
     """A recipe for weights alone leaves both products of attention wide."""

@@ -159,6 +159,30 @@ def test_other_transforms_go_around_it(name):
     assert float(loss_scale(state)) >= 2.0**9
 
 
+def test_multi_steps_around_it_is_right_only_while_all_is_finite():
+    """What the docstring says of that order: optax multiplies the sum by 0 to empty it."""
+    around = optax.MultiSteps(dynamic_loss_scale(ADAM, initial=2.0**10, period=2), 2)
+    plain = optax.MultiSteps(ADAM, 2)
+    params, others = PARAMS, PARAMS
+    state, other = around.init(params), plain.init(others)
+    for step in range(8):
+        grads = jax.tree.map(lambda p: p * (step + 1) - 3, PARAMS)  # noqa: B023
+        scaled = jax.tree.map(lambda g: g * loss_scale(state), grads)  # noqa: B023
+        updates, state = around.update(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+        updates, other = plain.update(grads, other, others)
+        others = optax.apply_updates(others, updates)
+        jax.tree.map(np.testing.assert_array_equal, params, others)
+    assert float(loss_scale(state)) == 2.0**12  # two good steps in a row, twice
+    for x in (np.inf, 1.0, 1.0, 1.0, 1.0, 1.0):
+        before = params
+        scaled = jax.tree.map(lambda p: jnp.full_like(p, x), PARAMS)  # noqa: B023
+        updates, state = around.update(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+        jax.tree.map(np.testing.assert_array_equal, params, before)
+    assert not np.isfinite(state.acc_grads["w"]).any()
+
+
 def test_in_an_nnx_optimizer():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, dynamic_loss_scale(ADAM), wrt=nnx.Param)
