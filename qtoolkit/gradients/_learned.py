@@ -138,7 +138,8 @@ def lsq_plus(
       >>> qt.gradients.lsq_plus(x, 0.25, -0.25, "uint4")  # from -0.25 to -0.25 + 15 * 0.25
       Array([-0.25,  0.  ,  1.  ,  3.5 ], dtype=float32)
       >>> def total(offset):
-      ...     return qt.gradients.lsq_plus(x, 0.25, offset, "uint4", offset_gradient_factor=1.0).sum()
+      ...     y = qt.gradients.lsq_plus(x, 0.25, offset, "uint4", offset_gradient_factor=1.0)
+      ...     return y.sum()
       >>> jax.grad(total)(-0.25)  # of what is clipped, -0.3 and 4
       Array(2., dtype=float32, weak_type=True)
     """

@@ -127,9 +127,9 @@ def metrics(
       >>> x = jnp.asarray([0.0005, 0.5, 3.0, 900.0])
       >>> for scale in (1.0, None):  # given, where 900 saturates; from x
       ...     found = qt.metrics(x, "e4m3fn", scale=scale)
-      ...     print(f"{found.sqnr_db:.1f} dB, {found.saturated:.0%} and {found.flushed:.0%} lost")
-      6.0 dB, 25% and 25% lost
-      96.4 dB, 0% and 25% lost
+      ...     print(f"{found.sqnr_db:.1f} dB, saturated {found.saturated}, flushed {found.flushed}")
+      6.0 dB, saturated 0.25, flushed 0.25
+      96.4 dB, saturated 0.0, flushed 0.25
     """
     x, spec, given, projection = check_quantize(
         "metrics", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,

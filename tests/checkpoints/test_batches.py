@@ -174,7 +174,8 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):
     """Oracle: `qt.metrics` of the tensor with the same blocks."""
-    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x = np.random.default_rng(0).standard_cauchy(size=shape).astype(np.float32)
+    x[0, 0] = 1e-9  # is flushed
     qt.checkpoints.save(tmp_path / "in.safetensors", {"layer.weight": x})
     report = qt.checkpoints.convert(
         tmp_path / "in.safetensors", tmp_path / "out.safetensors", scaling=scaling
@@ -183,4 +184,15 @@ def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):
     spec = qt.BlockFormat.tensor("e4m3fn")
     if scaling == "channel":
         spec = qt.BlockFormat.channel("e4m3fn", axis=0)
-    np.testing.assert_allclose(tensor.sqnr_db, float(qt.metrics(x, spec).sqnr_db), atol=1e-3)
+    expected = qt.metrics(x, spec)
+    np.testing.assert_allclose(tensor.sqnr_db, float(expected.sqnr_db), atol=1e-3)
+    assert tensor.max_scale == float(np.max(qt.quantize(x, spec).scale))
+    (compared,) = qt.checkpoints.compare(
+        tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    ).tensors
+    np.testing.assert_allclose(compared.sqnr_db, float(expected.sqnr_db), atol=1e-3)
+    assert compared.flushed == pytest.approx(float(expected.flushed), rel=1e-6)
+    assert compared.flushed > 0
+    assert compared.saturated == float(expected.saturated)
+    assert compared.max_error == pytest.approx(float(expected.max_error), rel=1e-6)
+    assert compared.nonfinite == int(expected.nonfinite) == tensor.nonfinite
