@@ -1,13 +1,16 @@
-"""What mkdocs makes while it builds: the reference, conformance, notebooks, explorer data.
+"""What mkdocs makes while it builds: the reference, conformance, results, notebooks, explorer data.
 
 None of it is kept in the repository, so it cannot be out of date. The pages of the reference follow
-from the public names of the packages, each of which stands on one of them.
+from the public names of the packages, each of which stands on one of them. Pages link to files of
+the repository, as a code host needs it; here these links lead to what is made of the files.
 """
 
 import ast
 import importlib
 import inspect
 import itertools
+import posixpath
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from mkdocs.structure.files import File
 import qtoolkit
 
 ROOT = Path(__file__).resolve().parents[1]
+_LINK = re.compile(r"\]\(([^()#\s:]+)(#[^()\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -36,7 +40,7 @@ def on_files(files: Any, config: Any) -> Any:
     made: dict[str, str | bytes] = {}
     made.update({f"reference/{name}.md": reference_page(name) for name in packages()})
     made["reference/index.md"] = reference_index()
-    made["conformance.md"] = (ROOT / "tests/conformance/README.md").read_text(encoding="utf-8")
+    made.update({page: (ROOT / file).read_text(encoding="utf-8") for file, page in COPIED.items()})
     made["explorer/data.js"] = explorer_data.javascript()
     for notebook in notebook_pages.notebooks():
         made[f"notebooks/{notebook.stem}.md"], pictures = notebook_pages.page(notebook)
@@ -44,6 +48,36 @@ def on_files(files: Any, config: Any) -> Any:
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+# Files of the repository, and the pages that show them; copies are made of the first two.
+COPIED = {"tests/conformance/README.md": "conformance.md", "experiments/RESULTS.md": "results.md"}
+SHOWN = {**COPIED, "qtoolkit/products/_presets.py": "reference/products.md"}
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    return linked(markdown, page.file.src_uri)
+
+
+def linked(markdown: str, page: str) -> str:
+    """A page with its links to files of the repository turned into links to pages of the site."""
+    folder = posixpath.dirname(page)
+
+    def at_home(found: re.Match[str]) -> str:
+        file = posixpath.normpath(posixpath.join("docs/pages", folder, found[1]))
+        shown = page_of(file)
+        if shown is None:
+            return found[0]
+        return f"]({posixpath.relpath(shown, folder or '.')}{found[2] or ''})"
+
+    return _LINK.sub(at_home, markdown)
+
+
+def page_of(file: str) -> str | None:
+    """The page that shows a file of the repository; None for pages themselves and other files."""
+    if file.endswith(".ipynb"):
+        return f"notebooks/{posixpath.basename(file)[: -len('.ipynb')]}.md"
+    return SHOWN.get(file)
 
 
 def packages() -> list[str]:

@@ -91,9 +91,23 @@ def test_the_pictures_are_those_that_the_command_draws():
 
 
 @pytest.mark.quick
-def test_links_between_files_lead_somewhere():
-    """Links of the README and of CONTRIBUTING; mkdocs checks those of the site."""
-    for name in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-            assert "://" in target or (ROOT / target).exists(), f"{name}: {target}"
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+def test_links_lead_to_files_of_the_repository(page):
+    """As a code host needs it; mkdocs checks the links of the site, into which hooks turn these."""
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+@pytest.mark.quick
+def test_links_to_files_become_links_to_pages():
+    linked = hooks_without_mkdocs()["linked"]
+    for page, link, expected in [
+        ("howto/a.md", "../../../notebooks/01_x.ipynb", "../notebooks/01_x.md"),
+        ("a.md", "../../experiments/RESULTS.md#qat", "results.md#qat"),
+        ("howto/a.md", "../../../tests/conformance/README.md", "../conformance.md"),
+        ("concepts/a.md", "../../../qtoolkit/products/_presets.py", "../reference/products.md"),
+        ("a.md", "howto/b.md#top", "howto/b.md#top"),
+        ("a.md", "https://example.org/README.md", "https://example.org/README.md"),
+        ("a.md", "#here", "#here"),
+    ]:
+        assert linked(f"See [it]({link}).", page) == f"See [it]({expected})."
