@@ -75,6 +75,13 @@ def round_to_format(
         finite value of `fmt`; `key` and `random_bits` do not fit the rounding.
 
     Source: IEEE P3109 Interim Report v4.0 for the words and the modes; OFP8 1.0 for FP8.
+
+    Examples:
+      >>> x = jnp.asarray([17.0, 19.0, 21.0, 1000.0])  # e4m3fn has 16, 18, 20 and 22
+      >>> qt.round_to_format(x, "e4m3fn")  # ties go to the even code, 1000 saturates
+      Array([ 16.,  20.,  20., 448.], dtype=float32)
+      >>> qt.round_to_format(x, "e4m3fn", rounding="toward_positive", saturation="none")
+      Array([18., 20., 22., nan], dtype=float32)
     """
     source = check_value_source("round_to_format", x)
     fmt, projection = check_arguments(
@@ -108,6 +115,13 @@ def encode(
 
     Raises:
       TypeError, ValueError: As `round_to_format`. Codes have no derivative.
+
+    Examples:
+      >>> x = jnp.asarray([0.5, 2.5, -5.0, 100.0])
+      >>> qt.encode(x, "e2m1fn")  # 2.5 and 5 lie between two values: the even codes 4 and 6
+      Array([ 1,  4, 14,  7], dtype=uint8)
+      >>> qt.decode(qt.encode(x, "e2m1fn"), "e2m1fn")
+      Array([ 0.5,  2. , -4. ,  6. ], dtype=float32)
     """
     source = check_source("encode", x)
     return _encoded(
@@ -147,6 +161,13 @@ def cast(
 
     Gradient: for float results of 16 bits and more, 1 where `fmt.lowest <= x <= fmt.max_finite`,
     else 0.
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 449.0, jnp.inf])
+      >>> qt.cast(x, "e4m3fn")
+      Array([0.3125, 448, 448], dtype=float8_e4m3fn)
+      >>> qt.cast(x, "e4m3fn", saturation="none")  # 449 still rounds to 448
+      Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
     source = check_source("cast", x)
     return _cast_to(
@@ -172,6 +193,12 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
     Raises:
       TypeError: `codes` or `dtype` has another dtype, or one of 64 bits where JAX has them off.
       ValueError: Unknown format, or `dtype` does not hold every finite value of `fmt`.
+
+    Examples:
+      >>> qt.decode(np.arange(8, dtype=np.uint8), "e2m1fn")
+      Array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ], dtype=float32)
+      >>> qt.decode(np.uint8([0x01, 0x7E, 0x7F]), "e4m3fn")  # smallest, largest, NaN
+      Array([1.953125e-03, 4.480000e+02,          nan], dtype=float32)
     """
     fmt = format(fmt)
     target = None if dtype is None else np.dtype(dtype)  # numpy takes None for float64

@@ -37,6 +37,12 @@ class Stochastic:
       bits: 1 to 24. One draw has as many bits, whatever the format.
 
     Source: IEEE P3109 Interim Report v4.0, StochasticA, StochasticB, StochasticC.
+
+    Examples:
+      >>> x = jnp.full(10_000, 1.03125)  # a quarter of the way from 1 to 1.125
+      >>> y = qt.round_to_format(x, "e4m3fn", rounding=qt.Stochastic("B"), key=jax.random.key(0))
+      >>> np.unique(y), round(float(y.mean()), 3)
+      (array([1.   , 1.125], dtype=float32), 1.032)
     """
 
     variant: str = "B"

@@ -27,6 +27,11 @@ def pack(codes: ArrayLike, fmt: FormatLike | int, *, axis: int = -1) -> jax.Arra
     Raises:
       TypeError: `codes` are not uint8.
       ValueError: Another width, or no such axis.
+
+    Examples:
+      >>> codes = np.uint8([1, 2, 3, 4, 5])
+      >>> [hex(byte) for byte in qt.pack(codes, "e2m1fn").tolist()]  # two to a byte
+      ['0x21', '0x43', '0x5']
     """
     bits, axis = _arguments("pack", codes, fmt, axis)
     return _pack(jnp.asarray(codes), bits, axis)
@@ -49,6 +54,13 @@ def unpack(
     Raises:
       TypeError: `packed` is not uint8.
       ValueError: As `pack`; or the bytes along `axis` are not as many as `size` codes need.
+
+    Examples:
+      >>> packed = qt.pack(np.uint8([1, 2, 3, 4, 5]), "e2m1fn")
+      >>> qt.unpack(packed, "e2m1fn")
+      Array([1, 2, 3, 4, 5, 0], dtype=uint8)
+      >>> qt.unpack(packed, "e2m1fn", size=5)
+      Array([1, 2, 3, 4, 5], dtype=uint8)
     """
     bits, axis = _arguments("unpack", packed, fmt, axis)
     group, width = _group(bits)

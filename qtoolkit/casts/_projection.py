@@ -37,6 +37,13 @@ class Projection:
       ValueError: Unknown rounding or saturation.
 
     Source: IEEE P3109 Interim Report v4.0, section on projections.
+
+    Examples:
+      >>> down = qt.casts.Projection("toward_zero", saturation="none")
+      >>> qt.Operand("e4m3fn", down).projection == down
+      True
+      >>> hash(down) == hash(qt.casts.Projection("toward_zero", saturation="none"))
+      True
     """
 
     rounding: Rounding = dataclasses.field(default="nearest_even", metadata=_STATIC)

@@ -51,6 +51,12 @@ def cast_tree(
     Raises:
       TypeError, ValueError: As `cast`; the message names the path of the leaf, or the rule that
         matches no leaf.
+
+    Examples:
+      >>> params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "head": jnp.ones(4)}
+      >>> rules = qt.Rules({"kernel": "e4m3fn", "head": None}, default="bfloat16")
+      >>> jax.tree.map(lambda leaf: str(leaf.dtype), qt.cast_tree(params, rules))
+      {'bias': 'bfloat16', 'head': 'float32', 'kernel': 'float8_e4m3fn'}
     """
     check_rounding("cast_tree", rounding, saturation)
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
