@@ -22,6 +22,15 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     Raises:
       TypeError: `x` has another dtype.
       ValueError: An axis is out of range, or comes twice.
+
+    Examples:
+      >>> x = jnp.asarray([[1.0, -3.0], [jnp.inf, 2.0], [jnp.nan, 0.5]])
+      >>> qt.scaling.amax(x)
+      Array(3., dtype=float32)
+      >>> qt.scaling.amax(x, axis=-1)
+      Array([[3. ],
+             [2. ],
+             [0.5]], dtype=float32)
     """
     x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
     axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis

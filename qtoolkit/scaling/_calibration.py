@@ -30,6 +30,15 @@ class AbsMax(Observer):
       magnitude: uint32 in the shape of the scales, float32 patterns, so that subnormals count.
 
     Source: arXiv:2004.09602, section on calibration, "max".
+
+    Examples:
+      >>> observer = qt.scaling.AbsMax.of("e4m3fn", (2,))
+      >>> for batch in ([1.0, -896.0], [2.0, 3.0]):
+      ...     observer = observer.observe(jnp.asarray(batch))
+      >>> observer.amax(), observer.scale()  # 896 / 448
+      (Array([896.], dtype=float32), Array([2.], dtype=float32))
+      >>> qt.quantize(jnp.asarray([5.0, 1e4]), "e4m3fn", scale=observer.scale()).dequantize()
+      Array([  5., 896.], dtype=float32)
     """
 
     magnitude: Array = dataclasses.field(metadata=MAX)
@@ -73,6 +82,13 @@ class MovingAverage(Observer):
       weight: float32 scalar, the sum of the weights.
 
     Source: arXiv:1712.05877, section 3.1 (averaged ranges); arXiv:1412.6980, section 3 (the bias).
+
+    Examples:
+      >>> observer = qt.scaling.MovingAverage.of("e4m3fn", (2,), decay=0.5)
+      >>> for batch in ([1.0, 2.0], [8.0, 4.0]):
+      ...     observer = observer.observe(jnp.asarray(batch))
+      >>> observer.amax()  # (2 / 4 + 8 / 2) / (1 - 1 / 4)
+      Array([6.], dtype=float32)
     """
 
     decay: float = dataclasses.field(default=0.99, metadata=STATIC)
@@ -122,6 +138,12 @@ class MinMax(Observer):
         below and above zero.
 
     Source: arXiv:1712.05877, section 2.1 (zero point); arXiv:2106.08295, section 3.1 (min-max).
+
+    Examples:
+      >>> spec = qt.BlockFormat.tensor("uint8", zero_point=True)
+      >>> observer = qt.scaling.MinMax.of(spec, (2,)).observe(jnp.asarray([-1.0, 4.1]))
+      >>> observer.scale(), observer.zero_point()  # 5.1 / 255
+      (Array([0.02], dtype=float32), Array([50], dtype=int32))
     """
 
     below: Array = dataclasses.field(metadata=MAX)

@@ -51,6 +51,14 @@ def smoothing_factors(
 
     Gradient: zero.
     Source: arXiv:2211.10438 (SmoothQuant), equation 4.
+
+    Examples:
+      >>> activations, weights = jnp.asarray([100.0, 1.0]), jnp.asarray([0.25, 0.25])
+      >>> factors = qt.scaling.smoothing_factors(activations, weights)
+      >>> factors
+      Array([20.,  2.], dtype=float32)
+      >>> activations / factors, weights * factors  # both with the same range in each channel
+      (Array([5. , 0.5], dtype=float32), Array([5. , 0.5], dtype=float32))
     """
     activation = check_differentiable("smoothing_factors", activation_amax, wide=False)
     weight = check_differentiable("smoothing_factors", weight_amax, wide=False)
@@ -93,6 +101,16 @@ def cross_layer_factors(
 
     Gradient: zero.
     Source: arXiv:1906.04721 (data-free quantization), section 4.1.
+
+    Examples:
+      >>> w1 = jnp.asarray([[16.0, 0.5], [8.0, 0.25]])  # writes two channels
+      >>> w2 = jnp.asarray([[1.0, -0.5], [2.0, 1.0]])  # reads them
+      >>> factors = qt.scaling.cross_layer_factors(w1, w2)
+      >>> print([f"{factor:.3f}" for factor in factors])
+      ['4.000', '0.500']
+      >>> w1, w2 = qt.scaling.equalize(w1, w2, factors)
+      >>> print([f"{amax:.3f}" for amax in qt.scaling.amax(w1, axis=0)[0]])  # that of both
+      ['4.000', '1.000']
     """
     w1 = check_differentiable("cross_layer_factors", w1, wide=False)
     w2 = check_differentiable("cross_layer_factors", w2, wide=False)
@@ -129,6 +147,15 @@ def equalize(
       ValueError: An axis is out of range, or as long as `factors` is not.
 
     Gradient: that of the quotient and of the product, also with respect to `factors`.
+
+    Examples:
+      >>> x, w = jnp.asarray([[100.0, 1.0]]), jnp.asarray([[0.25, 0.5], [2.0, 1.0]])
+      >>> smooth, scaled = qt.scaling.equalize(x, w, jnp.asarray([16.0, 0.5]))
+      >>> smooth, scaled
+      (Array([[6.25, 2.  ]], dtype=float32), Array([[4. , 8. ],
+             [1. , 0.5]], dtype=float32))
+      >>> bool((smooth @ scaled == x @ w).all())
+      True
     """
     x = check_differentiable("equalize", x, wide=False)
     w = check_differentiable("equalize", w, wide=False)

@@ -48,6 +48,14 @@ def hadamard_transform(
     Gradient: that of a linear function: the transform backwards.
     Source: arXiv:2307.13304 (QuIP), arXiv:2404.00456 (QuaRot); arXiv:2509.25149 for blocks of 16
     and their signs.
+
+    Examples:
+      >>> x = jnp.zeros(16).at[3].set(8.0)  # an outlier is spread over its block
+      >>> y = qt.scaling.hadamard_transform(x)
+      >>> qt.scaling.amax(y)
+      Array(2., dtype=float32)
+      >>> bool((qt.scaling.hadamard_transform(y) == x).all())
+      True
     """
     x = check_differentiable("hadamard_transform", x, wide=False)
     if isinstance(block, bool) or not isinstance(block, int | np.integer):

@@ -81,6 +81,15 @@ class AmaxHistory(Observer):
         the larger ones: the states of devices that saw batches at the same time.
 
     Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine.
+
+    Examples:
+      >>> observer = qt.scaling.AmaxHistory.of("e4m3fn", (1,), history=2)
+      >>> for batch in ([100.0], [7.0], [3.0]):
+      ...     observer = observer.observe(jnp.asarray(batch))
+      ...     print(observer.amax())  # 100 counts for two batches
+      [100.]
+      [100.]
+      [7.]
     """
 
     margin: int = dataclasses.field(metadata=STATIC)

@@ -84,6 +84,14 @@ class Observer:
       count: uint32 scalar, the batches that were observed, bad ones left out.
       bad: uint32 scalar, the batches that held a NaN or an infinity. They changed nothing else.
         Both stay at 2**32 - 1 once there.
+
+    Examples:
+      >>> start = qt.scaling.AbsMax.of("e4m3fn", (2,))
+      >>> seen = start.observe(jnp.asarray([1.0, -896.0])).observe(jnp.asarray([jnp.nan, 1e6]))
+      >>> seen  # the batch with a NaN changed nothing but its count
+      AbsMax(e4m3fn by tensor, scales[1]: 1 seen, 1 bad)
+      >>> seen.scale(), seen.merge(start.observe(jnp.asarray([0.0, 1792.0]))).scale()
+      (Array([2.], dtype=float32), Array([4.], dtype=float32))
     """
 
     spec: BlockFormat = dataclasses.field(metadata=STATIC)

@@ -46,6 +46,16 @@ class QArray:
     Invariants, checked here and where numbers are made of it, not where JAX rebuilds the tree:
     along an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as
     above; what `spec` has not is None. `import qtoolkit.nnx` lets Flax serialize it.
+
+    Examples:
+      >>> codes = qt.encode(jnp.asarray([[1.0, -2.0], [3.0, 4.0]]), "e4m3fn")
+      >>> scale = jnp.asarray([[0.5], [10.0]])  # from elsewhere: one for each row
+      >>> q = qt.QArray(codes, scale, qt.BlockFormat.token("e4m3fn"))
+      >>> q.dequantize()
+      Array([[ 0.5, -1. ],
+             [30. , 40. ]], dtype=float32)
+      >>> q.shape, q.dtype
+      ((2, 2), dtype('float32'))
     """
 
     codes: jax.Array

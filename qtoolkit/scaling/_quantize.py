@@ -76,6 +76,19 @@ def quantize(
         zero points of another shape or range.
 
     Source: OCP Microscaling Formats (MX) 1.0; arXiv:2509.25149 (NVFP4); arXiv:2412.19437 (tiles).
+
+    Examples:
+      >>> x = jnp.asarray([[0.3, -2.25, 63.5], [9.0, -120.0, 254.0]])
+      >>> q = qt.quantize(x, qt.BlockFormat.token("int8"))  # a scale for each row
+      >>> q.scale  # 63.5 / 127 and 254 / 127
+      Array([[0.5],
+             [2. ]], dtype=float32)
+      >>> qt.decode(q.codes, "int8", jnp.int8)
+      Array([[  1,  -4, 127],
+             [  4, -60, 127]], dtype=int8)
+      >>> q.dequantize()
+      Array([[   0.5,   -2. ,   63.5],
+             [   8. , -120. ,  254. ]], dtype=float32)
     """
     x, spec, given, projection = check_quantize(
         "quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,

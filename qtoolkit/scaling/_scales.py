@@ -43,6 +43,11 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 
     Raises:
       TypeError: `fmt` is a block format, whose rules `quantize` follows.
+
+    Examples:
+      >>> fmt = qt.format("e4m3fn")
+      >>> qt.scaling.scale_from_amax(jnp.asarray([896.0, 7.0, 0.0]), fmt)  # amax / 448; 1 for zeros
+      Array([2.      , 0.015625, 1.      ], dtype=float32)
     """
     if isinstance(fmt, BlockFormat):
         raise TypeError(
