@@ -50,6 +50,12 @@ def round_cotangent(
         format.
 
     Gradient: a linear identity. Tangents pass unchanged; cotangents are rounded.
+
+    Examples:
+      >>> def loss(x):
+      ...     return (jnp.asarray([1.1, 100.0]) * qt.round_cotangent(x, "e5m2")).sum()
+      >>> jax.value_and_grad(loss)(jnp.ones(2))  # the gradient is rounded, the loss is not
+      (Array(101.1, dtype=float32), Array([ 1., 96.], dtype=float32))
     """
     where = "round_cotangent"
     x = check_differentiable(where, x, wide=False)

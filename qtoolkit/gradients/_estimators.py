@@ -15,7 +15,19 @@ from qtoolkit.gradients._linear import linear_with_transpose
 
 @runtime_checkable
 class Estimator(Protocol):
-    """A frozen, hashable rule for the slope of a rounding."""
+    """A frozen, hashable rule for the slope of a rounding.
+
+    Examples:
+      >>> import dataclasses
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Half:
+      ...     def slope(self, x, lower, upper, fmt):
+      ...         return jnp.full_like(x, 0.5)
+      >>> isinstance(Half(), qt.gradients.Estimator)
+      True
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=Half()))(0.3)
+      Array(0.5, dtype=float32)
+    """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         """The slope at `x`, in its shape and dtype.
@@ -34,6 +46,12 @@ class CotangentEstimator(Estimator, Protocol):
     """An estimator whose reverse mode is no slope: it depends on the cotangent.
 
     Tangents are multiplied by `slope`; cotangents go through `cotangent` instead.
+
+    Examples:
+      >>> isinstance(qt.gradients.EWGS(), qt.gradients.CotangentEstimator)
+      True
+      >>> isinstance(qt.gradients.DSQ(), qt.gradients.CotangentEstimator)
+      False
     """
 
     def cotangent(
@@ -55,7 +73,13 @@ class CotangentEstimator(Estimator, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """1 everywhere. Source: arXiv:1308.3432 (the straight-through estimator)."""
+    """1 everywhere. Source: arXiv:1308.3432 (the straight-through estimator).
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 449.0])
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient="identity").sum())(x)
+      Array([1., 1.], dtype=float32)
+    """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         return jnp.ones_like(x)
@@ -67,6 +91,11 @@ class Clipped:
 
     A saturated value no longer moves with x; passing its gradient lets x drift further out.
     Source: arXiv:1602.02830 (saturating straight-through estimator), here with the format's range.
+
+    Examples:
+      >>> x = jnp.asarray([448.0, 449.0, jnp.inf, jnp.nan])
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient="clipped").sum())(x)
+      Array([1., 0., 0., 0.], dtype=float32)
     """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
@@ -75,7 +104,12 @@ class Clipped:
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """0 everywhere: the true derivative of a rounding, where it has one."""
+    """0 everywhere: the true derivative of a rounding, where it has one.
+
+    Examples:
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=qt.gradients.Zero()))(0.3)
+      Array(0., dtype=float32)
+    """
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         return jnp.zeros_like(x)

@@ -52,6 +52,13 @@ def fake_cast(
     any order. Random bits have none.
 
     Source: arXiv:2209.05433 (the formats); arXiv:1308.3432 (straight-through estimator).
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 17.0, 449.0, jnp.nan])
+      >>> qt.fake_cast(x, "e4m3fn")
+      Array([3.125e-01, 1.600e+01, 4.480e+02,       nan], dtype=float32)
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn").sum())(x)  # 0 where x is beyond 448
+      Array([1., 1., 0., 0.], dtype=float32)
     """
     x = check_differentiable("fake_cast", x)
     fmt, projection = check_arguments(

@@ -79,6 +79,13 @@ def fake_convert(
     its cotangent is 0: a masked loss.
 
     Source: OpenVINO FakeConvert-13, exactly rounded (its own arithmetic goes through float16).
+
+    Examples:
+      >>> x, scale = jnp.asarray([0.3, 1.0, 500.0]), jnp.float32(2.0)
+      >>> qt.fake_convert(x, scale, fmt="e4m3fn")  # 0.6 becomes 0.625, 1000 becomes 448
+      Array([  0.3125,   1.    , 224.    ], dtype=float32)
+      >>> jax.grad(lambda s: qt.fake_convert(x, s, fmt="e4m3fn")[2])(scale)  # of 448 / s
+      Array(-112., dtype=float32)
     """
     x = check_differentiable("fake_convert", x, wide=False)
     fmt, projection = check_arguments(

@@ -56,6 +56,13 @@ def fake_quantize(
 
     Gradient: the tangent times the estimator's slope, by `custom_jvp`. Scales, those that `x` gives
     and given ones, count as constants; `qtoolkit.gradients.lsq` learns them.
+
+    Examples:
+      >>> x = jnp.asarray([0.1, -0.7, 0.3, 2.5])
+      >>> qt.fake_quantize(x, "int4", scale=0.25)  # 2.5 lies beyond 7 * 0.25
+      Array([ 0.  , -0.75,  0.25,  1.75], dtype=float32)
+      >>> jax.grad(lambda x: qt.fake_quantize(x, "int4", scale=0.25).sum())(x)
+      Array([1., 1., 1., 0.], dtype=float32)
     """
     x, spec, given, projection = check_quantize(
         "fake_quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,

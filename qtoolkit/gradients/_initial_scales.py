@@ -39,6 +39,11 @@ def lsq_scale(x: ArrayLike, fmt: FormatLike, axis: int | Sequence[int] | None = 
     Gradient: none; the scale is a constant of `x`.
 
     Source: arXiv:1902.08153, section 2.1.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (1000,))
+      >>> f"{qt.gradients.lsq_scale(x, 'int4'):.3f}"
+      '0.588'
     """
     x, fmt = check_data_format("lsq_scale", x, fmt)
     return _lsq_scale(x, fmt, _axes(axis))
@@ -79,6 +84,12 @@ def lsq_plus_scale_offset(
     Gradient: none; both are constants of `x`.
 
     Source: arXiv:2004.09576, section 3.2.
+
+    Examples:
+      >>> x = jnp.asarray([-0.25, 0.0, 1.0, 3.5])
+      >>> scale, offset = qt.gradients.lsq_plus_scale_offset(x, "uint4", steps=0)
+      >>> scale, offset  # the range of x in 15 steps
+      (Array(0.25, dtype=float32), Array(-0.25, dtype=float32))
     """
     where = "lsq_plus_scale_offset"
     x, fmt = check_data_format(where, x, fmt)

@@ -83,6 +83,15 @@ def lsq(
     infinite scales give NaN.
 
     Source: arXiv:1902.08153, equations 1 and 2 (y), 3 (scale), 5 (data), section 2.2 (factor).
+
+    Examples:
+      >>> x = jnp.asarray([0.1, 0.6, -0.9, 3.0])
+      >>> qt.gradients.lsq(x, 0.25, "int4")  # up to 7 * 0.25
+      Array([ 0.  ,  0.5 , -1.  ,  1.75], dtype=float32)
+      >>> def loss(scale):
+      ...     return ((qt.gradients.lsq(x, scale, "int4") - x) ** 2).sum()
+      >>> print(f"{jax.grad(loss)(0.25):.3f}")  # negative: a larger scale clips less
+      -3.262
     """
     x, fmt = check_data_format("lsq", x, fmt)
     scale = _parameter("lsq", "scale", scale, x)
@@ -123,6 +132,16 @@ def lsq_plus(
     derivatives, and scales that are zero or negative: as in `lsq`.
 
     Source: arXiv:2004.09576, section 3.1.
+
+    Examples:
+      >>> x = jnp.asarray([-0.3, 0.1, 1.0, 4.0])
+      >>> qt.gradients.lsq_plus(x, 0.25, -0.25, "uint4")  # from -0.25 to -0.25 + 15 * 0.25
+      Array([-0.25,  0.  ,  1.  ,  3.5 ], dtype=float32)
+      >>> def total(offset):
+      ...     y = qt.gradients.lsq_plus(x, 0.25, offset, "uint4", offset_gradient_factor=1.0)
+      ...     return y.sum()
+      >>> jax.grad(total)(-0.25)  # of what is clipped, -0.3 and 4
+      Array(2., dtype=float32, weak_type=True)
     """
     x, fmt = check_data_format("lsq_plus", x, fmt)
     scale = _parameter("lsq_plus", "scale", scale, x)
@@ -162,6 +181,13 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
     and infinite ones give NaN.
 
     Source: arXiv:1805.06085, equations 1 and 2 (y) and 3 (alpha).
+
+    Examples:
+      >>> x = jnp.asarray([-1.0, 0.4, 2.0, 7.0])
+      >>> qt.gradients.pact(x, 3.0, bits=2)  # 0, 1, 2 or 3
+      Array([0., 0., 2., 3.], dtype=float32)
+      >>> jax.grad(lambda alpha: qt.gradients.pact(x, alpha, bits=2).sum())(3.0)  # by 7 alone
+      Array(1., dtype=float32, weak_type=True)
     """
     x = _checked_data("pact", x)
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:

@@ -44,6 +44,16 @@ def linear_with_transpose(
       out_type: `jax.typeof` of the result; None: found by tracing `forward`. Given, `forward` is
         traced only where it is computed, which reverse mode never does, and so is `transpose`: one
         of another shape or dtype fails when it is compiled.
+
+    Examples:
+      >>> def forward(residuals, x):
+      ...     return x * residuals[0]
+      >>> def transpose(residuals, cotangent):
+      ...     return qt.round_to_format(cotangent * residuals[0], "e4m3fn")
+      >>> def y(x):
+      ...     return qt.gradients.linear_with_transpose(forward, transpose, (jnp.float32(1.7),), x)
+      >>> y(1.0), jax.grad(y)(1.0)  # the cotangent alone is rounded
+      (Array(1.7, dtype=float32), Array(1.75, dtype=float32))
     """
     is_tuple = isinstance(x, tuple)
     xs = x if is_tuple else (x,)

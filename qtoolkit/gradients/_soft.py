@@ -42,6 +42,12 @@ class Ramp:
 
     Source: no published one; the saturating estimator of arXiv:1602.02830 with a flank in place of
     its jump.
+
+    Examples:
+      >>> ramp = qt.gradients.Ramp(width=0.5)
+      >>> x = jnp.asarray([448.0, 560.0, 672.0, 896.0])  # a flank is 0.5 * 896 wide
+      >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn", gradient=ramp).sum())(x)
+      Array([1.  , 0.75, 0.5 , 0.  ], dtype=float32)
     """
 
     width: float
@@ -78,6 +84,13 @@ class DSQ:
         paper learns it; here it is a constant.
 
     Source: arXiv:1908.05033, section 3, there with one D for all steps.
+
+    Examples:
+      >>> x = jnp.asarray([1.0, 1.25, 1.5, 1.75, 2.0])  # between the integers 1 and 2
+      >>> dsq = qt.gradients.DSQ()
+      >>> slopes = jax.grad(lambda x: qt.fake_cast(x, "int4", gradient=dsq).sum())(x)
+      >>> print([f"{slope:.2f}" for slope in slopes])
+      ['0.49', '1.03', '1.37', '1.03', '0.49']
     """
 
     alpha: float = 0.2
@@ -112,6 +125,13 @@ class EWGS:
         units of x is this one over `upper - lower`.
 
     Source: arXiv:2104.00903, section 3.
+
+    Examples:
+      >>> ewgs = qt.gradients.EWGS(delta=1.0)
+      >>> x = jnp.asarray([1.25, 1.75])  # rounded down, and up
+      >>> slopes = jax.grad(lambda x: qt.fake_cast(x, "int4", gradient=ewgs).sum())(x)
+      >>> print([f"{slope:.4f}" for slope in slopes])  # 1 + 0.25 / 15 and 1 - 0.25 / 15
+      ['1.0167', '0.9833']
     """
 
     delta: float = 1e-3
@@ -162,6 +182,13 @@ class ReSTE:
       m: The paper's half width of the pole's cap, from 2**-15 (so that float16 holds the slope).
 
     Source: arXiv:2308.06689, with the thresholds of its authors' code.
+
+    Examples:
+      >>> x = jnp.asarray([1.0, 1.25, 1.45, 1.5])
+      >>> reste = qt.gradients.ReSTE()
+      >>> slopes = jax.grad(lambda x: qt.fake_cast(x, "int4", gradient=reste).sum())(x)
+      >>> print([f"{slope:.2f}" for slope in slopes])
+      ['0.33', '0.53', '4.64', '4.64']
     """
 
     o: float = 3.0
