@@ -22,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 PAGES = Path(__file__).parent / "pages"
+# What the examples of docstrings use without importing it.
+DOCSTRING_IMPORTS = """\
+import jax, jax.numpy as jnp, numpy as np, optax
+import qtoolkit as qt
+from flax import linen as nn, nnx
+"""
 _BLOCK = re.compile(r"^```(python|pycon|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

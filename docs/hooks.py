@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import examples
 import explorer_data
 import notebook_pages
 from mkdocs.structure.files import File
@@ -97,6 +98,13 @@ def reference_index() -> str:
             "# Reference",
             "",
             "Every public name, from its docstring. A package's other names are private.",
+            "",
+            "CI runs the examples, each in a namespace and a folder of its own, and compares what",
+            "they print. They take these imports for granted:",
+            "",
+            "```python",
+            *examples.DOCSTRING_IMPORTS.splitlines(),
+            "```",
             "",
             "| package | what |",
             "| --- | --- |",

@@ -84,6 +84,15 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
         tensor in common.
       OSError: A file cannot be read; it names the file.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (64, 32))
+      >>> qt.checkpoints.save("model.safetensors", {"w": x})
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> found = qt.checkpoints.compare("model.safetensors", "fp8.safetensors")
+      >>> for tensor in found.tensors:
+      ...     print(tensor.name, tensor.format, tensor.equal, f"{tensor.sqnr_db:.1f} dB")
+      w e4m3fn by tensor False 31.6 dB
     """
     with opened(a) as first, opened(b) as second:
         names = [name for name in first.tensors if name in second.tensors]

@@ -91,6 +91,16 @@ def convert(
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones((64, 32)), "bias": jnp.ones(32)})
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> for tensor in report.tensors:
+      ...     print(tensor.name, tensor.dtype, tensor.bytes_before, tensor.bytes_after)
+      bias F32 128 128
+      w F8_E4M3 8192 2052
+      >>> {name: x.dtype.name for name, x in qt.checkpoints.load("fp8.safetensors").items()}
+      {'bias': 'float32', 'w_scale': 'float32', 'w': 'float8_e4m3fn'}
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
@@ -132,6 +142,13 @@ def dequantize_checkpoint(
     Raises:
       CheckpointError: Nothing in `src` is quantized; or as `convert`.
       OSError, ValueError, TypeError: As `convert`.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.asarray([[896.0, 0.3]])})
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> report = qt.checkpoints.dequantize_checkpoint("fp8.safetensors", "wide.safetensors")
+      >>> qt.checkpoints.load("wide.safetensors")
+      {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)

@@ -181,6 +181,16 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Returns:
       The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
       code * scale in float32, and the scale left out.
+
+    Examples:
+      >>> weights = {"w": jnp.asarray([[896.0, 0.3]]), "bias": jnp.ones(2)}
+      >>> qt.checkpoints.save("model.safetensors", weights)
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> tensors = qt.checkpoints.load("fp8.safetensors")
+      >>> tensors["w"].dtype, tensors["w_scale"]
+      (dtype(float8_e4m3fn), array([2.], dtype=float32))
+      >>> qt.checkpoints.dequantize(tensors)["w"]
+      array([[8.960e+02, 3.125e-01]], dtype=float32)
     """
     arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
     infos = {

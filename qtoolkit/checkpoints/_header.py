@@ -71,7 +71,16 @@ _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, converted or written: one line, where and what to do."""
+    """A checkpoint that cannot be read, converted or written: one line, where and what to do.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
+      >>> try:
+      ...     qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
+      ... except qt.checkpoints.CheckpointError as error:
+      ...     print(str(error).partition(";")[0])
+      model.safetensors: exists already
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +121,13 @@ def shown(name: str) -> str:
 
 
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
-    """Places (name, dtype, shape) triples as the reference does: aligned, without holes."""
+    """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
+
+    Examples:
+      >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
+      >>> [(info.name, info.start, info.stop) for info in placed]
+      [('bias', 0, 12), ('kernel', 12, 24)]
+    """
     placed: list[TensorInfo] = []
     start = 0
     for name, dtype, shape in sorted(tensors, key=lambda t: (-_RANK[t[1]], t[0])):

@@ -141,6 +141,15 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       CheckpointError: A file is missing, or of other options, another source or version than the
         rest; a shard is still at work; `dst` exists. Everything stays as it was.
       OSError: A file cannot be read or written; it names the file.
+
+    Examples:
+      >>> import pathlib
+      >>> pathlib.Path("model").mkdir()
+      >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
+      >>> for index in range(2):  # one process each
+      ...     report = qt.checkpoints.convert("model", "fp8", shard=(index, 2), layout="plain")
+      >>> qt.checkpoints.finalize("fp8").files
+      ('model.safetensors',)
     """
     place = Place.of(dst)
     with place.sweeping():
@@ -154,6 +163,15 @@ def discard(dst: Path) -> None:
 
     Raises:
       CheckpointError: There is nothing, or a shard is still at work.
+
+    Examples:
+      >>> import pathlib
+      >>> pathlib.Path("model").mkdir()
+      >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
+      >>> report = qt.checkpoints.convert("model", "fp8", shard=(0, 2), layout="plain")
+      >>> qt.checkpoints.discard("fp8")  # what the second shard would have completed
+      >>> sorted(path.name for path in pathlib.Path().iterdir())
+      ['model']
     """
     place = Place.of(dst)
     _check_parts(place)

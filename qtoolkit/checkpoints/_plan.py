@@ -182,6 +182,16 @@ def make_plan(
         a regular expression is invalid or, like a rule, matches nothing; outputs are not known.
       TypeError: A rule has a class as its key, or a value that is no format.
       ValueError: Unknown format, scaling or layout.
+
+    Examples:
+      >>> tensors = {"mlp/kernel": jnp.ones((64, 32)), "embed/kernel": jnp.ones((8, 32))}
+      >>> qt.checkpoints.save("model.safetensors", tensors)
+      >>> with qt.checkpoints.open_source("model.safetensors") as source:
+      ...     plan = qt.checkpoints.make_plan(source, scaling="tensor")
+      >>> for tensor in plan.tensors:
+      ...     print(tensor.name, tensor.dtype, tensor.reason or tensor.action)
+      embed/kernel F32 skipped by default
+      mlp/kernel F8_E4M3 quantize
     """
     if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")

@@ -46,6 +46,13 @@ def save(
       CheckpointError: Something that is no array, or an array whose dtype or format safetensors
         cannot hold; two with one name; or the target exists. Nothing is written then.
       OSError: The file cannot be written.
+
+    Examples:
+      >>> kernel = jax.random.normal(jax.random.key(0), (64, 32))
+      >>> tensors = {"kernel": qt.quantize(kernel, "mxfp8_e4m3"), "bias": jnp.zeros(32)}
+      >>> qt.checkpoints.save("model.safetensors", tensors)
+      >>> qt.checkpoints.load("model.safetensors")["kernel"]
+      QArray(mxfp8_e4m3, float32[64,32]: codes uint8[64,32], scale float8_e8m0fnu[64,1])
     """
     arrays: dict[str, Any] = {}
     quantized: dict[str, Any] = {}
@@ -92,6 +99,15 @@ def load(path: Path, like: Any = None) -> Any:
       CheckpointError: The file is damaged, holds elements narrower than a byte, or is not like
         `like`: a name is missing or left over, a shape or kind of dtype differs.
       OSError: The file cannot be read.
+
+    Examples:
+      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+      >>> qt.checkpoints.save("model.safetensors", nnx.state(model))
+      >>> {name: array.shape for name, array in qt.checkpoints.load("model.safetensors").items()}
+      {'bias': (2,), 'kernel': (4, 2)}
+      >>> state = qt.checkpoints.load("model.safetensors", like=nnx.state(model))
+      >>> bool((state["kernel"][...] == model.kernel[...]).all())
+      True
     """
     with SafetensorsFile(path) as file:
         arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}

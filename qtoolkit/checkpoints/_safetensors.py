@@ -51,6 +51,12 @@ class SafetensorsFile(Closing):
     Raises:
       CheckpointError: The header lies or the file is truncated.
       OSError: The file cannot be opened or read; it names the file.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones((4, 2), jnp.float8_e4m3fn)})
+      >>> with qt.checkpoints.SafetensorsFile("model.safetensors") as file:
+      ...     print(file.tensors["w"], file.read("w").dtype)
+      TensorInfo(name='w', dtype='F8_E4M3', shape=(4, 2), start=0, stop=8) float8_e4m3fn
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,6 +158,13 @@ def write_safetensors(
       CheckpointError: The target exists or is being written by another process, or the chunks are
         not what `tensors` announces.
       OSError: The file cannot be written; it names the file.
+
+    Examples:
+      >>> tensors = qt.checkpoints.layout([("kernel", "F32", (4, 2))])
+      >>> halves = (("kernel", np.full((2, 2), half, np.float32)) for half in (0, 1))
+      >>> qt.checkpoints.write_safetensors("model.safetensors", tensors, halves)
+      >>> qt.checkpoints.load("model.safetensors")["kernel"].tolist()
+      [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
     """
     target = check_target(path, overwrite)
     if is_url(path):

@@ -307,6 +307,12 @@ def open_source(path: Path) -> Source:
       CheckpointError: It is none of them, or damaged; the message says what it is and what to do.
       OSError: It cannot be read.
       ImportError: A package that reads it is missing.
+
+    Examples:
+      >>> np.savez("model.npz", kernel=np.ones((4, 2), np.float32))
+      >>> with qt.checkpoints.open_source("model.npz") as source:
+      ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
+      F32 (4, 2)
     """
     what = storage(path).kind(path)
     if what == "folder":

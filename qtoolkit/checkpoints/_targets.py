@@ -98,6 +98,10 @@ def safetensors_dtype(fmt: FormatLike) -> str:
     Raises:
       CheckpointError: It does not hold `fmt`.
       ValueError, TypeError: As `qtoolkit.format`.
+
+    Examples:
+      >>> qt.checkpoints.safetensors_dtype("e4m3fn"), qt.checkpoints.safetensors_dtype("int8")
+      ('F8_E4M3', 'I8')
     """
     resolved = resolve(fmt)
     dtype = resolved.dtype

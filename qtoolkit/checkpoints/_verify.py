@@ -57,6 +57,15 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     Raises:
       CheckpointError: One of them is no checkpoint, or damaged.
       OSError: A file cannot be read; it names the file.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones((64, 32))})
+      >>> qt.checkpoints.save("other.safetensors", {"w": jnp.zeros((64, 32))})
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> qt.checkpoints.verify("model.safetensors", "fp8.safetensors").problems
+      ()
+      >>> qt.checkpoints.verify("other.safetensors", "fp8.safetensors").problems
+      ('w: byte 0 is 126, expected 0; convert it again',)
     """
     with opened(src) as source, opened(converted) as target:
         check = _Check(source, target)

@@ -73,6 +73,16 @@ class BlockFormat:
       "even"   "floor" after amax is rounded to the mantissa of the element: 448 and 512   1, 1, 2
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
+
+    Examples:
+      >>> spec = qt.BlockFormat(element="e4m3fn", block=(2,), scale="e8m0fnu")
+      >>> q = qt.quantize(jnp.asarray([300.0, 1.0, 460.0, 500.0]), spec)
+      >>> q.scale  # 300 and 500 are the largest of their blocks
+      Array([1, 2], dtype=float8_e8m0fnu)
+      >>> q.dequantize()
+      Array([288.,   1., 448., 512.], dtype=float32)
+      >>> qt.BlockFormat.channel("int8").scale_shape((64, 128))
+      (1, 128)
     """
 
     element: Format

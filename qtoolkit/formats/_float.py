@@ -15,7 +15,14 @@ from qtoolkit.formats._hashing import hashed_once
 
 
 class Specials(enum.Enum):
-    """Which codes of a format are not finite numbers."""
+    """Which codes of a format are not finite numbers.
+
+    Examples:
+      >>> qt.format("e4m3fn").specials.name, qt.format("e5m2").specials.name
+      ('FN', 'IEEE')
+      >>> len(qt.format("e4m3fn").nan_codes), len(qt.format("e5m2").nan_codes)
+      (2, 6)
+    """
 
     IEEE = enum.auto()  # the top exponent field holds the infinities and the NaNs
     FN = enum.auto()  # no infinity; NaN only where every bit but the sign is one
@@ -25,7 +32,16 @@ class Specials(enum.Enum):
 
 
 class Overflow(enum.Enum):
-    """What a value beyond the largest finite one becomes where nothing clamps it."""
+    """What a value beyond the largest finite one becomes where nothing clamps it.
+
+    Examples:
+      >>> x = jnp.float32(1e6)
+      >>> for name in ("e5m2", "e4m3fn", "e2m1fn"):
+      ...     print(qt.format(name).overflow.name, qt.round_to_format(x, name, saturation="none"))
+      INF inf
+      NAN nan
+      MAX 6.0
+    """
 
     INF = enum.auto()
     NAN = enum.auto()
@@ -51,6 +67,16 @@ class FloatFormat:
         2**-bias, as in E8M0.
       dtype_name: The numpy name of its own dtype; None where numpy and ml_dtypes have none.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
+
+    Examples:
+      >>> fmt = qt.FloatFormat(
+      ...     name="e3m3", exponent_bits=3, mantissa_bits=3, bias=3,
+      ...     specials=qt.formats.Specials.FN, overflow=qt.formats.Overflow.NAN,
+      ... )
+      >>> fmt.bits, float(fmt.max_finite), float(fmt.min_positive)
+      (7, 28.0, 0.03125)
+      >>> qt.fake_cast(jnp.asarray([0.3, 100.0]), fmt)
+      Array([ 0.3125, 28.    ], dtype=float32)
     """
 
     name: str

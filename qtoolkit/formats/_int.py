@@ -23,6 +23,13 @@ class IntFormat:
         whatever is not zero, so 0.25 becomes 1, where uint1 makes it 0.
       dtype_name: The numpy name of the format's own dtype; None where there is none.
       spellings: Other names of the same format (ONNX, OpenVINO, safetensors); no part of equality.
+
+    Examples:
+      >>> int3 = qt.IntFormat(name="int3", bits=3)
+      >>> int(int3.lowest), int(int3.max_finite)
+      (-4, 3)
+      >>> qt.round_to_format(jnp.asarray([0.5, 1.5, 9.0]), int3)  # ties to even, then clamped
+      Array([0., 2., 3.], dtype=float32)
     """
 
     name: str

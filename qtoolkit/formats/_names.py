@@ -272,6 +272,13 @@ def format(spec: FormatLike) -> Format:
       ValueError: No format has that name, several may be meant ("e4m3", "fp8"), or it is a block
         format ("mxfp4"); the message names up to three to use instead.
       TypeError: `spec` is neither a format nor a string nor a dtype.
+
+    Examples:
+      >>> qt.format("F8_E4M3") is qt.format("float8_e4m3fn") is qt.format(jnp.float8_e4m3fn)
+      True
+      >>> fmt = qt.format("e4m3fn")
+      >>> float(fmt.max_finite), fmt.min_positive, fmt.dtype
+      (448.0, Fraction(1, 512), dtype(float8_e4m3fn))
     """
     fmt = found(spec)
     if fmt is None:

@@ -21,6 +21,14 @@ def p3109(bits: int, precision: int, *, signed: bool = True, extended: bool = Tr
       ValueError: `bits` or `precision` is out of range.
 
     Source: IEEE P3109 Interim Report v4.0.
+
+    Examples:
+      >>> fmt = qt.p3109(8, 3)
+      >>> fmt.name, float(fmt.max_finite), fmt.has_inf
+      ('binary8p3se', 49152.0, True)
+      >>> finite = qt.p3109(8, 3, extended=False)
+      >>> finite.name, float(finite.max_finite), finite.has_inf  # one more number
+      ('binary8p3sf', 57344.0, False)
     """
     name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
     if not 3 <= bits <= 16 or not 1 <= precision <= bits - signed:

@@ -83,6 +83,14 @@ def promote(a: Any, b: Any, *more: Any) -> Format:
       ValueError: No format with a JAX dtype holds them all: int64 and float32, say, or int64 and
         uint64, which NumPy and JAX would round. Or a format is unknown.
       TypeError: An argument is no format.
+
+    Examples:
+      >>> qt.promote("e4m3fn", "e5m2").name  # what holds 5 exponent bits and 3 of mantissa
+      'bfloat16'
+      >>> qt.promote("int8", "uint8").name
+      'int16'
+      >>> qt.promote("int8", "e4m3fn").name
+      'bfloat16'
     """
     return _promoted(frozenset(format(spec) for spec in (a, b, *more)))
 

@@ -28,6 +28,11 @@ class Rules(Generic[Value]):
       rules: (key, value) pairs. A string is a regular expression that is searched in paths such as
         "blocks/0/mlp/kernel"; a class matches what is of that class or of a subclass.
       default: The value where no rule matches.
+
+    Examples:
+      >>> rules = qt.Rules({"(^|/)head/": None, "mlp/.*kernel$": "e4m3fn"}, default="bfloat16")
+      >>> [rules.lookup(path) for path in ("head/kernel", "0/mlp/up/kernel", "0/mlp/up/bias")]
+      [None, 'e4m3fn', 'bfloat16']
     """
 
     rules: tuple[tuple[Key, Value | None], ...]

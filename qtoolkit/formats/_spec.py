@@ -26,6 +26,14 @@ def spec(of: SpecLike) -> BlockFormat:
       ValueError: Nothing has that name, or several may be meant ("mxfp8", "fp8"); the message names
         up to three to use instead. Or the format needs a scale and cannot have one (int32).
       TypeError: `of` is neither a format nor a string nor a dtype.
+
+    Examples:
+      >>> str(qt.spec("e4m3fn"))
+      'e4m3fn by tensor'
+      >>> str(qt.spec("mxfp4"))
+      'mxfp4'
+      >>> str(qt.spec("bfloat16"))
+      'bfloat16, unscaled'
     """
     if isinstance(of, BlockFormat):
         return of

@@ -29,6 +29,13 @@ class TableFormat:
         ends at 32,768 and has `beyond` 49,152, so 40,960, their midpoint, overflows. None: no
         finite number overflows, all beyond the largest value are rounded to that.
       spellings: Other names of the same format; no part of equality.
+
+    Examples:
+      >>> four = qt.TableFormat(name="four_values", values_by_code=(0.0, 1.0, 4.0, -1.0))
+      >>> qt.round_to_format(jnp.asarray([-7.0, 0.4, 2.4, 2.6]), four)
+      Array([-1.,  0.,  1.,  4.], dtype=float32)
+      >>> qt.encode(jnp.asarray([-7.0, 0.4, 2.4, 2.6]), four)
+      Array([3, 0, 1, 2], dtype=uint8)
     """
 
     name: str

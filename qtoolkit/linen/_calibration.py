@@ -46,6 +46,14 @@ def calibrate(
         one array instead of several.
       ValueError: No quantized product ran; no batches; an operand was finite in none of them, and
         the message counts them; an unknown observer.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
+      >>> batches = [jnp.asarray([[1.0, -2.0]]), jnp.asarray([[896.0, 3.0]])]
+      >>> variables = module.init(jax.random.key(0), batches[0])
+      >>> found = qt.linen.calibrate(module, variables, batches)
+      >>> found.states[0], found.states[0].scale()  # of the input: 896 / 448
+      (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_arguments("calibrate", wrapped, variables)
     _check_hashable("calibrate", wrapped)
@@ -89,6 +97,17 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
       ValueError: The module is not wrapped, or a product that ran was not calibrated: the message
         names it. A layer that calibration never ran raises when it runs; one of which it saw
         one operand alone, by another recipe, gives NaN.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
+      >>> x = jnp.asarray([[0.3, 1.0], [0.5, 0.7]])
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> found = qt.linen.calibrate(module, variables, [x])
+      >>> frozen, variables = qt.linen.freeze(module, variables, found)
+      >>> for m in (module, frozen):  # does the second example leave the first as it is?
+      ...     print(bool((m.apply(variables, x) == m.apply(variables, x.at[1].multiply(100.0)))[0]))
+      False
+      True
     """
     check_arguments("freeze", wrapped, variables)
     if not isinstance(calibration, Calibration):
@@ -145,6 +164,13 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       ValueError: There is no learned scale; or the batch does not reach one.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.int4_lsq)
+      >>> x = jnp.asarray([[1.0, -3.0]])
+      >>> variables = qt.linen.start_scales(module, module.init(jax.random.key(0), x), x)
+      >>> jax.tree.map(lambda scale: f"{scale.item():.3f}", variables["qtoolkit_scales"])
+      {'self': {'__call__.0': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
     check_arguments("start_scales", wrapped, variables)
     _check_hashable("start_scales", wrapped)

@@ -26,6 +26,12 @@ class Fp8Dense(nn.Dense):
     The recipe stays its own in a model that is wrapped by another. What `Delayed` scaling and
     stochastic rounding keep is in the collection "qtoolkit", in the scope of the layer: under
     `nn.scan` and `nn.vmap` that collection needs an axis, variable_axes={"qtoolkit": 0}.
+
+    Examples:
+      >>> layer = qt.linen.Fp8Dense(1, use_bias=False, recipe=qt.recipes.te_current)
+      >>> variables = {"params": {"kernel": jnp.asarray([[448.0], [1.0]])}}
+      >>> layer.apply(variables, jnp.asarray([[0.3, 448.0]]))  # 0.3 became 0.3125
+      Array([[588.]], dtype=float32)
     """
 
     recipe: Recipe = Recipe()
@@ -33,14 +39,29 @@ class Fp8Dense(nn.Dense):
 
 
 class Fp8Conv(nn.Conv):
-    """`nn.Conv` whose convolution is quantized by `recipe`; see `Fp8Dense`."""
+    """`nn.Conv` whose convolution is quantized by `recipe`; see `Fp8Dense`.
+
+    Examples:
+      >>> layer = qt.linen.Fp8Conv(1, kernel_size=(2,), recipe=qt.Recipe("mxfp8"))
+      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 5, 1)))
+      >>> y.shape, variables["params"]["kernel"].shape
+      ((1, 5, 1), (2, 1, 1))
+    """
 
     recipe: Recipe = Recipe()
     __call__ = entered(nn.Conv.__call__, _own_recipe)
 
 
 class Fp8Einsum(nn.Einsum):
-    """`nn.Einsum` whose product is quantized by `recipe`; see `Fp8Dense`."""
+    """`nn.Einsum` whose product is quantized by `recipe`; see `Fp8Dense`.
+
+    Examples:
+      >>> recipe = qt.recipes.te_current
+      >>> layer = qt.linen.Fp8Einsum((2, 1), "bi,io->bo", use_bias=False, recipe=recipe)
+      >>> variables = {"params": {"kernel": jnp.asarray([[448.0], [1.0]])}}
+      >>> layer.apply(variables, jnp.asarray([[0.3, 448.0]]))  # 0.3 became 0.3125
+      Array([[588.]], dtype=float32)
+    """
 
     recipe: Recipe = Recipe()
     __call__ = entered(nn.Einsum.__call__, _own_recipe)
@@ -55,6 +76,13 @@ class FakeConvert(nn.Module):
       use_shift: Whether there is a shift.
       scale_init, shift_init: Initializers of (key, shape, dtype).
       param_dtype: Of scale and shift.
+
+    Examples:
+      >>> layer = qt.linen.FakeConvert("e4m3fn", scale_init=nn.initializers.constant(2.0))
+      >>> x = jnp.asarray([0.3, 500.0])
+      >>> y, variables = layer.init_with_output(jax.random.key(0), x)
+      >>> y, variables  # 0.6 becomes 0.625 / 2, and 1000 becomes 448 / 2
+      (Array([  0.3125, 224.    ], dtype=float32), {'params': {'scale': Array(2., dtype=float32)}})
     """
 
     fmt: FormatLike

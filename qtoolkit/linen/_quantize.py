@@ -66,6 +66,16 @@ def quantize(
         the zero points of codes are; or `recipe` is None and `module` is not wrapped.
 
     Gradient: None by stored kernels, whose integers `jax.grad` refuses.
+
+    Examples:
+      >>> module, x = nn.Dense(4), jnp.ones((1, 32))
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> served, weights = qt.linen.quantize(module, variables, "int4_group32", x)
+      >>> weights["params"]["kernel"]
+      QArray(int4_group32@0, float32[32,4]: codes uint8[32,2], scale float32[1,4])
+      >>> wrapped = qt.linen.wrap(module, qt.Recipe((None, "int4_group32"), gradient=None))
+      >>> bool((served.apply(weights, x) == wrapped.apply(variables, x)).all())
+      True
     """
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(

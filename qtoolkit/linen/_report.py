@@ -47,6 +47,15 @@ def report(
 
     Raises:
       TypeError: `wrapped` is no linen module.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
+      >>> x = jnp.ones((1, 2))
+      >>> report = qt.linen.report(module, module.init(jax.random.key(0), x), x)
+      >>> print(str(report).splitlines()[-1])
+      3 of 3 products quantized
+      >>> [product.part for product in report.quantized]
+      ['forward', 'dgrad', 'wgrad']
     """
     return _reported(wrapped, variables, inputs, rngs, method, mutable, options)[0]
 

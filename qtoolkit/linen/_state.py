@@ -151,6 +151,15 @@ def value_and_grad(
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
       ValueError: `wrt` names a collection that `variables` has not, or "qtoolkit", which is state.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_delayed_hybrid)
+      >>> x = jnp.asarray([[0.3, 448.0]])
+      >>> variables = module.init(jax.random.key(0), x)
+      >>> step = qt.linen.value_and_grad(lambda variables, x: module.apply(variables, x).mean())
+      >>> loss, grads, state = step(variables, x)
+      >>> [f"{g:.4f}" for g in grads["kernel"].ravel()]  # x, of which 0.3 was rounded
+      ['0.3125', '448.0000']
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:

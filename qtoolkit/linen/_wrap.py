@@ -78,6 +78,13 @@ def wrap(
         bits.
       ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`, what
         is said there. When the module runs: a layer under `nn.jit` has learned scales.
+
+    Examples:
+      >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
+      >>> variables = {"params": {"kernel": jnp.asarray([[448.0], [1.0]]), "bias": jnp.zeros(1)}}
+      >>> x = jnp.asarray([[0.3, 448.0]])
+      >>> nn.Dense(1).apply(variables, x), module.apply(variables, x)  # 0.3 became 0.3125
+      (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
     given: Any = module
     if not isinstance(given, nn.Module):

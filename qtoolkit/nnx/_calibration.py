@@ -57,6 +57,13 @@ def calibrate(
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
       ValueError: The model is not wrapped; no batches; an operand was finite in none of them, and
         the message counts them; an unknown observer.
+
+    Examples:
+      >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
+      >>> batches = [jnp.asarray([[1.0, -2.0]]), jnp.asarray([[896.0, 3.0]])]
+      >>> found = qt.nnx.calibrate(wrapped, batches)
+      >>> found.states[0], found.states[0].scale()  # of the input: 896 / 448
+      (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_wrapped("calibrate", wrapped)
     graph, state = nnx.split(wrapped)
@@ -96,6 +103,15 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
       ValueError: The model is not wrapped, or some of its layers, or an operand of a product, were
         not calibrated: the message names them.
+
+    Examples:
+      >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)
+      >>> frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [jnp.asarray([[1.0, -2.0]])]))
+      >>> x = jnp.asarray([[0.3, 1.0], [0.5, 0.7]])
+      >>> for model in (wrapped, frozen):  # does the second example leave the first as it is?
+      ...     print(bool((model(x)[0] == model(x.at[1].multiply(100.0))[0]).all()))
+      False
+      True
     """
     check_wrapped("freeze", wrapped)
     if not isinstance(calibration, Calibration):
@@ -171,6 +187,14 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         other than that of an `Embed` whose `attend` it never calls. Those scales stay NaN.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
+      >>> qt.nnx.start_scales(model, jnp.asarray([[1.0, -3.0]]))
+      >>> for path, scale in nnx.to_flat_state(nnx.state(model, qt.nnx.LsqScale)):
+      ...     print(path, f"{scale.get_value().item():.3f}")
+      ('dot_general', 'products', 0, 'scales', 0) 1.512
+      ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
     check_wrapped("start_scales", wrapped)
     graph, state = nnx.split(wrapped)

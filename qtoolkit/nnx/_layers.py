@@ -21,6 +21,12 @@ class Fp8Linear(nnx.Linear):
     Args:
       recipe: What its products round.
       args, kwargs: As for `nnx.Linear`. Parameters are the same, and stay wide.
+
+    Examples:
+      >>> layer = qt.nnx.Fp8Linear(2, 1, rngs=nnx.Rngs(0), recipe=qt.recipes.te_current)
+      >>> layer.kernel[...] = jnp.asarray([[448.0], [1.0]])
+      >>> layer(jnp.asarray([[0.3, 448.0]]))  # 0.3 became 0.3125
+      Array([[588.]], dtype=float32)
     """
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
@@ -29,7 +35,15 @@ class Fp8Linear(nnx.Linear):
 
 
 class Fp8Conv(nnx.Conv):
-    """`nnx.Conv` by a recipe, as `Fp8Linear`."""
+    """`nnx.Conv` by a recipe, as `Fp8Linear`.
+
+    Examples:
+      >>> layer = qt.nnx.Fp8Conv(1, 1, kernel_size=2, rngs=nnx.Rngs(0), recipe=qt.Recipe("mxfp8"))
+      >>> layer(jnp.ones((1, 5, 1))).shape, layer.kernel.shape
+      ((1, 5, 1), (2, 1, 1))
+      >>> print(str(qt.nnx.report(layer, jnp.ones((1, 5, 1)))).splitlines()[-1])
+      3 of 3 products quantized
+    """
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +51,15 @@ class Fp8Conv(nnx.Conv):
 
 
 class Fp8Einsum(nnx.Einsum):
-    """`nnx.Einsum` by a recipe, as `Fp8Linear`."""
+    """`nnx.Einsum` by a recipe, as `Fp8Linear`.
+
+    Examples:
+      >>> recipe = qt.recipes.te_current
+      >>> layer = qt.nnx.Fp8Einsum("bi,io->bo", (2, 1), rngs=nnx.Rngs(0), recipe=recipe)
+      >>> layer.kernel[...] = jnp.asarray([[448.0], [1.0]])
+      >>> layer(jnp.asarray([[0.3, 448.0]]))  # 0.3 became 0.3125
+      Array([[588.]], dtype=float32)
+    """
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,6 +75,15 @@ class FakeConvert(nnx.Module):
       scale: float32, one number or an array that broadcasts to the input.
       shift: The same, or None.
       options: Further arguments of `fake_convert`, such as its rounding and its gradient.
+
+    Examples:
+      >>> layer = qt.nnx.FakeConvert("e4m3fn", scale=2.0)
+      >>> x = jnp.asarray([0.3, 500.0])
+      >>> layer(x)  # 0.6 becomes 0.625 / 2, and 1000 becomes 448 / 2
+      Array([  0.3125, 224.    ], dtype=float32)
+      >>> grads = nnx.grad(lambda layer: layer(x).sum())(layer)
+      >>> f"{grads['scale'].get_value():.2f}"  # the scale is a parameter
+      '-112.01'
     """
 
     def __init__(

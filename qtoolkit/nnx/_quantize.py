@@ -67,6 +67,16 @@ def quantize(
 
     Source: OCP FP8 and arXiv:2209.05433 (formats); arXiv:2210.17323 (groups of int4);
     arXiv:1902.08153 (learned scales).
+
+    Examples:
+      >>> model = nnx.Linear(32, 4, rngs=nnx.Rngs(0))
+      >>> served = qt.nnx.quantize(model, "int4_group32")
+      >>> served.kernel.get_value()
+      QArray(int4_group32@0, float32[32,4]: codes uint8[32,2], scale float32[1,4])
+      >>> x = jnp.ones((1, 32))
+      >>> wrapped = qt.nnx.wrap(model, qt.Recipe((None, "int4_group32"), gradient=None))
+      >>> bool((served(x) == wrapped(x)).all())
+      True
     """
     rules = None if recipe is None else serving_rules("quantize", recipe)
     served = rewired("quantize", model, rules, kv_cache)

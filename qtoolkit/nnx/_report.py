@@ -29,6 +29,19 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`.
+
+    Examples:
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(2, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
+      >>> wrapped = qt.nnx.wrap(model, qt.Rules({"layers/1": qt.Recipe("e4m3fn")}))
+      >>> report = qt.nnx.report(wrapped, jnp.ones((1, 2)))
+      >>> print(str(report).splitlines()[-1])
+      3 of 6 products quantized
+      >>> for product in report.left:
+      ...     print(product.path, product.part, product.reason)
+      layers/0 forward left by a rule
+      layers/0 backward left by a rule
+      layers/0 backward left by a rule
     """
     if not isinstance(wrapped, nnx.Module):
         raise TypeError(f"report: model has type {type(wrapped).__name__}, expected an nnx.Module")

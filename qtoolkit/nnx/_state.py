@@ -15,19 +15,52 @@ from qtoolkit.scaling.internal import BUCKETS, rolled
 
 
 class ScalingState(nnx.Variable):
-    """Histories and keys: state that is saved with a model and never differentiated."""
+    """Histories and keys: state that is saved with a model and never differentiated.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
+      >>> state = nnx.to_flat_state(nnx.state(model, qt.nnx.ScalingState))
+      >>> [(path[-1], variable.get_value().shape) for path, variable in state]
+      [('bad', ()), ('history', (3, 1024))]
+    """
 
 
 class Probe(nnx.Variable):
-    """Zeros, whose gradient carries what a step observed. Neither read nor trained."""
+    """Zeros, whose gradient carries what a step observed. Neither read nor trained.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
+      >>> len(jax.tree.leaves(nnx.state(model, qt.nnx.Probe)))
+      1
+      >>> graph, params, rest = nnx.split(model, nnx.Param, ...)  # probes are no parameters
+      >>> sorted(params)
+      ['bias', 'kernel']
+    """
 
 
 class LsqScale(nnx.Param):
-    """A learned scale: a parameter, which trains with the model. NaN until `start_scales`."""
+    """A learned scale: a parameter, which trains with the model. NaN until `start_scales`.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
+      >>> jax.tree.leaves(nnx.state(model, qt.nnx.LsqScale))
+      [Array(nan, dtype=float32), Array(nan, dtype=float32)]
+      >>> issubclass(qt.nnx.LsqScale, nnx.Param)
+      True
+    """
 
 
 class LsqOffset(nnx.Param):
-    """A learned offset, beside an `LsqScale`."""
+    """A learned offset, beside an `LsqScale`.
+
+    Examples:
+      >>> learned = qt.Operand("uint4", scaling=qt.products.Learned(offset=True))
+      >>> recipe = qt.Recipe((learned, None), gradient=None)
+      >>> model = qt.nnx.Fp8Linear(2, 1, rngs=nnx.Rngs(0), recipe=recipe)
+      >>> qt.nnx.start_scales(model, jnp.asarray([[-0.25, 3.5]]))
+      >>> jax.tree.leaves(nnx.state(model, qt.nnx.LsqOffset))
+      [Array(-0.25, dtype=float32)]
+    """
 
 
 class ProductState(nnx.Module):
@@ -159,6 +192,14 @@ def value_and_grad(
 
     Raises (when it is called):
       TypeError: `wrt` selects kernels of a model from `quantize`, which have no derivative.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
+      >>> def loss(model, x):
+      ...     return model(x).mean()
+      >>> value, grads = qt.nnx.value_and_grad(loss)(model, jnp.asarray([[0.3, 448.0]]))
+      >>> [f"{g:.4f}" for g in grads["kernel"][...].ravel()]  # x, of which 0.3 was rounded
+      ['0.3125', '448.0000']
     """
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +220,15 @@ def roll(model: nnx.Module, probes: Any) -> None:
 
     For training loops that differentiate by themselves, or add up micro-batches:
     `value_and_grad` calls it. `probes` may be the sum or the mean over several micro-batches.
+
+    Examples:
+      >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
+      >>> wrt = nnx.DiffState(0, nnx.Any(nnx.Param, qt.nnx.Probe))
+      >>> grads = nnx.grad(lambda model: model(jnp.full((1, 2), 448.0)).sum(), argnums=wrt)(model)
+      >>> qt.nnx.roll(model, nnx.filter_state(grads, qt.nnx.Probe))
+      >>> bad, history = jax.tree.leaves(nnx.state(model, qt.nnx.ScalingState))
+      >>> float(history.max())  # 448, known to 12.5 %
+      480.0
     """
     counts = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
     for path, module in nnx.iter_modules(model):

@@ -95,6 +95,16 @@ def wrap(
         layer is quantized; a rule matches no layer (one with None: no module); a layer
         has a product of the user's own in the place where ours would go, and the message names its
         path; or, with `strict`, a product is left.
+
+    Examples:
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> model.kernel[...] = jnp.asarray([[448.0], [1.0]])
+      >>> wrapped = qt.nnx.wrap(model, qt.recipes.te_current)
+      >>> type(wrapped) is type(model), wrapped.kernel is model.kernel
+      (True, True)
+      >>> x = jnp.asarray([[0.3, 448.0]])
+      >>> model(x), wrapped(x)  # 0.3 became 0.3125
+      (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
     rules = _as_rules(recipe)
     wrapped = rewired("wrap", model, rules, kv_cache)

@@ -49,6 +49,12 @@ def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
     Gradient: none.
 
     Source: ONNX BitCast 26.
+
+    Examples:
+      >>> qt.onnx.bit_cast(jnp.asarray([1.0, -0.0]), "UINT32")
+      Array([1065353216, 2147483648], dtype=uint32)
+      >>> qt.onnx.bit_cast(np.uint8([0x7E, 0x7F]), "FLOAT8E4M3FN")
+      Array([448, nan], dtype=float8_e4m3fn)
     """
     operator = Operator("onnx.bit_cast", opset, first=26)
     source, target = operator.type_of("x", x, _TYPES), operator.data_type("to", to)

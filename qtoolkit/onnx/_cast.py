@@ -91,6 +91,17 @@ def cast(
     type, else 0.
 
     Source: ONNX Cast 1, 6, 9, 13, 19, 21, 23, 24, 25, 28; technical notes int4, int2, float4.
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 449.0, jnp.inf])
+      >>> qt.onnx.cast(x, "FLOAT8E4M3FN")
+      Array([0.3125, 448, 448], dtype=float8_e4m3fn)
+      >>> qt.onnx.cast(x, "FLOAT8E4M3FN", saturate=False)
+      Array([0.3125, 448, nan], dtype=float8_e4m3fn)
+      >>> qt.onnx.cast(np.asarray(["3.7", "1e-5", "-INF"]), "INT32")
+      Array([          3,           0, -2147483648], dtype=int32)
+      >>> qt.onnx.cast(x, "STRING")
+      array(['0.3', '449', 'INF'], dtype='<U3')
     """
     operator = Operator("onnx.cast", opset, first=1)
     target = operator.data_type("to", to)
@@ -124,6 +135,10 @@ def cast_like(
     Returns, Raises, Gradient: As `cast`.
 
     Source: ONNX CastLike 15, 19, 21, 23, 24, 25.
+
+    Examples:
+      >>> qt.onnx.cast_like(jnp.asarray([1.5, -2.5]), jnp.int8(0))  # toward zero
+      Array([ 1, -2], dtype=int8)
     """
     operator = Operator("onnx.cast_like", opset, first=15)
     types = {t: first for t, first in CAST_TYPES.items() if t not in FLOAT6}

@@ -101,6 +101,11 @@ def quantize_linear(
     Gradient: none.
 
     Source: ONNX QuantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
+
+    Examples:
+      >>> x = jnp.asarray([-1.0, 0.25, 0.75, 200.0])
+      >>> qt.onnx.quantize_linear(x, jnp.float32(0.5), np.uint8(128))  # 0.5 and 1.5 go to even
+      Array([126, 128, 130, 255], dtype=uint8)
     """
     operator = Operator("onnx.quantize_linear", opset, first=10)
     operator.check_choice("saturate", saturate, (True, False))
@@ -180,6 +185,11 @@ def dequantize_linear(
     Gradient: that of the formula, for float results within the range of the output type.
 
     Source: ONNX DequantizeLinear 10, 13, 19, 21, 23, 24, 25, 28.
+
+    Examples:
+      >>> q = jnp.asarray([126, 128, 130], jnp.uint8)
+      >>> qt.onnx.dequantize_linear(q, jnp.float32(0.5), np.uint8(128))
+      Array([-1.,  0.,  1.], dtype=float32)
     """
     operator = Operator("onnx.dequantize_linear", opset, first=10)
     target = operator.optional_type("output_dtype", output_dtype, since=23)
@@ -230,6 +240,11 @@ def dynamic_quantize_linear(
     Gradient: none.
 
     Source: ONNX DynamicQuantizeLinear 11.
+
+    Examples:
+      >>> y, scale, zero_point = qt.onnx.dynamic_quantize_linear(jnp.asarray([-1.0, 0.0, 4.1]))
+      >>> y, scale, zero_point  # 5.1 / 255
+      (Array([  0,  50, 255], dtype=uint8), Array(0.02, dtype=float32), Array(50, dtype=uint8))
     """
     operator = Operator("onnx.dynamic_quantize_linear", opset, first=11)
     operator.type_of("x", x, {_T.FLOAT: 11})

@@ -57,6 +57,13 @@ def range(
       ValueError: An argument is no scalar, infinite or NaN; `delta` is zero; 2**32 numbers or more.
 
     Source: ONNX Range 11, 27.
+
+    Examples:
+      >>> tenth = np.float32(0.1)
+      >>> qt.onnx.range(tenth, np.float32(1.1), tenth).shape  # NumPy's has 10
+      (11,)
+      >>> qt.onnx.range(np.int32(10), np.int32(3), np.int32(-2))
+      Array([10,  8,  6,  4], dtype=int32)
     """
     operator = Operator("onnx.range", opset, first=11)
     stash = operator.data_type("stash_type", stash_type)

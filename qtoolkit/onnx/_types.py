@@ -18,6 +18,12 @@ class DataType(enum.IntEnum):
     """`TensorProto.DataType`: the numbers by which models name types.
 
     Source: onnx.proto, IR version 14.
+
+    Examples:
+      >>> qt.onnx.DataType.FLOAT8E4M3FN.value
+      17
+      >>> qt.onnx.cast(jnp.float32(449.0), qt.onnx.DataType.FLOAT8E4M3FN)
+      Array(448, dtype=float8_e4m3fn)
     """
 
     UNDEFINED = 0

@@ -68,6 +68,13 @@ def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -
     value, else 0.
 
     Source: OpenVINO 2026, Convert-1; `arithmetic="openvino"`: its core, wheel 2026.4.1.
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 449.0, 1000.0])
+      >>> qt.openvino.convert(x, "f8e4m3")  # nothing saturates
+      Array([0.3125, 448, nan], dtype=float8_e4m3fn)
+      >>> qt.openvino.convert(jnp.asarray([-1.7, 300.0]), "u8")
+      Array([  0, 255], dtype=uint8)
     """
     name = element_type(f"{_WHERE}: destination_type", destination_type)
     check_arithmetic(_WHERE, arithmetic)

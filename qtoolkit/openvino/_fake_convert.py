@@ -74,6 +74,14 @@ def fake_convert(
     else 0: dy/ddata = D, dy/dscale = (D * data - y) / scale, dy/dshift = (1 - D) / scale.
 
     Source: OpenVINO 2026, FakeConvert-13; `arithmetic="openvino"`: its core, wheel 2026.4.1.
+
+    Examples:
+      >>> x = jnp.asarray([0.3, 1.0, 500.0])
+      >>> qt.openvino.fake_convert(x, 2.0)  # 0.6 becomes 0.625, 1000 becomes 448
+      Array([  0.3125,   1.    , 224.    ], dtype=float32)
+      >>> y = jnp.asarray([1 + 2**-4 + 2**-12])  # just above a tie, which float16 makes it
+      >>> qt.openvino.fake_convert(y, 1.0), qt.openvino.fake_convert(y, 1.0, arithmetic="openvino")
+      (Array([1.125], dtype=float32), Array([1.], dtype=float32))
     """
     fmt = _destination(destination_type)
     check_arithmetic(_WHERE, arithmetic)

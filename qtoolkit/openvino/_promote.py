@@ -68,6 +68,14 @@ def promoted_type(
 
     Source: OpenVINO 2026, ConvertPromoteTypes-14, and where its page is not definite (half the
     bits in rule 6) its core, wheel 2026.4.1.
+
+    Examples:
+      >>> qt.openvino.promoted_type("i8", "f32")
+      'f32'
+      >>> qt.openvino.promoted_type("i8", "u8", promote_unsafe=True)
+      'i16'
+      >>> qt.openvino.promoted_type("f16", "bf16", promote_unsafe=True)
+      'f32'
     """
     where = "openvino.promoted_type"
     a = element_type(f"{where}: type0", type0)
@@ -110,6 +118,11 @@ def convert_promote_types(
     Gradient: as `convert` to the promoted type.
 
     Source: as `promoted_type`.
+
+    Examples:
+      >>> x, y = qt.openvino.convert_promote_types(jnp.int8([1, 2]), jnp.asarray([0.5]))
+      >>> x, y
+      (Array([1., 2.], dtype=float32), Array([0.5], dtype=float32))
     """
     where = "openvino.convert_promote_types"
     types = element_type_of(where, "x0", x0), element_type_of(where, "x1", x1)

@@ -76,6 +76,12 @@ def range(
     Source: OpenVINO 2026, Range-4; for what its page leaves open (the float types of counting and
     adding, i * step, errors) its core, wheel 2026.4.1, but for bf16, which the core does not round
     to nearest even.
+
+    Examples:
+      >>> qt.openvino.range(0, 1, 0.25, output_type="f32")
+      Array([0.  , 0.25, 0.5 , 0.75], dtype=float32)
+      >>> qt.openvino.range(0.1, 1.1, 0.1, output_type="f16").shape  # arguments are float64
+      (10,)
     """
     name = element_type(f"{_WHERE}: output_type", output_type)
     if name not in _OUTPUTS:

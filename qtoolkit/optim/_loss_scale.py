@@ -66,6 +66,16 @@ def dynamic_loss_scale(
       TypeError: `tx` is no transform.
 
     Source: arXiv:1710.03740, section 3.2; the numbers are those of torch.amp.GradScaler.
+
+    Examples:
+      >>> tx = qt.optim.dynamic_loss_scale(optax.sgd(1.0), initial=1024.0)
+      >>> params = jnp.asarray([1.0])
+      >>> state = tx.init(params)
+      >>> for scaled in (512.0, jnp.inf):  # gradients of the scaled loss
+      ...     updates, state = tx.update(jnp.asarray([scaled]), state, params)
+      ...     print(updates, state.scale, state.skipped)
+      [-0.5] 1024.0 0
+      [0.] 512.0 1
     """
     where = "dynamic_loss_scale"
     check_transform(where, tx)
@@ -125,6 +135,12 @@ def loss_scale(state: Any) -> jax.Array:
 
     Raises:
       ValueError: There is no such state in `state`, or more than one.
+
+    Examples:
+      >>> scaler = qt.optim.dynamic_loss_scale(optax.adam(1e-3))
+      >>> state = optax.masked(scaler, True).init(jnp.ones(2))
+      >>> qt.optim.loss_scale(state)
+      Array(65536., dtype=float32)
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_scaler)
     found = [node for node in nodes if _is_scaler(node)]

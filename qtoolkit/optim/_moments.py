@@ -61,6 +61,13 @@ class SecondMoment:
 
     Attributes:
       spec: As in `quantize_state`. The sign bit of a signed format becomes one of mantissa.
+
+    Examples:
+      >>> rules = qt.Rules({"(^|/)nu/": qt.optim.SecondMoment("e4m3fn")})
+      >>> tx = qt.optim.quantize_state(optax.adam(1e-3), rules)
+      >>> moments = tx.init({"kernel": jnp.ones((64, 64))}).inner[0]
+      >>> moments.mu["kernel"].dtype, moments.nu["kernel"].spec.element.name
+      (dtype('float32'), 'e4m3fn_unsigned')
     """
 
     spec: SpecLike

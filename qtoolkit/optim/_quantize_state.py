@@ -76,6 +76,14 @@ def quantize_state(
 
     Source: arXiv:2110.02861 (8-bit optimizers: blocks, and the size below which nothing is
     quantized); arXiv:1502.02551 (stochastic rounding of what moves by less than a step).
+
+    Examples:
+      >>> tx = qt.optim.quantize_state(optax.adam(1e-3), "e4m3fn")
+      >>> moments = tx.init({"kernel": jnp.ones((64, 64))}).inner[0]
+      >>> moments.mu["kernel"]
+      QArray(e4m3fn by blocks of 2x64, float32[64,64]: codes uint8[64,64], scale float32[32,1])
+      >>> moments.nu["kernel"].spec.element.name  # roots; the sign bit became one of mantissa
+      'e4m3fn_unsigned'
     """
     check_transform("quantize_state", tx)
     rules = checked_rules(spec)

@@ -54,6 +54,14 @@ def stochastic_round_updates(
         bfloat16, to which optax cannot add.
 
     Source: arXiv:2010.06192 (bfloat16 training by stochastic rounding).
+
+    Examples:
+      >>> params = jnp.ones(10_000, jnp.bfloat16)  # the next bfloat16 number is 1.0078
+      >>> tx = optax.chain(optax.sgd(1.0), qt.optim.stochastic_round_updates())
+      >>> updates, state = tx.update(jnp.full(10_000, -0.001), tx.init(params), params)
+      >>> moved = optax.apply_updates(params, updates)
+      >>> np.unique(moved), f"{np.float64(moved).mean():.4f}"
+      (array([1, 1.00781], dtype=bfloat16), '1.0010')
     """
     where = "stochastic_round_updates"
     check_seed(where, seed)
@@ -116,6 +124,16 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
       TypeError: `tx` is no transform; the update has no `params`.
 
     Source: arXiv:1710.03740, section 3.1.
+
+    Examples:
+      >>> params = jnp.ones(1, jnp.bfloat16)  # the next bfloat16 number is 1.0078
+      >>> tx = qt.optim.master_weights(optax.sgd(1.0))
+      >>> state = tx.init(params)
+      >>> for _ in range(8):  # bfloat16 alone would stay at 1
+      ...     updates, state = tx.update(jnp.full(1, -0.001, jnp.bfloat16), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params, f"{state.master[0]:.4f}"
+      (Array([1.00781], dtype=bfloat16), '1.0080')
     """
     check_transform("master_weights", tx)
     extended = optax.with_extra_args_support(tx)

@@ -23,6 +23,10 @@ def loss_curves(
       curves: Names and losses, as many as there are steps.
       gap_to: Name of a curve; a panel below shows how far the others are from it, in percent, on an
         axis that is linear up to 1 % and logarithmic above.
+
+    Examples:
+      >>> curves = {"float32": [8.0, 5.0, 4.0], "e4m3fn": [8.0, 5.1, 4.1]}
+      >>> qt.plots.loss_curves("losses.png", [0, 100, 200], curves, gap_to="float32")
     """
     figure, upper = _figure(7.0, 4.2 if gap_to is None else 6.2, 1 if gap_to is None else 2)
     axes, *below = upper
@@ -49,7 +53,11 @@ def loss_curves(
 
 
 def weight_errors(path: str | PathLike[str], sqnr_db: Mapping[str, float], title: str) -> None:
-    """Writes a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order."""
+    """Writes a PNG with the signal-to-noise ratio in dB of every tensor in `sqnr_db`, in order.
+
+    Examples:
+      >>> qt.plots.weight_errors("errors.png", {"up": 31.5, "down": 31.6}, "e4m3fn by channel")
+    """
     names = list(sqnr_db)
     figure, (axes,) = _figure(7.0, 1.4 + 0.26 * len(names))
     axes.barh(names, [sqnr_db[name] for name in names], color="#1f4e79", height=0.65)

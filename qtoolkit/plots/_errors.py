@@ -41,6 +41,12 @@ def error_against_magnitude(
 
     Raises:
       ValueError: No format at all, or an unknown one; `amax` or `octaves` out of range.
+
+    Examples:
+      >>> axes = qt.plots.error_against_magnitude(["int8", "e4m3fn", "mxfp4"])
+      >>> [text.get_text() for text in axes.get_legend().get_texts()]
+      ['int8 by tensor', 'e4m3fn by tensor', 'mxfp4']
+      >>> axes.figure.savefig("errors.png")
     """
     resolved = [resolve(spec) for spec in (specs if isinstance(specs, list | tuple) else [specs])]
     if not resolved:

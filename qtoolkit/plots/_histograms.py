@@ -31,6 +31,13 @@ def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any
 
     Raises:
       TypeError, ValueError: As `qtoolkit.metrics`, or the elements have more than 8 bits.
+
+    Examples:
+      >>> x = jax.random.normal(jax.random.key(0), (1000,))
+      >>> axes = qt.plots.code_histogram(x, "e2m1fn")
+      >>> axes.get_title()
+      'e2m1fn by tensor: 0 % saturated, 14.4 % became zero, SQNR 18.3 dB'
+      >>> axes.figure.savefig("codes.png")
     """
     spec = resolve(spec)
     if spec.element.bits > 8:

@@ -31,6 +31,12 @@ def number_line(
 
     Raises:
       ValueError: No format at all, one of too many values, or an unknown `scale`.
+
+    Examples:
+      >>> figure = qt.plots.number_line(["e4m3fn", "e5m2"])
+      >>> figure.savefig("fp8.png")
+      >>> [label.get_text().split() for label in figure.axes[0].get_yticklabels()]
+      [['e4m3fn', '253', 'values'], ['e5m2', '247', 'values']]
     """
     if scale not in ("symlog", "linear"):
         raise ValueError(f"number_line: scale={scale!r}, expected 'symlog' or 'linear'")

@@ -21,6 +21,12 @@ def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
 
     Raises:
       ValueError: There are none.
+
+    Examples:
+      >>> axes = qt.plots.sqnr_by_tensor({"up": 31.5, "down": 31.6})
+      >>> [label.get_text() for label in axes.get_yticklabels()]
+      ['up', 'down']
+      >>> axes.figure.savefig("sqnr.png")
     """
     if not decibels:
         raise ValueError("sqnr_by_tensor: no tensors, expected one or more")

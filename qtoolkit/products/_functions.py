@@ -62,6 +62,14 @@ def dot_general(
     Gradient: dgrad and wgrad of the recipe: the products of the cotangent and the other operand,
     both rounded for that product; the rounding of operands counts as the identity. Forward mode
     takes the same operands beside unrounded tangents.
+
+    Examples:
+      >>> x, w = jnp.asarray([[0.3, 448.0]]), jnp.asarray([[448.0], [1.0]])
+      >>> contract = (((1,), (0,)), ((), ()))
+      >>> qt.dot_general(x, w, contract)  # 0.3 became 0.3125
+      Array([[588.]], dtype=float32)
+      >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None))  # nothing is rounded
+      Array([[582.4]], dtype=float32)
     """
     function = dot_function(dimension_numbers, precision, out_sharding)
     return quantized_product(
@@ -80,7 +88,15 @@ def einsum(
     key: jax.Array | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jax.numpy.einsum` of two operands rounded by `recipe`; all else as in `dot_general`."""
+    """`jax.numpy.einsum` of two operands rounded by `recipe`; all else as in `dot_general`.
+
+    Examples:
+      >>> x, w = jnp.asarray([[[0.3, 448.0]]]), jnp.asarray([[448.0], [1.0]])
+      >>> qt.einsum("btd,df->btf", x, w)  # 0.3 became 0.3125
+      Array([[[588.]]], dtype=float32)
+      >>> qt.einsum("btd,df->btf", x, w, recipe=qt.Recipe(("bfloat16", "bfloat16")))
+      Array([[[582.75]]], dtype=float32)
+    """
     function = einsum_function(subscripts, precision, out_sharding)
     return quantized_product(
         "einsum", function, lhs, rhs, recipe, preferred_element_type, keyed(key)
@@ -108,6 +124,12 @@ def conv_general_dilated(
 
     Blocks lie along the features that are summed; in wgrad, which sums over positions and examples,
     along the examples.
+
+    Examples:
+      >>> x = jnp.asarray([[[0.3, 1.0, 448.0]]])  # an example, a channel, three positions
+      >>> kernel = jnp.asarray([[[1.0, 448.0]]])
+      >>> qt.products.conv_general_dilated(x, kernel, (1,), "VALID")  # 0.3 became 0.3125
+      Array([[[   448.3125, 200705.    ]]], dtype=float32)
     """
     function = conv_function(
         window_strides,
@@ -141,6 +163,14 @@ def ragged_dot(
       lhs: [m, k], the rows of all groups after one another.
       rhs: [groups, k, n].
       group_sizes: Integers [groups], the number of rows of each.
+
+    Examples:
+      >>> x = jnp.asarray([[0.3], [448.0], [1.0]])
+      >>> experts = jnp.asarray([[[1.0]], [[448.0]]])  # two kernels of 1 x 1
+      >>> qt.products.ragged_dot(x, experts, jnp.asarray([2, 1]))  # rows 0, 1 and row 2
+      Array([[3.125e-01],
+             [4.480e+02],
+             [4.480e+02]], dtype=float32)
     """
     return quantized_product(
         "ragged_dot",

@@ -14,7 +14,12 @@ ARITHMETIC = ("emulate", "native")
 
 @dataclasses.dataclass(frozen=True)
 class Current:
-    """Scales from the array itself, in the step that uses it. Nothing is kept."""
+    """Scales from the array itself, in the step that uses it. Nothing is kept.
+
+    Examples:
+      >>> qt.Operand("e4m3fn").scaling
+      Current()
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,15 @@ class Delayed:
 
     Source: arXiv:2209.05433, section 3; `DelayedScaling` of Transformer Engine, whose default is
     1,024 steps.
+
+    Examples:
+      >>> delayed = qt.Operand("e4m3fn", scaling=qt.products.Delayed(history=4))
+      >>> recipe = qt.Recipe((delayed, None), gradient=None)
+      >>> ones = nnx.initializers.ones
+      >>> layer = qt.nnx.Fp8Linear(1, 1, kernel_init=ones, rngs=nnx.Rngs(0), recipe=recipe)
+      >>> step = qt.nnx.value_and_grad(lambda layer, x: layer(jnp.full((1, 1), x)).sum())
+      >>> [f"{step(layer, x)[0]:.0f}" for x in (448.0, 896.0, 896.0)]  # the second one saturates
+      ['448', '480', '891']
     """
 
     history: int = 16
@@ -51,6 +65,13 @@ class Static:
     Attributes:
       scale: A positive number, which float32 holds as a normal one. None: what calibration found
         for the product, which the layer keeps; `qtoolkit.nnx.freeze` makes such recipes.
+
+    Examples:
+      >>> static = qt.Operand("e4m3fn", scaling=qt.products.Static(0.5))
+      >>> recipe = qt.Recipe((static, None), gradient=None)
+      >>> x = jnp.asarray([300.0, 0.3])  # 224 is the largest that fits
+      >>> qt.einsum("i,ij->j", x, jnp.eye(2), recipe=recipe)
+      Array([224.    ,   0.3125], dtype=float32)
     """
 
     scale: float | None = None
@@ -77,6 +98,15 @@ class Learned:
       offset: Whether there is an offset, which is learned as well (LSQ+).
 
     Source: arXiv:1902.08153; arXiv:2004.09576.
+
+    Examples:
+      >>> learned = qt.Operand("int4", scaling=qt.products.Learned())
+      >>> recipe = qt.Recipe((learned, None), gradient=None)
+      >>> layer = qt.nnx.Fp8Linear(2, 1, rngs=nnx.Rngs(0), recipe=recipe)
+      >>> qt.nnx.start_scales(layer, jnp.asarray([[1.0, -3.0]]))
+      >>> scales = jax.tree.leaves(nnx.state(layer, qt.nnx.LsqScale))
+      >>> print([f"{scale.item():.3f}" for scale in scales])  # 2 * mean(|x|) / sqrt(7)
+      ['1.512']
     """
 
     offset: bool = False
@@ -96,6 +126,15 @@ class Hadamard:
       seed: Of the random signs, as NVFP4 training has them, the same in every step; None for none.
 
     Source: arXiv:2509.25149, section on the random Hadamard transform.
+
+    Examples:
+      >>> x = jnp.ones(16).at[3].set(64.0)  # an outlier, beside which int4 holds no 1
+      >>> for transform in (None, qt.products.Hadamard(16)):
+      ...     operand = qt.Operand("int4", transform=transform)
+      ...     recipe = qt.Recipe(operand, gradient=operand)
+      ...     print(f"{qt.einsum('i,i->', x, jnp.ones(16), recipe=recipe):.1f}")  # exactly 79
+      64.0
+      81.4
     """
 
     block: int = 16
@@ -130,6 +169,14 @@ class Operand:
     Raises:
       ValueError: An unknown format, one with zero points, a scaling that it cannot have.
       TypeError: An argument of another kind.
+
+    Examples:
+      >>> down = qt.casts.Projection("toward_zero")
+      >>> operand = qt.Operand("e4m3fn", down, scaling=qt.products.Static(1.0))
+      >>> recipe = qt.Recipe((operand, None), gradient=None)
+      >>> x = jnp.asarray([0.34, 1.0])
+      >>> qt.einsum("i,ij->j", x, jnp.eye(2), recipe=recipe)
+      Array([0.3125, 1.    ], dtype=float32)
     """
 
     spec: BlockFormat
@@ -248,6 +295,15 @@ class Recipe:
         them each shard has scales of its own.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
+
+    Examples:
+      >>> recipe = qt.Recipe("mxfp8", gradient="e5m2")
+      >>> recipe.wgrad[0].spec.name, recipe.wgrad[1].spec.name
+      ('mxfp8_e4m3', 'e5m2 by tensor')
+      >>> qt.recipes.from_json(qt.recipes.to_json(recipe)) == recipe
+      True
+      >>> print(qt.Recipe((None, "int4_group32"), gradient=None))
+      <Recipe forward: wide x (int4_group32); dgrad: wide x (int4_group32); wgrad: wide x wide>
     """
 
     forward: Pair

@@ -189,6 +189,16 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       precision: As for `jax.numpy.dot`.
 
     Gradient: as `dot_general`.
+
+    Examples:
+      >>> class Layer(nnx.Module):
+      ...     def __init__(self):
+      ...         self.kernel = nnx.Param(jnp.asarray([0.3, 448.0]))
+      ...     def __call__(self, x):
+      ...         return qt.dot(x, self.kernel)
+      >>> x = jnp.asarray([448.0, 1.0])
+      >>> Layer()(x), qt.nnx.wrap(Layer())(x)  # 0.3 became 0.3125
+      (Array(582.4, dtype=float32), Array(588., dtype=float32))
     """
     site, state = _enclosing.get()
     if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:

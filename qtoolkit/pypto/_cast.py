@@ -178,6 +178,13 @@ def cast(
 
     Source: pypto.cast of hicann/pypto, 072864e27 (2026-02-10); satmode and the extended pairs:
     883e7dfb0 (2026-08-22).
+
+    Examples:
+      >>> x = jnp.asarray([0.5, 1.5, -2.7, 40000.0])
+      >>> qt.pypto.cast(x, qt.pypto.DT_INT16)  # toward zero, saturating
+      Array([    0,     1,    -2, 32767], dtype=int16)
+      >>> qt.pypto.cast(x, qt.pypto.DT_INT16, qt.pypto.CastMode.CAST_RINT)  # ties to even
+      Array([    0,     2,    -3, 32767], dtype=int16)
     """
     _check_member("mode", mode, CastMode)
     _check_member("satmode", satmode, SaturationMode)

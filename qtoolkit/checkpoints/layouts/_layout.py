@@ -58,6 +58,14 @@ class Layout:
       files: The same -> further JSON files by name.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       static: For schemes that take static activation scales but need none, those that need them.
+
+    Examples:
+      >>> for layout in qt.checkpoints.LAYOUTS.values():
+      ...     print(layout.name, "-", layout.title)
+      plain - qtoolkit's own: codes under the weight's name, float32 scales under NAME_scale
+      compressed-tensors - that of llm-compressor: weight or weight_packed, weight_scale
+      finegrained-fp8 - DeepSeek's blocks of 128x128: weight, weight_scale_inv
+      modelopt - that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale
     """
 
     name: str
