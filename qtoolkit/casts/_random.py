@@ -66,7 +66,7 @@ def check_draw(
             "e.g. key=jax.random.key(0)"
         )
     if random_bits is None:
-        return Draw(_key_words(where, key), _offset_words(where, index_offset), None)
+        return Draw(key_words(where, key), _offset_words(where, index_offset), None)
     dtype = getattr(random_bits, "dtype", None)
     if dtype not in _UNSIGNED:
         raise TypeError(
@@ -91,7 +91,7 @@ def check_draw(
     return Draw(None, None, jnp.asarray(random_bits))
 
 
-def _key_words(where: str, key: Any) -> jax.Array:
+def key_words(where: str, key: Any) -> jax.Array:
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)

@@ -34,6 +34,7 @@ from qtoolkit.casts._powers import (
     times_power_of_two,
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
+from qtoolkit.casts._random import key_words
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,
@@ -91,6 +92,7 @@ __all__ = [
     "is_array",
     "is_zero",
     "kept_from_zero",
+    "key_words",
     "leaf_path",
     "magnitude_ordinal",
     "nearest_power_of_two",

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules
+from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import Visited, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Recipe, Report
@@ -69,11 +70,7 @@ def _reported(
     mutable: Any = _EVERY_WRITTEN,
     options: Any = None,
 ) -> tuple[Report, Visited]:
-    if not isinstance(wrapped, nn.Module):
-        raise TypeError(
-            f"report: module has type {type(wrapped).__name__}, expected an instance of "
-            "flax.linen.Module"
-        )
+    check_arguments("report", wrapped, variables)
     leaves, structure = jax.tree.flatten((inputs, options or {}))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
     # Histories are read and not differentiated.

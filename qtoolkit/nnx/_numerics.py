@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._report import site_of
+from qtoolkit.nnx._report import hint, site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
@@ -125,7 +125,10 @@ def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivi
 def check_wrapped(where: str, model: Any) -> None:
     """Raises where a model is none of nnx, or has no quantized layer."""
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module")
+        raise TypeError(
+            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
+            f"{hint(where, model)}"
+        )
     if all(site_of(module) is None for _, module in nnx.iter_modules(model)):
         name = type(model).__name__
         raise ValueError(

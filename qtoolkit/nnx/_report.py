@@ -4,12 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 
 from qtoolkit.formats import Rules
 from qtoolkit.nnx._rewriting import leave, methods_of
 from qtoolkit.products import Recipe, Report
 from qtoolkit.products.internal import report_of
+
+
+def hint(where: str, model: Any) -> str:
+    """What to write instead, for a model that is none of nnx."""
+    if isinstance(model, linen.Module):
+        return f"; use qtoolkit.linen.{where}"
+    if where not in ("wrap", "quantize"):
+        return ""
+    name = model.__name__ if isinstance(model, type) else "MLP"
+    return f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
 
 
 def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
@@ -44,7 +54,10 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
       layers/0 backward left by a rule
     """
     if not isinstance(wrapped, nnx.Module):
-        raise TypeError(f"report: model has type {type(wrapped).__name__}, expected an nnx.Module")
+        raise TypeError(
+            f"report: model has type {type(wrapped).__name__}, expected an nnx.Module"
+            f"{hint('report', wrapped)}"
+        )
     paths: list[str] = []
     seen: set[int] = set()
 

@@ -116,15 +116,17 @@ def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
 def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
     """`method` as a pure function of the module's state and of the arrays among its arguments.
 
-    Modules and variables among the arguments, such as a cache, are state as well. What the method
-    leaves as it was is not written: a model may be closed over by `jax.jit`.
+    Modules and variables among the arguments, such as a cache, are state as well, and so are
+    numbers and texts, `self.calls += 1`. What the method leaves as it was is not written: a model
+    may be closed over by `jax.jit`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
     nodes = [leaves[i] for i in at_nodes]
     graph, state = nnx.split((module, nodes))
-    static: list[Any] = []  # of the result, what is no array; which variables changed
+    # Of the result, what is no array; which variables changed; numbers and texts that changed.
+    static: list[Any] = []
 
     def pure(state: Any, arrays: list[Any]) -> Any:
         copied, given = nnx.merge(graph, state)
@@ -133,6 +135,7 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
             merged[place] = leaf
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
+        notes = [_notes(node) for node in (copied, *given)]
         outs, kind = jax.tree.flatten(method(copied, *args, **kwargs), is_leaf=_is_node)
         changed = [
             (path, variable)
@@ -142,14 +145,18 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
         pairs = zip([copied, *given], [module, *nodes], strict=True)
         originals = {id(copy): node for copy, node in pairs}
         known = [None if _is_array(out) else (originals.get(id(out), out),) for out in outs]
-        static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed]]
+        noted = [_news(node, was) for node, was in zip((copied, *given), notes, strict=True)]
+        static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed], noted]
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
     rewriting = rewritten(pure, site.multiply(states), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
         arrays, written = rewriting(state, [leaves[i] for i in places])
-    kind, known, changed = static
+    kind, known, changed, noted = static
+    for node, news in zip((module, *nodes), noted, strict=True):
+        for path, name, value in news:
+            setattr(functools.reduce(_part, path, node), name, value)
     for (path, variable), values in zip(changed, written, strict=True):
         _write((module, nodes), path, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
@@ -162,15 +169,38 @@ def _are_same(values: list[Any], before: list[Any] | None) -> bool:
     return all(value is was for value, was in zip(values, before, strict=True))
 
 
+_NOTES = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _notes(node: Any) -> dict[tuple[Any, ...], Any]:
+    """The numbers and texts that the modules of a node hold, by path and name."""
+    if not isinstance(node, nnx.Module):
+        return {}
+    return {
+        (path, name): value
+        for path, module in nnx.iter_modules(node)
+        for name, value in vars(module).items()
+        if type(value) in _NOTES and not name.startswith("_pytree")
+    }
+
+
+def _news(node: Any, before: dict[tuple[Any, ...], Any]) -> list[tuple[Any, str, Any]]:
+    return [
+        (path, name, value)
+        for (path, name), value in _notes(node).items()
+        if (path, name) not in before or before[path, name] is not value
+    ]
+
+
+def _part(node: Any, name: Any) -> Any:
+    is_attribute = isinstance(name, str) and hasattr(node, name)
+    return getattr(node, name) if is_attribute else node[name]
+
+
 def _write(module: Any, path: tuple[Any, ...], variable: Any) -> None:
     """Sets a variable at a path inside of a module or a sequence of them, or makes it."""
     *parents, name = path
-    for part in parents:
-        module = (
-            getattr(module, part)
-            if isinstance(part, str) and hasattr(module, part)
-            else module[part]
-        )
+    module = functools.reduce(_part, parents, module)
     found = getattr(module, name, None) if isinstance(name, str) else module[name]
     if isinstance(found, nnx.Variable):
         found.set_value(variable.get_value())

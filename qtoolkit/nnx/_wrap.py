@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
@@ -21,7 +21,7 @@ from qtoolkit.nnx._products import (
     StatefulProducts,
     keep_kernel_dtype,
 )
-from qtoolkit.nnx._report import check_strict, site_of
+from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import leave, methods_of, original_class, rewriting_class
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products import Recipe
@@ -61,8 +61,10 @@ def wrap(
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
-    has scales of its own: `qtoolkit.dot_general`. Delayed scales are kept by the layers of Flax;
-    products of one's own modules scale by their own magnitudes.
+    has scales of its own: `qtoolkit.dot_general`. Histories of delayed scales, and keys for
+    stochastic rounding, are kept by the layers of Flax. Products of one's own modules scale by
+    their own magnitudes, and what they round stochastically depends on the numbers alone: equal
+    numbers are rounded equally in every step.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
@@ -122,7 +124,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
-            f"{_hint(where, model)}"
+            f"{hint(where, model)}"
         )
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
@@ -231,7 +233,7 @@ def detach(layer: Any) -> None:
         if isinstance(layer, kind):
             is_known = original is not _ANYTHING
             plain = original if is_known else _original_attention(getattr(layer, attribute))
-            setattr(layer, attribute, plain)
+            setattr(layer, attribute, nnx.static(plain))  # was data where its products kept state
     if isinstance(layer, _KERNEL_HOOKS):
         layer.promote_dtype = dtypes.promote_dtype
     _reset(layer, ())
@@ -277,7 +279,7 @@ def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> 
     if isinstance(layer, nnx.MultiHeadAttention):
         recipe = recipe.of_activations()
     if not recipe.keeps_state:
-        return call
+        return nnx.static(call)  # said anew: in a model that is wrapped again it may have been data
     return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
 
 
@@ -323,13 +325,6 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
     if isinstance(recipe, Rules):
         return recipe.map(functools.partial(check_recipe, "wrap"))
     return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
-
-
-def _hint(where: str, model: Any) -> str:
-    if isinstance(model, linen.Module):
-        return f"; use qtoolkit.linen.{where}"
-    name = model.__name__ if isinstance(model, type) else "MLP"
-    return f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from qtoolkit.casts.internal import key_words
 from qtoolkit.products._bilinear import ConvGeneralDilated, DotGeneral, Einsum, RaggedDot
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
@@ -73,7 +74,7 @@ def dot_general(
     """
     function = dot_function(dimension_numbers, precision, out_sharding)
     return quantized_product(
-        "dot_general", function, lhs, rhs, recipe, preferred_element_type, keyed(key)
+        "dot_general", function, lhs, rhs, recipe, preferred_element_type, keyed("dot_general", key)
     )
 
 
@@ -99,7 +100,7 @@ def einsum(
     """
     function = einsum_function(subscripts, precision, out_sharding)
     return quantized_product(
-        "einsum", function, lhs, rhs, recipe, preferred_element_type, keyed(key)
+        "einsum", function, lhs, rhs, recipe, preferred_element_type, keyed("einsum", key)
     )
 
 
@@ -143,7 +144,13 @@ def conv_general_dilated(
         out_sharding,
     )
     return quantized_product(
-        "conv_general_dilated", function, lhs, rhs, recipe, preferred_element_type, keyed(key)
+        "conv_general_dilated",
+        function,
+        lhs,
+        rhs,
+        recipe,
+        preferred_element_type,
+        keyed("conv_general_dilated", key),
     )
 
 
@@ -179,7 +186,7 @@ def ragged_dot(
         rhs,
         recipe,
         preferred_element_type,
-        keyed(key),
+        keyed("ragged_dot", key),
         (jnp.asarray(group_sizes),),
     )
 
@@ -221,12 +228,9 @@ def conv_function(
     )
 
 
-def keyed(key: jax.Array | None) -> State | None:
-    """A product's state of nothing but a key."""
-    if key is None:
-        return None
-    is_typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return State(key=jax.random.key_data(key) if is_typed else key)
+def keyed(where: str, key: jax.Array | None) -> State | None:
+    """A product's state of nothing but a key, of which two words are enough."""
+    return None if key is None else State(key=key_words(where, key)[:2])
 
 
 def _integers(values: Sequence[int]) -> tuple[int, ...]:

@@ -82,7 +82,8 @@ token_scaled = Recipe(
 )
 """E4M3 with a scale for each token (vector of features) and each output channel of a kernel.
 
-Causal, and no example moves another: a scale sees nothing beside its own vector.
+Causal, and no example moves another: a scale sees nothing beside its own vector. In a wrapped
+model it goes along the features also of what the model has transposed, `q @ k.swapaxes(-1, -2)`.
 Source: the recipe "rowwise" of torchao's float8 training; arXiv:2208.07339, section 2 (vector-wise
 scales). Deviations: scales are not rounded to powers of two.
 """
@@ -143,7 +144,8 @@ Source: arXiv:2206.02915 (the formats). Deviations: none known.
 """
 
 int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
-"""int8 activations by tensor and weights by output channel; gradients straight through, wide.
+"""int8 activations by tensor and weights by output channel; gradients straight through, wide:
+those of the product of the rounded numbers.
 
 Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their
 current amax, without zero points or moving averages.
@@ -160,14 +162,14 @@ ReLU, and keeps the first and the last layer at 8 bits, which is for `Rules` to 
 """
 
 w4a16 = Recipe((None, "int4_group128"), gradient=None)
-"""int4 weights in groups of 128 along the contracted axis; activations and gradients stay wide.
+"""int4 weights in groups of 128 along the contracted axis; activations and cotangents stay wide.
 
 Source: arXiv:2210.17323 and arXiv:2306.00978 (the storage, not their search). Deviations: groups
 are rounded to nearest, symmetric.
 """
 
 weight_only_e4m3 = Recipe((None, _along(E4M3FN)), gradient=None)
-"""E4M3 weights with a scale for each output channel; activations and gradients stay wide.
+"""E4M3 weights with a scale for each output channel; activations and cotangents stay wide.
 
 Source: the scheme of FP8 weight-only inference (compressed-tensors "channel"). Deviations: none
 known.

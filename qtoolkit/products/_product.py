@@ -218,9 +218,10 @@ class _Plan:
     def other(self, side: int, lhs: Any, rhs: Any) -> Cut:
         """How the other operand is cut in the product that gives the gradient of one side."""
         of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
-        if side:
-            return self._cut(self.recipe.wgrad[0], of_lhs.turned(), lhs)
-        return self._cut(self.recipe.dgrad[1], of_rhs.turned(), rhs)
+        axes, x = (of_lhs, lhs) if side else (of_rhs, rhs)
+        is_kept = self.recipe.keeps_forward[side]
+        operand = self.recipe.wgrad[0] if side else self.recipe.dgrad[1]
+        return self._cut(operand, axes if is_kept else axes.turned(), x)
 
     def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
         """And how the cotangent is."""

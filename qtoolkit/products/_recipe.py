@@ -27,7 +27,12 @@ class Delayed:
     """Scales from the largest magnitudes of the steps before, which a wrapped layer keeps.
 
     Values above them saturate. The first step, and a layer that was never reached, scale as
-    `Current` does.
+    `Current` does. So do, with nnx, products that a module of one's own computes by itself, such as
+    `x @ self.kernel`: they keep no history.
+
+    Observed is what a gradient flows through. A layer that is called twice, once behind
+    `stop_gradient` or for an auxiliary output, scales both by what the other call held: larger
+    inputs of the one saturate. Call a copy there, `nnx.clone(wrapped)`, which is never observed.
 
     Attributes:
       history: How many steps count, 1 or more.
@@ -160,8 +165,10 @@ class Operand:
       spec: A block format, or whatever `qtoolkit.spec` takes. Blocks without `axes` are cut along
         the contracted axis of the product (the last one where there are several, in the order that
         lhs has them, in dgrad rhs), a block of two lengths along one that is kept and the
-        contracted one; blocks with `axes`, such as those of `BlockFormat.token(...)`, stay where
-        they are. An axis shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
+        contracted one; blocks with `axes` stay where they are. In a wrapped model the axis -1, as
+        `BlockFormat.token(...)` has it, stands for the features of an activation, also where the
+        model has transposed it, and what meets a kernel is cut where the product sums. An axis
+        shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
       projection: Rounding and saturation.
       scaling: Where the scales come from. Delayed and static ones take formats with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a product.
@@ -238,6 +245,11 @@ class Operand:
             )
 
     @property
+    def is_by_token(self) -> bool:
+        """Whether its blocks lie along the last axis, that of features."""
+        return self.spec.axes == (-1,)
+
+    @property
     def is_learned(self) -> bool:
         """Whether its scale is a parameter."""
         return isinstance(self.scaling, Learned)
@@ -270,7 +282,10 @@ class Recipe:
 
     For y = f(lhs, rhs), a layer's input and its kernel, three products are computed: y itself,
     `dgrad`, the gradient of lhs, from the cotangent and rhs, and `wgrad`, the gradient of rhs, from
-    lhs and the cotangent. Each has two operands of its own; None leaves one as it is.
+    lhs and the cotangent. Each has two operands of its own; None leaves one as it is. Blocks are
+    cut along the axis that each product contracts, so dgrad may round rhs otherwise than the
+    forward product did. Beside a cotangent that stays wide it does not, where its operand is the
+    same: the gradient is that of the numbers that were multiplied (straight-through).
 
         Recipe()                                             E4M3 forward, E5M2 for gradients
         Recipe(forward="mxfp8")                              MX blocks in all three products
@@ -281,7 +296,8 @@ class Recipe:
     batch**: the last token, or another example, may hold the largest magnitude and so move the
     scale of all others. In a language model whose logits have a standard deviation of 1.1, changing
     the last token moved earlier logits by up to 0.28. Token scaling
-    (`recipes.token_scaled`), `Delayed` and `Static` scaling do not have this.
+    (`recipes.token_scaled`), `Delayed` (but for what keeps no history) and `Static` scaling do not
+    have this.
 
     Attributes:
       forward: Operands (lhs, rhs) of the product.
@@ -416,11 +432,26 @@ class Recipe:
         """
         lhs, rhs = self.forward
         pairs = (
-            (3, 1, self.dgrad[1], rhs),
-            (4, 0, self.wgrad[0], lhs),
-            (5, 2, self.wgrad[1], self.dgrad[0]),
+            (3, 1, self.dgrad[1], rhs, self.keeps_forward[0]),
+            (4, 0, self.wgrad[0], lhs, self.keeps_forward[1]),
+            (5, 2, self.wgrad[1], self.dgrad[0], False),
         )
-        return {role: twin for role, twin, a, b in pairs if a == b and _is_cut_alike(a)}
+        return {
+            role: twin
+            for role, twin, a, b, is_kept in pairs
+            if is_kept or (a == b and _is_cut_alike(a))
+        }
+
+    @property
+    def keeps_forward(self) -> tuple[bool, bool]:
+        """Whether dgrad takes rhs, and wgrad lhs, as the forward product rounded it.
+
+        So it is beside a wide cotangent: the derivative is that of what was computed.
+        """
+        return (
+            self.dgrad[0] is None and self.dgrad[1] == self.forward[1],
+            self.wgrad[1] is None and self.wgrad[0] == self.forward[0],
+        )
 
     @property
     def is_delayed(self) -> bool:

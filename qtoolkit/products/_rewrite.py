@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import user_context
 
 from qtoolkit.products._bilinear import Bilinear, RaggedDot
+from qtoolkit.products._features import LAST, moved, of_result
 from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
@@ -40,6 +41,7 @@ class Found(NamedTuple):
       is_parameter: Whether lhs and rhs follow from parameters and constants alone.
       dtype: Of the result.
       origins: The parameters that lhs and rhs are, if somebody asked for them.
+      features: Where the features of lhs and rhs lie, from the end.
     """
 
     name: str
@@ -50,6 +52,13 @@ class Found(NamedTuple):
     is_parameter: tuple[bool, bool]
     dtype: Any
     origins: tuple["Origin | None", "Origin | None"] = (None, None)
+    features: tuple[int, int] = (LAST, LAST)
+
+    @property
+    def kernel(self) -> int | None:
+        """Which operand is a kernel, None where both are activations; of two parameters, rhs."""
+        lhs, rhs = self.is_parameter
+        return 1 if rhs else 0 if lhs else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +105,7 @@ class _Value(NamedTuple):
     wide: Any = None  # a parameter before its cast to half precision
     is_constant: bool = False
     origin: Origin | None = None
+    features: int = LAST
 
 
 Multiply = Callable[[Found], jax.Array | None]
@@ -221,8 +231,10 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
     if name in PRODUCTS:
         found = _found(eqn, operands)
         out = None if found is None else multiply(found)
-        if out is not None:
-            return [_Value(out, False)]
+        if found is not None and out is not None:
+            shapes = found.lhs.shape, found.rhs.shape
+            place = of_result(found.function, shapes, out.ndim, found.kernel)
+            return [_Value(out, False, features=place)]
         operands = [_widened(operand) for operand in operands]
     elif not is_quantized(eqn) and any(map(has_products, inner_jaxprs(eqn))):
         rewrite = _REWRITES.get(name)
@@ -237,9 +249,9 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
 def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     """The equation as it is."""
     if len(operands) == 1 and isinstance(operands[0].array, QArray):
-        moved = _moved(eqn, operands[0].array)
-        if moved is not None:
-            return [operands[0]._replace(array=moved)]
+        array = _moved(eqn, operands[0].array)
+        if array is not None:
+            return [operands[0]._replace(array=array)]
     operands = [_widened(operand) for operand in operands]
     params = eqn.primitive.get_bind_params(eqn.params)
     outs = eqn.primitive.bind(*(x.array for x in operands), **params)
@@ -261,7 +273,11 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     if origin is None:
         for operand in operands:
             _is_used_otherwise(operand)
-    return [_Value(out, is_parameter, wide, is_constant, origin) for out in outs]
+    features = moved(eqn, [x.features for x in operands])
+    return [
+        _Value(out, is_parameter, wide, is_constant, origin, place)
+        for out, place in zip(outs, features, strict=True)
+    ]
 
 
 def _moved(eqn: Any, array: QArray) -> QArray | None:
@@ -326,6 +342,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
         (lhs.is_parameter, rhs.is_parameter),
         eqn.outvars[0].aval.dtype,
         (lhs.origin, rhs.origin),
+        (lhs.features, rhs.features),
     )
 
 
@@ -356,7 +373,9 @@ def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
     else:
         consts, carries = params["num_consts"], params["num_carry"]
     closed = params["jaxpr"]
-    body = _on_arrays(closed.jaxpr, closed.consts, operands, multiply)
+    like = [*operands[:consts], *map(_carried, operands[consts : consts + carries])]
+    like += operands[consts + carries :]
+    body = _on_arrays(closed.jaxpr, closed.consts, like, multiply)
     kept, state, xs = (
         [x.array for x in part]
         for part in (
@@ -393,7 +412,7 @@ def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    state = operands[n_cond + n_body :]
+    state = list(map(_carried, operands[n_cond + n_body :]))
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     test = _on_arrays(condition.jaxpr, condition.consts, [*of_cond, *state], multiply)
     step = _on_arrays(body.jaxpr, body.consts, [*of_body, *state], multiply)
@@ -415,14 +434,19 @@ def _sliceable(value: _Value) -> _Value:
     return value
 
 
+def _carried(value: _Value) -> _Value:
+    """A loop may give back what has its features elsewhere."""
+    return value._replace(features=LAST)
+
+
 def _on_arrays(
     jaxpr: Any, consts: Sequence[Any], like: Sequence[_Value], multiply: Multiply
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function of arrays, which are parameters where those of `like` are."""
-    flags = [(value.is_parameter, value.is_constant) for value in like]
+    known = [value._replace(array=None, wide=None, origin=None) for value in like]
 
     def function(*arrays: Any) -> list[Any]:
-        inputs = [_Value(x, p, None, c) for x, (p, c) in zip(arrays, flags, strict=True)]
+        inputs = [value._replace(array=x) for x, value in zip(arrays, known, strict=True)]
         return [out.array for out in _evaluate(jaxpr, consts, inputs, multiply)]
 
     return function

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._features import LAST, following
 from qtoolkit.products._functions import conv_function, dot_function, einsum_function
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
@@ -53,13 +54,23 @@ class Site:
         extra: tuple[jax.Array, ...] = (),
         *,
         name: str = "0",
-        is_swapped: bool = False,
+        kernel: int | None = 1,
+        features: tuple[int, int] = (LAST, LAST),
     ) -> jax.Array:
-        """One product; `name` is that of the product in its layer."""
+        """One product.
+
+        Args:
+          name: That of the product in its layer.
+          kernel: Which operand is a kernel: 0, 1, or None where both are activations.
+          features: Where those of the operands lie.
+        """
         named = f"{where} of {self.path}" if self.path else where
+        is_swapped = kernel == 0
+        recipe = self.recipe.of_activations() if kernel is None else self.recipe
+        recipe = recipe.swapped() if is_swapped else recipe
+        recipe = following(recipe, function, (lhs, rhs), extra, features, kernel)
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
-            recipe = self.recipe.swapped() if is_swapped else self.recipe
             stored = (stored_label(lhs), stored_label(rhs))
             named_scope = jax.named_scope(scope(self.path, recipe, stored))
         with named_scope:
@@ -68,7 +79,7 @@ class Site:
                 function,
                 lhs,
                 rhs,
-                self.recipe,
+                recipe.swapped() if is_swapped else recipe,
                 dtype,
                 state,
                 extra,
@@ -86,13 +97,9 @@ class Site:
         remaining, numbers = iter(states), itertools.count()
 
         def multiply(found: Found) -> jax.Array:
-            recipe, state = self.recipe, next(remaining, None)
-            if found.is_parameter == (False, False):
-                recipe = recipe.of_activations()
-            if state is None:
-                recipe = recipe.without_state()
-            site = dataclasses.replace(self, recipe=recipe)
-            return site.product(
+            state = next(remaining, None)
+            recipe = self.recipe if state is not None else self.recipe.without_state()
+            return dataclasses.replace(self, recipe=recipe).product(
                 found.name,
                 found.function,
                 found.lhs,
@@ -101,7 +108,8 @@ class Site:
                 state,
                 found.extra,
                 name=f"{prefix}{next(numbers)}",
-                is_swapped=found.is_parameter == (True, False),
+                kernel=found.kernel,
+                features=found.features,
             )
 
         return multiply

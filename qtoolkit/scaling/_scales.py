@@ -23,13 +23,21 @@ from qtoolkit.casts.internal import (
     times_power_of_two,
     to_stored,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, TableFormat
+from qtoolkit.formats import (
+    FLOAT32,
+    BlockFormat,
+    FloatFormat,
+    Format,
+    FormatLike,
+    TableFormat,
+    format,
+)
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
 _SAFE = 100  # the largest exponent e for which 2**e and 2**-e leave room on either side
 
 
-def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
+def scale_from_amax(amax: jax.Array, fmt: FormatLike) -> jax.Array:
     """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
 
     Args:
@@ -43,10 +51,11 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
 
     Raises:
       TypeError: `fmt` is a block format, whose rules `quantize` follows.
+      ValueError: `fmt` names no format.
 
     Examples:
-      >>> fmt = qt.format("e4m3fn")
-      >>> qt.scaling.scale_from_amax(jnp.asarray([896.0, 7.0, 0.0]), fmt)  # amax / 448; 1 for zeros
+      >>> amax = jnp.asarray([896.0, 7.0, 0.0])
+      >>> qt.scaling.scale_from_amax(amax, "e4m3fn")  # amax / 448; 1 for zeros
       Array([2.      , 0.015625, 1.      ], dtype=float32)
     """
     if isinstance(fmt, BlockFormat):
@@ -54,7 +63,7 @@ def scale_from_amax(amax: jax.Array, fmt: Format) -> jax.Array:
             f"scale_from_amax: fmt is the block format {fmt.name}, expected a number format; "
             "quantize(x, fmt).scale has the scales of block formats"
         )
-    return _quotient_scale(amax, fmt.max_finite, _LEAST)
+    return _quotient_scale(amax, format(fmt).max_finite, _LEAST)
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:

@@ -665,3 +665,40 @@ def test_a_model_in_a_folder_named_as_a_library_is_the_users():
 
 
 HIDDEN = {}  # a function that no code of the module names
+
+
+def test_numbers_and_texts_that_a_method_sets_are_set():
+    """In modules of one's own, whose methods run on copies; as in the plain model."""
+
+    class Counting(nnx.Module):
+        def __init__(self, inner=None):
+            self.calls = 0
+            self.kernel = nnx.Param(jnp.eye(4))
+            self.inner = nnx.List([] if inner is None else [inner])
+
+        def __call__(self, x):
+            self.calls += 1
+            self.last = f"call {self.calls}"
+            for layer in self.inner:
+                x = layer(x)
+            return x @ self.kernel
+
+    x = jnp.ones((2, 4))
+    for run in (lambda model, x: model(x), nnx.jit(lambda model, x: model(x))):
+        models = [Counting(Counting()), qt.nnx.wrap(Counting(Counting()))]
+        for model in models:
+            for _ in range(3):
+                run(model, x)
+        said = [(m.calls, m.last, m.inner[0].calls, m.inner[0].last) for m in models]
+        assert said[0] == said[1] == (3, "call 3", 3, "call 3")
+
+
+@pytest.mark.quick
+def test_a_linen_module_where_one_of_nnx_is_due():
+    from flax import linen
+
+    for function in (qt.nnx.report, qt.nnx.numerics, qt.nnx.sensitivity):
+        with pytest.raises(TypeError, match=rf"use qtoolkit.linen.{function.__name__}"):
+            function(linen.Dense(4), jnp.ones((2, 4)), lambda m, x: m(x))
+    with pytest.raises(TypeError, match=r"report: variables has type ArrayImpl, expected a dict"):
+        qt.linen.report(linen.Dense(4), jnp.ones((2, 4)))

@@ -405,6 +405,34 @@ def test_keys_advance_once_a_step(x):
     assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
 
 
+@pytest.mark.parametrize("first", ["fp8_lm", "nvfp4", "int4_lsq"])
+def test_wrapped_again_without_state_a_model_is_as_wrapped_once(first):
+    """For nnx.jit and checkpoints, too: what was data before is none now."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.linear(self.attention(x))
+
+    x = jnp.ones((1, 2, 8))
+    wrapped = qt.nnx.wrap(Model(), getattr(qt.recipes, first))
+    again = {
+        "wrap": lambda model: qt.nnx.wrap(model, CURRENT),
+        "rules": lambda model: qt.nnx.wrap(model, qt.Rules({"attention$": None}, CURRENT)),
+        "left": lambda model: qt.nnx.wrap(model, qt.Rules({"linear": None}, CURRENT)),
+        "quantize": lambda model: qt.nnx.quantize(model, qt.recipes.weight_only_e4m3),
+    }
+    for name, change in again.items():
+        new, once = change(wrapped), change(Model())
+        assert nnx.graphdef(new) == nnx.graphdef(once), name
+        assert jax.tree.structure(nnx.state(new)) == jax.tree.structure(nnx.state(once))
+        run = nnx.jit(lambda model, x: model(x))
+        np.testing.assert_array_equal(run(new, x), run(once, x))
+
+
 @pytest.mark.quick
 def test_wrapped_again_histories_go_on_and_nothing_stale_stays(x):
     """Magnitudes are those of the arrays, whatever the recipe rounds them to."""

@@ -371,13 +371,25 @@ def operands_of(layer):
     return x, w, ct * np.float32(2.0**-10)
 
 
+def axes_of(slot, slots):
+    """Beside a wide cotangent what the forward product multiplied is differentiated: rhs in dgrad,
+    lhs in wgrad, have its axes. Source: arXiv:2103.13630, straight-through estimator.
+    """
+    if slot == 3 and slots[2] is None and slots[3] == slots[1]:
+        return 1
+    if slot == 4 and slots[5] is None and slots[4] == slots[0]:
+        return 0
+    return slot
+
+
 def assert_three(got, layer, slots, x, w, ct):
     for i, (name, pair) in enumerate(
         {"forward": (x, w), "dgrad": (ct, w), "wgrad": (x, ct)}.items()
     ):
         sides = (2 * i, 2 * i + 1)
         first, second = (
-            rounded(a, slots[s], *layer.axes[s]) for a, s in zip(pair, sides, strict=True)
+            rounded(a, slots[s], *layer.axes[axes_of(s, slots)])
+            for a, s in zip(pair, sides, strict=True)
         )
         expected = layer.plain[i](first, second)
         magnitudes = layer.plain[i](np.abs(first), np.abs(second))
@@ -406,11 +418,37 @@ def test_matmul_and_its_gradients_equal_the_oracle(name):
     assert_three(three(layer.ours, recipe)(*operands), layer, slots, *operands)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["int8_qat", "w4a16", "weight_only_e4m3"])
+def test_a_wide_cotangent_gets_the_derivative_of_what_was_computed(name):
+    """Oracle: the product itself, of an identity, says what the kernel was rounded to."""
+    recipe = getattr(recipes, name)
+    x, w, ct = draw(24, 256), draw(256, 48, seed=1), draw(24, 48, seed=2)
+    w *= np.exp2(np.arange(256) % 7)[:, None].astype(np.float32)
+
+    def product(x, w):
+        return qt.dot_general(x, w, MATMUL, recipe=recipe)
+
+    weights = dataclasses.replace(recipe, forward=(None, recipe.forward[1]), wgrad=(None, None))
+    rounded_w = np.asarray(qt.dot_general(jnp.eye(256), w, MATMUL, recipe=weights), np.float64)
+    assert (rounded_w != w).any()
+    dx, dw = jax.vjp(product, x, w)[1](ct)
+    within = 2.0**-18 * (np.abs(ct) @ np.abs(rounded_w.T))  # sums of 48 terms
+    assert (np.abs(dx - ct @ rounded_w.T) <= within).all()
+    inputs = dataclasses.replace(recipe, forward=(recipe.forward[0], None), dgrad=(None, None))
+    rounded_x = np.asarray(qt.dot_general(x, jnp.eye(256), MATMUL, recipe=inputs), np.float64)
+    within = 2.0**-18 * (np.abs(rounded_x.T) @ np.abs(ct))
+    assert (np.abs(dw - rounded_x.T @ ct) <= within).all()
+    stored = qt.quantize(w, recipe.forward[1].spec.along(0))
+    of_stored = jax.vjp(lambda x: product(x, stored), x)[1](ct)[0]
+    np.testing.assert_array_equal(dx, of_stored)
+
+
 OF_LAYERS = {
     "dot_general, batched": ("deepseek_v3",),
-    "einsum": ("token_scaled", "pairs"),
+    "einsum": ("token_scaled", "pairs", "w4a16"),
     "einsum, turned": ("nvfp4",),
-    "conv": ("deepseek_v3", "pairs"),
+    "conv": ("deepseek_v3", "pairs", "w4a16"),
     "ragged_dot": ("nvfp4", "token_scaled"),
 }
 
@@ -753,3 +791,22 @@ def test_histories_of_one_length():
     """Layers keep one history for lhs, whichever product takes it."""
     with pytest.raises(ValueError, match="histories of 1 and 8 steps, expected one length"):
         Recipe(Operand("e4m3fn", scaling=Delayed(1)), Operand("e5m2", scaling=Delayed(8)))
+
+
+@pytest.mark.quick
+def test_keys_of_products():
+    """Any key of jax.random, of which two words are enough; anything else is refused by name."""
+    down = qt.casts.Projection("stochastic")
+    recipe = qt.Recipe(qt.Operand("e4m3fn", down), None)
+    x, eye = jnp.linspace(0.1, 1, 400).reshape(20, 20), jnp.eye(20)
+
+    def product(key):
+        return np.asarray(qt.einsum("ij,jk->ik", x, eye, recipe=recipe, key=key))
+
+    for make in (jax.random.key, lambda seed: jax.random.key(seed, impl="rbg"), jax.random.PRNGKey):
+        np.testing.assert_array_equal(product(make(0)), product(make(0)))
+        assert (product(make(0)) != product(make(1))).any()
+    with pytest.raises(TypeError, match=r"key has type int, expected a key of jax\.random"):
+        product(5)
+    with pytest.raises(ValueError, match=r"einsum: key holds 2 keys of shape \(2,\), expected one"):
+        product(jax.random.split(jax.random.key(0)))

@@ -1,0 +1,129 @@
+"""Where the features of an activation lie, for recipes with a scale for each token.
+
+A token is a vector of features, which lie along the last axis until a program moves them: of
+`k.swapaxes(-1, -2)` in `q @ k.swapaxes(-1, -2)` the last axis are the tokens, and one scale for
+each of its vectors would join all tokens, later ones too.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._recipe import Operand, Recipe
+
+LAST = -1
+# Of a product of two activations, such as the scores of attention: last, wherever it is moved.
+UNKNOWN = 0
+# They keep the order of axes, though not their lengths; others follow from equal shapes.
+_PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
+
+
+def moved(eqn: Any, places: Sequence[int]) -> list[int]:
+    """Where the features of each result of an equation lie, as places from the end: -1, -2 ...
+
+    Args:
+      places: Of its operands. Where nothing is known of a result, they lie last.
+    """
+    name, shapes = eqn.primitive.name, [var.aval.shape for var in eqn.invars]
+    if name in ("jit", "pjit"):
+        return _through(eqn.params["jaxpr"].jaxpr, places)
+    if all(place == LAST for place in places) and name != "transpose":
+        return [LAST] * len(eqn.outvars)
+    if name in _PARTS or places[0] == UNKNOWN:
+        return [places[0]] * len(eqn.outvars)
+    (out,) = (var.aval.shape for var in eqn.outvars[:1])
+    match name:
+        case "transpose":
+            order = eqn.params["permutation"]
+            return [order.index(places[0] % len(order)) - len(order)] if order else [LAST]
+        case "broadcast_in_dim":
+            kept = eqn.params["broadcast_dimensions"]
+            return [kept[places[0] % len(kept)] - len(out)] if kept else [LAST]
+        case "squeeze":
+            at, rank = places[0] % len(shapes[0]), len(shapes[0])
+            gone = sum(axis % rank > at for axis in eqn.params["dimensions"])
+            return [places[0] + gone]
+        case "reshape":  # splits heads off, or joins batches: what follows the features stays
+            after = places[0] + 1
+            is_behind = after == 0 or shapes[0][after:] == out[after:]
+            return [places[0] if is_behind and len(out) >= -places[0] else LAST]
+    alike = {place for place, shape in zip(places, shapes, strict=True) if shape == out} - {LAST}
+    known = alike - {UNKNOWN} or alike
+    return [known.pop() if len(known) == 1 else LAST] * len(eqn.outvars)
+
+
+def of_result(function: Bilinear, shapes: tuple[Any, Any], rank: int, kernel: int | None) -> int:
+    """Where the features of a product's result lie: those that the kernel makes."""
+    if kernel is None:
+        return UNKNOWN
+    *_, out = function.axes(*shapes)
+    made = out.contracted if kernel else out.kept
+    return _summed(made, rank, LAST)
+
+
+def _through(jaxpr: Any, places: Sequence[int]) -> list[int]:
+    known: dict[Any, int] = dict(zip(jaxpr.invars, places, strict=True))
+
+    def of(atom: Any) -> int:
+        return LAST if hasattr(atom, "val") else known.get(atom, LAST)
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, moved(eqn, [of(x) for x in eqn.invars]), strict=True))
+    return [of(x) for x in jaxpr.outvars]
+
+
+def following(
+    recipe: Recipe,
+    function: Bilinear,
+    operands: tuple[Any, Any],
+    extra: tuple[Any, ...],
+    places: tuple[int, int],
+    kernel: int | None,
+) -> Recipe:
+    """`recipe`, whose scales of tokens go along the features, wherever these lie.
+
+    What meets a kernel has its features where the product sums, as in "bct,cf->bft".
+
+    Args:
+      places: Of the features of the operands; last where UNKNOWN.
+      kernel: Which operand is a kernel, None where both are activations.
+    """
+    if not any(o is not None and o.is_by_token for o in recipe.operands):
+        return recipe
+    lhs, rhs, _ = function.axes(*(x.shape for x in operands))
+    places, cotangent = (places[0] or LAST, places[1] or LAST), LAST
+    if kernel is not None:
+        side = 1 - kernel
+        of_side = (lhs, rhs)[side]
+        place = _summed(of_side.contracted, len(operands[side].shape), places[side])
+        places = (place, LAST) if kernel else (LAST, place)
+        rank = len(jax.eval_shape(function, *map(_wide, operands), *extra).shape)
+        cotangent = of_result(function, (operands[0].shape, operands[1].shape), rank, kernel)
+    first, second = (_at(operand, places[i]) for i, operand in enumerate(recipe.forward))
+    return dataclasses.replace(
+        recipe,
+        forward=(first, second),
+        dgrad=(_at(recipe.dgrad[0], cotangent), _at(recipe.dgrad[1], places[1])),
+        wgrad=(_at(recipe.wgrad[0], places[0]), _at(recipe.wgrad[1], cotangent)),
+    )
+
+
+def _summed(summed: tuple[int, ...], rank: int, place: int) -> int:
+    """The place of the features if it is summed over, else the last axis that is."""
+    if not summed or place % rank in summed:
+        return place
+    return summed[-1] - rank
+
+
+def _at(operand: Operand | None, place: int) -> Operand | None:
+    if operand is None or place == LAST or not operand.is_by_token:
+        return operand
+    return dataclasses.replace(operand, spec=operand.spec.along(place))
+
+
+def _wide(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
