@@ -28,14 +28,14 @@ def moved(eqn: Any, places: Sequence[int]) -> list[int]:
     Args:
       places: Of its operands. Where nothing is known of a result, they lie last.
     """
-    name, shapes = eqn.primitive.name, [var.aval.shape for var in eqn.invars]
+    name = eqn.primitive.name
     if name in ("jit", "pjit"):
         return _through(eqn.params["jaxpr"].jaxpr, places)
     if all(place == LAST for place in places) and name != "transpose":
         return [LAST] * len(eqn.outvars)
     if name in _PARTS or places[0] == UNKNOWN:
         return [places[0]] * len(eqn.outvars)
-    (out,) = (var.aval.shape for var in eqn.outvars[:1])
+    shapes, out = [var.aval.shape for var in eqn.invars], eqn.outvars[0].aval.shape
     match name:
         case "transpose":
             order = eqn.params["permutation"]

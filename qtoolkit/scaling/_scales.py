@@ -27,7 +27,6 @@ from qtoolkit.formats import (
     FLOAT32,
     BlockFormat,
     FloatFormat,
-    Format,
     FormatLike,
     TableFormat,
     format,
