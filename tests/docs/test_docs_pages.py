@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import examples
@@ -88,6 +90,17 @@ def test_the_pictures_are_those_that_the_command_draws():
     texts = [page.read_text(encoding="utf-8") for page in [*PAGES, ROOT / "README.md"]]
     shown = {name for text in texts for name in re.findall(r"pictures/(\w+)\.png\)", text)}
     assert shown <= drawn
+
+
+def test_the_pictures_are_as_the_command_draws_them_now(tmp_path):
+    """So a figure that is stored anew by an experiment is drawn anew."""
+    from matplotlib.testing.compare import compare_images
+
+    command = [sys.executable, str(ROOT / "docs/pictures.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    for expected in sorted((ROOT / "docs/pages/pictures").iterdir()):
+        # Other versions of FreeType set letters by fractions of a pixel.
+        assert compare_images(str(expected), str(tmp_path / expected.name), tol=3) is None
 
 
 @pytest.mark.quick
