@@ -256,7 +256,12 @@ def test_the_config_of_compressed_tensors(tmp_path):
     config = config_of(tmp_path, COMPRESSED, "e4m3fn")
     group = config["config_groups"]["group_0"]
     assert (config["quant_method"], config["format"]) == (COMPRESSED, "float-quantized")
-    assert (config["quantization_status"], config["ignore"]) == ("compressed", KEPT)
+    assert config["quantization_status"] == "compressed"
+    assert config["ignore"] == [
+        *KEPT,
+        r"re:(.*\.)?layers\.\d+\.self_attn\.v_proj$",
+        r"re:(.*\.)?(lm_head|decoder|proj_out|vocab_projector|generator_lm_head|pred_layer\.proj)$",
+    ]
     assert group["targets"] == ["Linear"]
     assert group["weights"] == {
         "num_bits": 8,
@@ -301,8 +306,8 @@ def test_rules_make_groups_of_compressed_tensors(tmp_path):
     )
     groups = report.quantization_config["config_groups"].values()
     assert sorted((g["targets"], g["format"]) for g in groups) == [
-        (["model.layers.0.self_attn.k_proj"], "int-quantized"),
-        (["model.layers.0.self_attn.q_proj"], "float-quantized"),
+        ([r"re:(.*\.)?layers\.\d+\.self_attn\.k_proj$"], "int-quantized"),
+        ([r"re:(.*\.)?layers\.\d+\.self_attn\.q_proj$"], "float-quantized"),
     ]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from qtoolkit import Rules
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -142,3 +143,106 @@ def test_a_config_that_says_nothing_is_what_breaks_silently(folders, tmp_path):
     expected = logits(tmp_path / "out", quantization_config=dequantizing())
     path.write_text(json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
     assert np.abs(logits(tmp_path / "out") - expected).max() > 1
+
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TINY))
+
+
+def roberta():
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**TINY))
+
+
+def modernbert():
+    options = {"pad_token_id": 0, "attn_implementation": "eager"}
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**TINY, **options))
+
+
+def distilbert():
+    sizes = {"vocab_size": 96, "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 4}
+    return transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**sizes))
+
+
+def electra():
+    config = transformers.ElectraConfig(**TINY, embedding_size=32)
+    return transformers.ElectraForMaskedLM(config)
+
+
+def phimoe():
+    sizes = {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**TINY, **sizes))
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        image_size=16, patch_size=8, projection_dim=64,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(**TINY, num_key_value_heads=4)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=90)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+RENAMED = [bert, roberta, modernbert, distilbert, electra, phimoe, llava]
+PIXELS = torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "rules"),
+    # No groups for phimoe: transformers joins its experts, and fails where they are mixed.
+    [
+        (make, rules)
+        for make in RENAMED
+        for rules in (False, True)
+        if not (make is phimoe and rules)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_heads_and_modules_that_transformers_names_otherwise(make, rules, tmp_path):
+    """Tied heads have no tensor, towers and routers other names: none may be taken for quantized.
+
+    Oracle: transformers with the dequantized folder; activations are rounded in the other one.
+    """
+    torch.manual_seed(0)
+    model = make().float()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data.normal_(0, 0.1)
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "wide")
+    formats = "e4m3fn"
+    if rules:  # groups by name, and most layers wide
+        towers = {"vision|multi_modal": None} if make is llava else {}
+        narrow = {
+            r"(query|q_proj|q_lin|Wqkv)\.weight$": "int8",
+            r"(value|v_proj|v_lin|mlp\.Wo)\.weight$": "e4m3fn",
+        }
+        formats = Rules({**towers, **narrow})
+    convert(
+        tmp_path / "wide", tmp_path / "narrow", layout="compressed-tensors", format=formats,
+        scaling="channel",
+    )  # fmt: skip
+    dequantize_checkpoint(tmp_path / "narrow", tmp_path / "back")
+    outs = []
+    for folder in ("back", "narrow"):
+        loaded, about = type(model).from_pretrained(
+            tmp_path / folder, dtype=torch.float32, output_loading_info=True
+        )
+        assert not about["missing_keys"]
+        assert not about["unexpected_keys"]
+        inputs = {"input_ids": IDS}
+        if make is llava:
+            tokens = torch.tensor([[3, 1, 4, 1, 5, 90, 90, 90, 90, 2]])
+            inputs = {"input_ids": tokens, "pixel_values": PIXELS}
+        with torch.no_grad():
+            outs.append(loaded.eval()(**inputs).logits)
+    largest = outs[0].abs().max()
+    assert (outs[1] - outs[0]).abs().max() < (0.5 if make is phimoe else 0.25) * largest

@@ -30,6 +30,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     scale_format,
     scaling_of,
 )
+from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.formats import (
     E2M1FN,
     E4M3FN,
@@ -254,9 +255,10 @@ def _block_structure(groups: Sequence[Mapping[str, Any]]) -> Sequence[int] | Non
 
 def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
     """One group of layers for each scheme: all Linear layers, or those that it names."""
+    quantized = [module for modules in used.values() for module in modules]
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"] if len(used) == 1 else list(modules),
+            "targets": ["Linear"] if len(used) == 1 else _targets(modules, [*quantized, *kept]),
             "format": _format(scheme),
             "weights": _weights(scheme),
             "input_activations": _activations(scheme),
@@ -270,10 +272,15 @@ def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[st
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": list(kept),
+        "ignore": ignored(kept, quantized),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _targets(modules: Sequence[str], all_modules: Sequence[str]) -> list[str]:
+    own = set(modules)
+    return patterns_of(modules, [module for module in all_modules if module not in own])
 
 
 def _format(scheme: Scheme) -> str:

@@ -1,0 +1,117 @@
+"""Names in compressed-tensors' config find the modules of loaders, and no quantized one.
+
+The names that transformers gives are those of transformers 5.23; that whole models load is tested
+with it, in tests/interop.
+"""
+
+import re
+
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, convert, save
+from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
+
+LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+def layers(prefix, names=LAYER, count=3):
+    return [f"{prefix}layers.{i}.{name}" for i in range(count) for name in names]
+
+
+def found(patterns, module):
+    """As compressed-tensors does it: a name, or "re:" and a pattern that `re.match` finds."""
+    return any(
+        re.match(one.removeprefix("re:"), module) if one.startswith("re:") else one == module
+        for one in patterns
+    )
+
+
+TOWER = layers("vision_tower.encoder.", ("self_attn.q_proj", "mlp.down_proj"))
+MODELS = {  # kept, quantized: as in the checkpoint; kept, quantized: as transformers calls them
+    "llama, tied": (
+        ["model.embed_tokens"],
+        layers("model."),
+        ["lm_head"],
+        layers("model."),
+    ),
+    "llava": (
+        [*TOWER, "multi_modal_projector.linear_1", "language_model.lm_head"],
+        layers("language_model.model."),
+        [*(f"model.{name}" for name in TOWER), "model.multi_modal_projector.linear_1", "lm_head"],
+        layers("model.language_model."),
+    ),
+    "qwen2-vl": (
+        ["visual.blocks.0.attn.qkv", "visual.merger.mlp.0", "lm_head"],
+        layers("model."),
+        ["model.visual.blocks.0.attn.qkv", "model.visual.merger.mlp.0", "lm_head"],
+        layers("model.language_model."),
+    ),
+    "phimoe": (
+        layers("model.", ("block_sparse_moe.gate",)),
+        layers("model.", ("self_attn.q_proj", "block_sparse_moe.experts.0.w1")),
+        layers("model.", ("mlp.router",)),
+        layers("model.", ("self_attn.q_proj",)),
+    ),
+    "bert": (
+        ["cls.predictions.transform.dense"],
+        [f"bert.encoder.layer.{i}.output.dense" for i in range(2)],
+        ["cls.predictions.transform.dense", "cls.predictions.decoder"],
+        [f"bert.encoder.layer.{i}.output.dense" for i in range(2)],
+    ),
+    "modernbert": ([], ["model.layers.0.mlp.Wi"], ["decoder"], ["model.layers.0.mlp.Wi"]),
+    "whisper": ([], layers("model.decoder."), ["proj_out"], layers("model.decoder.")),
+    "left out by --skip": (
+        ["model.layers.0.mlp.down_proj"],
+        layers("model.", ("mlp.down_proj",))[1:],
+        ["model.layers.0.mlp.down_proj"],
+        layers("model.", ("mlp.down_proj",))[1:],
+    ),
+    "a quantized projection of that name": (
+        ["lm_head"],
+        ["blocks.0.proj_out", "blocks.0.gate"],
+        ["lm_head"],
+        ["blocks.0.proj_out", "blocks.0.gate"],
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", MODELS)
+def test_what_stays_wide_is_ignored_and_nothing_else(name):
+    kept, quantized, loaded_kept, loaded_quantized = MODELS[name]
+    listed = ignored(kept, quantized)
+    assert listed[: len(kept)] == kept  # by name, for loaders that know no patterns
+    for module in (*kept, *loaded_kept):
+        assert found(listed, module), module
+    for module in (*quantized, *loaded_quantized):
+        assert not found(listed, module), module
+    assert len(listed) <= len(kept) + 8
+
+
+@pytest.mark.quick
+def test_groups_of_a_model_whose_tower_has_layers_alike():
+    language = layers("language_model.model.")
+    first = [name for name in language if name.endswith("q_proj")]
+    second = [name for name in language if not name.endswith("q_proj")]
+    for names, others in ((first, second), (second, first)):
+        patterns = patterns_of(names, [*others, *TOWER])
+        for prefix in ("language_model.model.", "model.language_model."):
+            for name in names:
+                assert found(patterns, name.replace("language_model.model.", prefix))
+        assert not any(found(patterns, name) for name in (*others, *TOWER))
+        assert not any(found(patterns, f"model.{name}") for name in TOWER)
+
+
+def test_the_experts_of_llama_4_are_refused(tmp_path):
+    """transformers and compressed-tensors make a module of each, for which there are no weights."""
+    name = "model.layers.0.feed_forward"
+    tensors = {
+        f"{name}.experts.down_proj": np.ones((4, 64, 32), np.float32),
+        f"{name}.shared_expert.down_proj.weight": np.ones((32, 64), np.float32),
+    }
+    save(tmp_path / "in.safetensors", tensors)
+    arguments = (tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts.down_proj: all experts of a Llama 4 layer"):
+        convert(*arguments, layout="compressed-tensors")
+    assert convert(*arguments, layout="plain").tensors
