@@ -26,6 +26,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 UNDER_WAY = ".qtoolkit-partial"
 PLAN = "plan.json"
 _PLAN_KEYS = {"made", "files", "copied", "json", "report"}
+_ORBAX = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in its folders
 _MAX_JSON = 256 * 2**20
 _MAX_PLAN = 2**30
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
@@ -260,10 +261,11 @@ def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, st
 
 
 def _no_weights(path: Path, names: list[str]) -> str:
-    if "_METADATA" in names or "manifest.ocdbt" in names or "_CHECKPOINT_METADATA" in names:
+    steps = [name for name in names if name.isdigit()]
+    if steps:
         return (
-            "an orbax checkpoint, expected safetensors; restore it with orbax and write it with "
-            "qtoolkit.checkpoints.save"
+            f"no weights in the folder, but {shown(steps[-1])}, as orbax names steps; give one of "
+            f"them: {join(path, steps[-1])}"
         )
     for ending, remedy in (
         (".bin", PICKLE),
@@ -301,7 +303,7 @@ def _check_index(
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of any kind that is read, by what is in it, not by its name.
 
-    A folder of Hugging Face's, a safetensors file, GGUF, npz, or Flax's msgpack.
+    A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's msgpack.
 
     Raises:
       CheckpointError: It is none of them, or damaged; the message says what it is and what to do.
@@ -316,6 +318,10 @@ def open_source(path: Path) -> Source:
     """
     what = storage(path).kind(path)
     if what == "folder":
+        if not _ORBAX.isdisjoint(storage(path).entries(path)):
+            from qtoolkit.checkpoints._orbax import OrbaxFolder
+
+            return OrbaxFolder(path)
         return Folder(path)
     if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
         return SafetensorsFile(path)

@@ -231,7 +231,7 @@ def orbax(folder):
         (codes_without_scales, r"a\.weight: F8_E4M3 without the scales that layout finegrained"),
         (only_pickles, r"no safetensors in the folder, but pytorch_model\.bin; a pickle.*refused"),
         (only_config, "no safetensors files in the folder"),
-        (orbax, "an orbax checkpoint, expected safetensors; restore it with orbax"),
+        (orbax, "src: .*expected what orbax reads; write it again"),
     ],
 )
 def test_folders_that_are_not_what_they_say(source, tmp_path, change, message):

@@ -1,0 +1,137 @@
+"""Orbax checkpoints as sources: arrays are read one at a time."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._memory import ArraySource
+from qtoolkit.checkpoints._storage import Path, is_url, join, storage
+
+_METADATA = "_METADATA"  # beside the arrays of a tree
+
+
+class OrbaxFolder(ArraySource):
+    """An open checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
+
+    Names are paths in the tree, joined by "."; of a variable of `nnx.state` that of the variable.
+
+    Args:
+      path: Of the checkpoint, or of a step of a manager, with one item in it.
+
+    Raises:
+      CheckpointError: It is damaged, holds several items or what is no array, or QArrays.
+      ImportError: orbax is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ImportError(
+                f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
+            ) from error
+        self._orbax = ocp
+        self._folder = _of_one_item(path)
+        self._structure: Any
+        try:
+            with _quiet():  # a step's item has no metadata of its own, which it warns of
+                described = ocp.PyTreeCheckpointer().metadata(self._folder).item_metadata
+            if described is None:
+                raise ValueError("arrays are missing")
+            leaves, self._structure = jax.tree_util.tree_flatten_with_path(described.tree)
+        except Exception as error:  # whatever orbax, tensorstore and json raise
+            raise self._damaged(path, error) from error
+        names = [_name(keys) for keys, _ in leaves]
+        self._index = {name: i for i, name in enumerate(names)}
+        _check_names(path, names, self._index)
+        super().__init__(
+            path,
+            {
+                name: (np.dtype(leaf.dtype), tuple(leaf.shape))
+                for name, (_, leaf) in zip(names, leaves, strict=True)
+            },
+            self._array,
+        )
+
+    def _array(self, name: str) -> np.ndarray:
+        ocp, count = self._orbax, self._structure.num_leaves
+        wanted = [ocp.PLACEHOLDER] * count
+        wanted[self._index[name]] = 0
+        how = [ocp.RestoreArgs(restore_type=np.ndarray)] * count
+        arguments = ocp.args.PyTreeRestore(
+            item=self._structure.unflatten(wanted), restore_args=self._structure.unflatten(how)
+        )
+        try:
+            with _quiet():
+                restored = ocp.PyTreeCheckpointer().restore(self._folder, args=arguments)
+        except Exception as error:
+            raise self._damaged(f"{self.path}: tensor {shown(name)}", error) from error
+        leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
+        return np.asarray(leaves[self._index[name]])
+
+    def _damaged(self, where: Path, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{where}: {shown(str(error).splitlines()[0][:200] if str(error) else repr(error))}, "
+            "expected what orbax reads; write it again"
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of orbax."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _of_one_item(path: Path) -> Path:
+    """The folder with the tree: itself, or that of the only item of a manager's step."""
+    if is_url(path):
+        raise CheckpointError(
+            f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
+            "folder"
+        )
+    found = storage(path).entries(path)
+    if _METADATA in found:
+        return path
+    items = [
+        name
+        for name, is_folder in found.items()
+        if is_folder and _METADATA in storage(path).entries(join(path, name))
+    ]
+    if len(items) != 1:
+        some = ", ".join(map(shown, items)) or "none"
+        raise CheckpointError(
+            f"{path}: an orbax checkpoint with items {some}, expected one; give the folder of one, "
+            f"e.g. {join(path, items[0] if items else 'default')}"
+        )
+    return join(path, items[0])
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return name.removesuffix(".value") if len(keys) > 1 else name
+
+
+def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:
+    twice = sorted(name for name in known if names.count(name) > 1)
+    if twice:
+        raise CheckpointError(
+            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
+            "expected one; rename one of them"
+        )
+    stored = [name for name in known if name.endswith(".codes") and f"{name[:-5]}scale" in known]
+    if stored:
+        raise CheckpointError(
+            f"{path}: {shown(stored[0])}: codes of a QArray, expected numbers: the model is "
+            "quantized already; restore it with orbax and write it with qtoolkit.checkpoints.save"
+        )
