@@ -1,0 +1,121 @@
+"""Each hook does what it is there for: without it a layer's products are no longer quantized.
+
+Oracle: the layer's formula in NumPy, its operands rounded by ml_dtypes. It is green with the hook
+and red without.
+"""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.nnx import _wrap
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+
+
+def q(x):
+    """E4M3FN by one scale for the tensor, float64."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max() / np.float32(448)
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+def taps(layer, x):
+    kernel = q(layer.kernel[...])
+    count = x.shape[1] - len(kernel) + 1
+    return sum(q(x)[:, i : i + count] @ tap for i, tap in enumerate(kernel))
+
+
+def attention(layer, x):
+    """Of its own products: the projections around them are other layers', left as they are."""
+    heads = [
+        np.einsum("btd,dhf->bthf", x, part.kernel[...])
+        for part in (layer.query, layer.key, layer.value)
+    ]
+    query, key, value = (np.asarray(h, np.float32) for h in heads)
+    query = query / np.float32(np.sqrt(query.shape[-1]))
+    scores = np.einsum("bqhf,bkhf->bhqk", q(query), q(key)).astype(np.float32)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    seen = np.einsum("bhqk,bkhf->bqhf", q(weights), q(value))
+    return np.einsum("bqhf,hfd->bqd", seen, layer.out.kernel[...])
+
+
+RNGS = {"use_bias": False, "rngs": nnx.Rngs(0)}
+LAYERS = {  # the layer, what calls it, its formula
+    nnx.Linear: (
+        nnx.Linear(8, 6, **RNGS),
+        lambda layer, x: layer(x),
+        lambda layer, x: q(x) @ q(layer.kernel[...]),
+    ),
+    nnx.LinearGeneral: (
+        nnx.LinearGeneral(8, (3, 2), **RNGS),
+        lambda layer, x: layer(x),
+        lambda layer, x: np.einsum("btd,dij->btij", q(x), q(layer.kernel[...])),
+    ),
+    nnx.Einsum: (
+        nnx.Einsum("btd,df->btf", (8, 6), rngs=nnx.Rngs(0)),
+        lambda layer, x: layer(x),
+        lambda layer, x: q(x) @ q(layer.kernel[...]),
+    ),
+    nnx.Conv: (
+        nnx.Conv(8, 6, (3,), padding="VALID", **RNGS),
+        lambda layer, x: layer(x),
+        taps,
+    ),
+    nnx.MultiHeadAttention: (
+        nnx.MultiHeadAttention(2, 8, decode=False, **RNGS),
+        lambda layer, x: layer(x),
+        attention,
+    ),
+    nnx.Embed: (
+        nnx.Embed(7, 8, rngs=nnx.Rngs(0)),
+        lambda layer, x: layer.attend(x),
+        lambda layer, x: q(x) @ q(layer.embedding[...]).T,
+    ),
+    nnx.ConvTranspose: (
+        nnx.ConvTranspose(8, 6, (1,), **RNGS),
+        lambda layer, x: layer(x),
+        lambda layer, x: q(x) @ q(layer.kernel[...])[0],
+    ),
+    nnx.LoRA: (
+        nnx.LoRA(8, 3, 6, rngs=nnx.Rngs(0)),
+        lambda layer, x: layer(x),
+        lambda layer, x: q(q(x) @ q(layer.lora_a[...])) @ q(layer.lora_b[...]),
+    ),
+}
+
+
+def is_green(kind):
+    layer, call, formula = LAYERS[kind]
+    if kind is nnx.LoRA:  # starts as zeros
+        layer.lora_b[...] = jax.random.normal(jax.random.key(1), (3, 6))
+    rules = qt.Rules({"query|key|value|out": None}, qt.recipes.te_current)
+    recipe = rules if kind is nnx.MultiHeadAttention else qt.recipes.te_current
+    try:
+        wrapped = qt.nnx.wrap(layer, recipe)
+    except ValueError:  # without the hook there is no layer to quantize, and wrap says so
+        return False
+    expected = formula(layer, X)
+    got = np.asarray(call(wrapped, jnp.asarray(X)), np.float64)
+    return np.abs(got - expected).max() < 1e-5 * np.abs(expected).max() * len(X[0, 0])
+
+
+def test_every_layer_with_a_hook_is_here():
+    assert set(LAYERS) == {*_wrap._HOOKS, *_wrap._REWRITTEN}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
+    assert is_green(kind)
+    if kind in _wrap._HOOKS:
+        others = {other: how for other, how in _wrap._HOOKS.items() if other is not kind}
+        monkeypatch.setattr(_wrap, "_HOOKS", others)
+    else:
+        monkeypatch.setattr(_wrap, "methods_of", lambda module: ())
+    assert not is_green(kind)
