@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._source import Folder, Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
@@ -142,11 +142,11 @@ def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
             found = bytearray(len(expected))
             source.read_into(entry.name, 0, found)
             if found != expected:
+                says = np.frombuffer(found, NUMPY_DTYPES[entry.dtype]).tolist()
                 raise CheckpointError(
                     f"{source.path}: tensor {shown(entry.name)}: it says that the weight is "
-                    f"{np.frombuffer(found, np.int64).tolist()}, and {weight.spec.name} of that "
-                    f"many words is {list(weight.shape)}; give the folder with its config.json, "
-                    "which tells bits and groups"
+                    f"{says}, and {weight.spec.name} of that many words is {list(weight.shape)}; "
+                    "give the folder with its config.json, which tells bits and groups"
                 )
 
 
