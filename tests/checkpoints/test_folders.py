@@ -587,3 +587,35 @@ def test_a_single_file_of_weights_keeps_its_name(tmp_path):
         f"{name}-00002-of-00002.safetensors",
         f"{name}.safetensors.index.json",
     )
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_says_the_dtype_of_what_is_dequantized(tmp_path, key):
+    """Also where nothing is cast: codes are read as float32, and the rest is float32 already."""
+    src = tmp_path / "src"
+    src.mkdir()
+    tensors = {name: x.astype(np.float32) for name, x in WEIGHTS.items()}
+    save(src / "model.safetensors", tensors)
+    write_json(src / "config.json", {"model_type": "llama", key: "bfloat16"})
+    convert(src, tmp_path / "fp8")
+    for dtype in ("float32", "float16"):
+        dequantize_checkpoint(tmp_path / "fp8", tmp_path / dtype, dtype=dtype)
+        config = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert config[key] == dtype
+    # bfloat16 weights beside float32 ones, as in the source, are a model in bfloat16.
+    dequantize_checkpoint(tmp_path / "fp8", tmp_path / "as_named")
+    assert json.loads((tmp_path / "as_named" / "config.json").read_text())[key] == "bfloat16"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take UTF-8 only")
+def test_names_of_files_may_be_no_utf8(source, tmp_path):
+    odd = os.fsdecode(b"caf\xe9.txt")
+    (source / odd).write_text("x")
+    target = tmp_path / os.fsdecode(b"z\xff")
+    report = convert(source, target)
+    assert (target / odd).read_text() == "x"
+    assert odd in report.files
+    for command in (["inspect", target], ["convert", source, target, "--overwrite"]):
+        words = [sys.executable, "-m", "qtoolkit", *map(str, command)]
+        done = subprocess.run(words, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -148,6 +148,15 @@ UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.expert
         ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {"hidden_size": 4}, [(3, 10, 1), (3, 4, 1)]),
         ({UP: (3, 4, 10), DOWN: (3, 5, 4)}, {}, [(3, 1, 10), (3, 1, 4)]),
         ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {}, [(3, 10, 1), (3, 4, 1)]),
+        (
+            {
+                "l.block_sparse_moe.input_linear.weight": (3, 10, 4),
+                "l.block_sparse_moe.output_linear.weight": (3, 4, 5),
+                "l.shared_mlp.input_linear.weight": (10, 4),
+            },
+            {"model_type": "granitemoeshared"},
+            [(3, 10, 1), (3, 4, 1), (10, 1)],
+        ),
         # Flax: heads and their length are outputs; of what they are projected to, the last axis.
         ({"attention.query.kernel": (8, 2, 4)}, {}, [(1, 2, 4)]),
         ({"attention.out.kernel": (2, 4, 8)}, {}, [(1, 1, 8)]),

@@ -66,5 +66,5 @@ def test_a_part_of_a_split_file_is_refused(tmp_path, source):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match="one of 2 files .* gguf-split --merge"):
+    with pytest.raises(CheckpointError, match=r"one of 2 files .* gguf-split --merge"):
         convert(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out")
