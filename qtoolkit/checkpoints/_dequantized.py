@@ -143,18 +143,6 @@ def dequantized(source: Source) -> Source:
     return DequantizedSource(source, layout, stored) if stored else source
 
 
-def _check_not_others(source: Source) -> None:
-    """Raises where tensors are named as programs name them whose weights are not read."""
-    for name in source.tensors:
-        for end, beside, what in _OTHERS:
-            if name.endswith(end) and name.removesuffix(end) + beside in source.tensors:
-                raise CheckpointError(
-                    f"{source.path}: tensor {shown(name)}: of a weight quantized by {what}, as its "
-                    f"name says, expected a layout of {', '.join(LAYOUTS)}, or weights that are "
-                    "not quantized; dequantize it with the program that made it"
-                )
-
-
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
     """Raises where a shape that a file gives in numbers is not the one that its entries have."""
     for weight in stored.values():
@@ -167,6 +155,18 @@ def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
                     f"{source.path}: tensor {shown(entry.name)}: it says that the weight is "
                     f"{says}, and {weight.spec.name} of that many words is {list(weight.shape)}; "
                     "give the folder with its config.json, which tells bits and groups"
+                )
+
+
+def _check_not_others(source: Source) -> None:
+    """Raises where tensors are named as programs name them whose weights are not read."""
+    for name in source.tensors:
+        for end, beside, what in _OTHERS:
+            if name.endswith(end) and name.removesuffix(end) + beside in source.tensors:
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(name)}: of a weight quantized by {what}, as its "
+                    f"name says, expected a layout of {', '.join(LAYOUTS)}, or weights that are "
+                    "not quantized; dequantize it with the program that made it"
                 )
 
 

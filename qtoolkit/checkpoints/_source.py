@@ -205,6 +205,14 @@ def _others(
     return copied, left
 
 
+def _index_in(names: list[str]) -> str | None:
+    """The index among the names of files: of transformers, else that of diffusers or others."""
+    if INDEX in names or "model.safetensors" in names:
+        return INDEX if INDEX in names else None
+    found = [name for name in names if name.endswith(".safetensors.index.json")]
+    return found[0] if len(found) == 1 else None
+
+
 def _modules(path: Path, names: list[str]) -> set[str]:
     """The folders of a model of sentence-transformers, whose modules have weights of their own."""
     if "modules.json" not in names:
@@ -217,14 +225,6 @@ def _modules(path: Path, names: list[str]) -> set[str]:
             f"{join(path, 'modules.json')}: {shown(str(error))}, expected a list of modules with "
             "their paths; fetch it again"
         ) from error
-
-
-def _index_in(names: list[str]) -> str | None:
-    """The index among the names of files: of transformers, else that of diffusers or others."""
-    if INDEX in names or "model.safetensors" in names:
-        return INDEX if INDEX in names else None
-    found = [name for name in names if name.endswith(".safetensors.index.json")]
-    return found[0] if len(found) == 1 else None
 
 
 def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
