@@ -228,9 +228,10 @@ def entries(
     """
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
-    for result in results:
+    for number, result in enumerate(results):
         scales = result.scales
-        if stored.second is not None:
+        # A second scale is one in all, or one for each matrix.
+        if stored.second is not None and 4 * number < stored.second.nbytes:
             assert scales.tensor_scale is not None
             second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
             with np.errstate(divide="ignore"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._source import Folder, Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
@@ -25,6 +25,13 @@ _BESIDE = (
 )
 # Those of an attention cache may stand in the attention, above the projections.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale")
+# Two entries of a weight that others quantized, which config.json of a folder says, but no file.
+_OTHERS = (
+    ("qweight", "scales", "GPTQ or AWQ"),
+    ("SCB", "weight", "bitsandbytes"),
+    (".absmax", ".quant_map", "bitsandbytes"),
+    ("_blocks", "_scales", "gpt-oss (MXFP4)"),
+)
 
 
 class DequantizedSource:
@@ -124,6 +131,7 @@ def dequantized(source: Source) -> Source:
         stored = LAYOUTS[layout].read(config, source.tensors, where)
         _check_all_read(source, stored, where, layout)
     else:
+        _check_not_others(source)
         stored = {}
         found = []
         for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
@@ -142,11 +150,23 @@ def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
             found = bytearray(len(expected))
             source.read_into(entry.name, 0, found)
             if found != expected:
+                says = np.frombuffer(found, NUMPY_DTYPES[entry.dtype]).tolist()
                 raise CheckpointError(
                     f"{source.path}: tensor {shown(entry.name)}: it says that the weight is "
-                    f"{np.frombuffer(found, np.int64).tolist()}, and {weight.spec.name} of that "
-                    f"many words is {list(weight.shape)}; give the folder with its config.json, "
-                    "which tells bits and groups"
+                    f"{says}, and {weight.spec.name} of that many words is {list(weight.shape)}; "
+                    "give the folder with its config.json, which tells bits and groups"
+                )
+
+
+def _check_not_others(source: Source) -> None:
+    """Raises where tensors are named as programs name them whose weights are not read."""
+    for name in source.tensors:
+        for end, beside, what in _OTHERS:
+            if name.endswith(end) and name.removesuffix(end) + beside in source.tensors:
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(name)}: of a weight quantized by {what}, as its "
+                    f"name says, expected a layout of {', '.join(LAYOUTS)}, or weights that are "
+                    "not quantized; dequantize it with the program that made it"
                 )
 
 
@@ -164,7 +184,10 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
     for name, info in source.tensors.items():
         is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
         last = name.rpartition(".")[2]
-        is_packed = info.dtype in ("U8", "I32") and last in ("weight", "weight_packed")
+        # As modelopt has experts: "experts.down_proj" and "experts.down_proj_weight_scale".
+        has_scale = any(name + end in source.tensors for end in ("_scale", "_weight_scale"))
+        is_weight = has_scale or last in ("weight", "weight_packed")
+        is_packed = info.dtype in ("U8", "I32") and is_weight
         if (info.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "

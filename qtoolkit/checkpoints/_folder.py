@@ -108,11 +108,17 @@ def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     if isinstance(new.get("text_config"), dict):
         new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
     # A model is built in the dtype of its config: the one that its wide weights have.
-    cast = {tensor.dtype for tensor in plan.tensors if tensor.action == "cast"}
+    # Where all are dequantized, those of that dtype already are not cast.
+    only_wide = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
+    wide = {
+        tensor.dtype
+        for tensor in plan.tensors
+        if tensor.action == "cast" or (only_wide and tensor.dtype in _DTYPE_NAMES)
+    }
     for part in (new, new.get("text_config")):
         for key in ("dtype", "torch_dtype"):
-            if len(cast) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
-                part[key] = _DTYPE_NAMES[next(iter(cast))]
+            if len(wide) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
+                part[key] = _DTYPE_NAMES[next(iter(wide))]
     if plan.quantization_config:
         new["quantization_config"] = dict(plan.quantization_config)
     return new

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
+from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
 from qtoolkit.checkpoints._storage import Path
 
@@ -31,12 +31,21 @@ class GgufFile(ArraySource):
             raise CheckpointError(
                 f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
             ) from error
+        field = reader.fields.get("split.count")
+        count = 1 if field is None else int(field.contents())
+        if count > 1:
+            raise CheckpointError(
+                f"{path}: one of {count} files of a GGUF that was split, expected the whole; join "
+                "them first, with llama.cpp's gguf-split --merge FIRST WHOLE, FIRST the file "
+                f"00001-of-{count:05}"
+            )
         found = {tensor.name: tensor for tensor in reader.tensors}
 
         def values(name: str) -> np.ndarray:
             tensor = found[name]
-            if _plain_dtype(tensor) is not None:
-                return tensor.data
+            dtype = _plain_dtype(tensor)
+            if dtype is not None:
+                return tensor.data.view(dtype)
             try:
                 return dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
@@ -58,8 +67,10 @@ class GgufFile(ArraySource):
 
 
 def _plain_dtype(tensor: Any) -> np.dtype | None:
-    """The dtype of a tensor that is no blocks; bfloat16 comes as bytes and is decoded."""
+    """The dtype of a tensor that is no blocks."""
     name = tensor.tensor_type.name
+    if name == "BF16":  # comes as bytes
+        return NUMPY_DTYPES["BF16"]
     dtype = tensor.data.dtype
     return (
         dtype

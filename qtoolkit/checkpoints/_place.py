@@ -72,7 +72,8 @@ class Place:
 
     def write(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        storage(folder).write(join(folder, name), text.encode())
+        # The name of a file that is no UTF-8 has lone surrogates: JSON's escapes are Python's.
+        storage(folder).write(join(folder, name), text.encode(errors="backslashreplace"))
 
     def size(self, name: str) -> int:
         """Bytes of a file of the content."""

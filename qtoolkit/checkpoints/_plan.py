@@ -43,6 +43,7 @@ METADATA_KEY = "qtoolkit"
 InputScales = float | Mapping[str, float]
 
 _SOURCES = ("F32", "F16", "BF16")
+_DIFFUSERS = "_class_name"  # in config.json of its models
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +220,12 @@ def _check_loads(folder: Folder | None, plan: Plan) -> None:
         raise CheckpointError(
             f"{folder.path}: the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load "
             f"their codes as weights; merge it into its model first (merge_and_unload){itself}"
+        )
+    if plan.quantization_config and _DIFFUSERS in folder.config:
+        raise CheckpointError(
+            f"{folder.path}: a model of diffusers, by {_DIFFUSERS} in {CONFIG}, which loads no "
+            f"weights in layout {plan.layout}; use --layout plain, which `qtoolkit dequantize` "
+            f"undoes{itself}"
         )
     if plan.quantization_config and not folder.has_config:
         raise CheckpointError(
@@ -503,7 +510,8 @@ class _Planner:
 
 
 def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    if format is None or not getattr(source, "config", None):
+    config = getattr(source, "config", None)
+    if format is None or not config or _DIFFUSERS in config:
         return "plain"
     loaded = LAYOUTS["compressed-tensors"]
     for target in _formats(format) if isinstance(format, Rules) else [format]:

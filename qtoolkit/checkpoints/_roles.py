@@ -52,6 +52,8 @@ _FUSED = tuple(
 )
 _CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj|q_attn)\.weight$")
 _EXPERTS = re.compile(r"experts[./](gate_up_proj|down_proj|w[123]|gate_proj|up_proj)$")
+# All experts of Granite or JetMoe in one: [E, out, in], where of a single one [out, in].
+_PARALLEL_EXPERTS = re.compile(r"(^|[./])(input|output)_linear[./]weight$")
 
 
 def fused_group(name: str) -> str:
@@ -100,6 +102,8 @@ class Roles:
             return self._experts_outputs_last(info)
         if last == "kernel":
             return True
+        if _PARALLEL_EXPERTS.search(info.name) and len(info.shape) == 3:
+            return False
         if _CONV1D.search(info.name):
             return self._has_conv1d
         by_bias = self._by_bias(info)
@@ -121,7 +125,8 @@ class Roles:
                 "PyTorch's Linear) or last (as Flax and GPT-2), or use --scaling tensor"
             )
         rank = len(info.shape)
-        if _EXPERTS.search(info.name) and rank == 3:
+        of_all = _EXPERTS.search(info.name) or _PARALLEL_EXPERTS.search(info.name)
+        if of_all and rank == 3:
             return (0, 2) if last else (0, 1)
         if not last:
             return (0,)

@@ -64,7 +64,8 @@ class Folder(Closing):
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
       has_config: Whether there is one.
-      base: What its weights are called without their ending; "model" where it has several files.
+      base: What its weights are called without their ending, by the index where there is one;
+        "model" of several files without.
       files: Names of the files with its weights.
       copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
         config.json"): tokenizer, generation config and so on.
@@ -93,9 +94,11 @@ class Folder(Closing):
         self.is_adapter = ADAPTER_CONFIG in names
         files, index = _weight_files(path, [*found])
         self.files = files
-        is_one = len(files) == 1 and not _SHARD.match(files[0])
-        self.base = files[0].removesuffix(".safetensors") if is_one else "model"
-        made = {*files, INDEX, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
+        index_name = _index_in([*found]) or INDEX
+        is_one = index is None and len(files) == 1 and not _SHARD.match(files[0])
+        named = files[0] if is_one else index_name.removesuffix(".index.json")
+        self.base = named.removesuffix(".safetensors")
+        made = {*files, INDEX, index_name, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
         copied, left = _others(path, found, _modules(path, names))
         self.copied = [name for name in copied if name not in made]
         self.left = [name for name in left if name not in made]
@@ -108,7 +111,7 @@ class Folder(Closing):
                 for tensor in file.tensors.values():
                     if index is not None and tensor.name not in index:
                         raise CheckpointError(
-                            f"{join(path, INDEX)}: tensor {shown(tensor.name)} of "
+                            f"{join(path, index_name)}: tensor {shown(tensor.name)} of "
                             f"{shown(name)} is not in it, expected every tensor; fetch both again, "
                             "or delete the index where the folder holds all weights"
                         )
@@ -121,7 +124,7 @@ class Folder(Closing):
                         )
                     self.tensors[tensor.name] = tensor
                     self._home[tensor.name] = file
-            _check_index(path, index, self.tensors)
+            _check_index(join(path, index_name), index, self.tensors)
         except BaseException:
             self.close()
             raise
@@ -203,6 +206,14 @@ def _others(
     return copied, left
 
 
+def _index_in(names: list[str]) -> str | None:
+    """The index among the names of files: of transformers, else that of diffusers or others."""
+    if INDEX in names or "model.safetensors" in names:
+        return INDEX if INDEX in names else None
+    found = [name for name in names if name.endswith(".safetensors.index.json")]
+    return found[0] if len(found) == 1 else None
+
+
 def _modules(path: Path, names: list[str]) -> set[str]:
     """The folders of a model of sentence-transformers, whose modules have weights of their own."""
     if "modules.json" not in names:
@@ -219,8 +230,9 @@ def _modules(path: Path, names: list[str]) -> set[str]:
 
 def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index."""
-    if INDEX in names:
-        where = join(path, INDEX)
+    index_name = _index_in(names)
+    if index_name is not None:
+        where = join(path, index_name)
         index = read_json(where).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             raise CheckpointError(
@@ -288,13 +300,13 @@ PICKLE = (
 
 
 def _check_index(
-    path: Path, index: Mapping[str, str] | None, tensors: Mapping[str, TensorInfo]
+    where: Path, index: Mapping[str, str] | None, tensors: Mapping[str, TensorInfo]
 ) -> None:
     absent = [name for name in index or {} if name not in tensors]
     if absent:
         assert index is not None
         raise CheckpointError(
-            f"{join(path, INDEX)}: tensor {shown(absent[0])} "
+            f"{where}: tensor {shown(absent[0])} "
             + (f"and {len(absent) - 1} more are" if len(absent) > 1 else "is")
             + f" not in {shown(index[absent[0]])}, where it says; fetch both again"
         )

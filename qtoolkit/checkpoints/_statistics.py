@@ -29,6 +29,7 @@ class Statistics:
     infinities: int
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of float64 whose squares are infinite
 def statistics(source: Source, tensor: TensorInfo) -> Statistics:
     """Reads a tensor of floats once, in chunks."""
     dtype = NUMPY_DTYPES[tensor.dtype]
@@ -48,7 +49,8 @@ def statistics(source: Source, tensor: TensorInfo) -> Statistics:
         lowest, largest = min(lowest, float(x.min())), max(largest, float(x.max()))
         # Means and squared deviations of two parts become those of both (Chan et al., 1979).
         shift = float(x.mean()) - mean
-        squares += float(((x - x.mean()) ** 2).sum()) + shift**2 * count * len(x) / (count + len(x))
+        between = shift * shift * count * len(x) / (count + len(x))
+        squares += float(((x - x.mean()) ** 2).sum()) + between
         count += len(x)
         mean += shift * len(x) / count
     if not count:

@@ -41,7 +41,7 @@ class Stored:
       spec: The block format of a matrix.
       codes: Where the codes are.
       scale: Where the scales are, in C order those of a matrix after the other; None without.
-      second: Where the second scale is (NVFP4); None without.
+      second: Where the second scale is (NVFP4), one in all or one for each matrix; None without.
       second_divides: Whether the second scale is the reciprocal: x = q * scale / second.
       packing: "bytes", a code each; "nibbles", two codes to a byte, the first one low; "words",
         codes of n bits plus 2**(n-1), dense in 32-bit words from the lowest bits on, a row padded
@@ -175,7 +175,7 @@ class Values:
         if stored.scale is None:
             return values
         lengths = stored.spec.block_lengths((rows, columns))
-        scales = self._all_scales()[matrix]
+        scales = self.scales()[matrix]
         if scales.shape[0] > 1:
             scales = scales[np.arange(start, stop) // lengths[0]]
         if scales.shape[1] > 1:
@@ -183,19 +183,18 @@ class Values:
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             return values * scales
 
-    def _all_scales(self) -> np.ndarray:
+    def scales(self) -> np.ndarray:
         """Effective scales, float32 [matrices, blocks along rows, along columns]."""
         if self._scales is None:
             stored = self.stored
             assert stored.scale is not None
             scales = _numbers(self._whole(stored.scale), stored.spec)
+            scales = scales.reshape(-1, *stored.scale_counts)
             if stored.second is not None:
-                second = np.float32(self._whole(stored.second).reshape(-1)[0])
+                second = self._whole(stored.second).astype(np.float32).reshape(-1, 1, 1)
                 with np.errstate(divide="ignore", invalid="ignore"):
                     scales = scales / second if stored.second_divides else scales * second
-            self._scales = np.ascontiguousarray(scales, np.float32).reshape(
-                -1, *stored.scale_counts
-            )
+            self._scales = np.ascontiguousarray(scales, np.float32)
         return self._scales
 
     def _whole(self, entry: Entry) -> np.ndarray:

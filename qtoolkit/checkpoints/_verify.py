@@ -14,8 +14,8 @@ from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._stored import Stored
-from qtoolkit.formats import BlockFormat
+from qtoolkit.checkpoints._stored import Stored, Values
+from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 
 _COPY = 2**22
@@ -116,7 +116,7 @@ class _Check:
         elif 0 in info.shape:
             pass  # no bytes; scales of nothing mean nothing
         elif name in self.stored:
-            stored, reader = self.stored[name], functools.partial(self._reader, name)
+            stored, reader = self._written(name), functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks, 1), Sums())
             self._differences(name, again, self._read_stored)
@@ -126,6 +126,21 @@ class _Check:
             self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
         else:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
+
+    def _written(self, name: str) -> Stored:
+        """How a weight was written: with the least amax of DeepSeek's format where it shows.
+
+        No file says it, and without it the scales of blocks below it are others.
+        """
+        stored = self.stored[name]
+        least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
+        spec = stored.spec
+        if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
+            return stored
+        if np.nanmin(Values(stored, self._read_stored).scales(), initial=np.inf) != least:
+            return stored
+        spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
+        return dataclasses.replace(stored, spec=spec)
 
     def _problem(self, name: str, what: str) -> None:
         self.problems.append(f"{shown(name)}: {what}")
@@ -181,8 +196,8 @@ class _Check:
     def _shared_amax(self, name: str) -> float | None:
         """The largest magnitude of the weights with this second scale: they may share it."""
         second = self._seconds.get(name)
-        if second is None:
-            return None
+        if second is None or len(second) > 4:
+            return None  # with one for each expert, none is shared
         if second not in self._amaxes:
             self._amaxes[second] = max(
                 amax_of(self._reader(other), info.shape, info.dtype)

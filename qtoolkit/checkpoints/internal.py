@@ -6,6 +6,7 @@ from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._roles import AxisChoice
+from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, read_json
 from qtoolkit.checkpoints._statistics import statistics
 from qtoolkit.checkpoints._storage import join
@@ -22,6 +23,7 @@ __all__ = [
     "Stored",
     "byte_count",
     "check_destination",
+    "check_target",
     "dequantized",
     "join",
     "part_names",

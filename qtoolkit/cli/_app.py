@@ -1,5 +1,7 @@
 """The commands: arguments in, one call, a table out."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -65,7 +67,9 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr does: the name of a file may be no UTF-8, and then cannot be written as it is.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 for _command in (convert, dequantize, finalize, inspect, layouts, compare, verify):

@@ -10,7 +10,7 @@ import typer
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import CheckpointError, Comparison, TensorComparison
-from qtoolkit.checkpoints.internal import shown
+from qtoolkit.checkpoints.internal import check_target, shown
 from qtoolkit.cli._errors import one_line_errors
 from qtoolkit.cli._summaries import tensor_count
 from qtoolkit.cli._tables import progress, table
@@ -43,6 +43,8 @@ def compare(
     and that became zero, and how many are NaN or infinite in A or B.
     """
     with one_line_errors("nothing was written"):
+        if plot is not None:
+            check_target(plot, overwrite=True)
         with progress("comparing") as callback:
             found = checkpoints.compare(a, b, progress=callback)
         if as_json:

@@ -160,6 +160,9 @@ def test_the_commands(tmp_path):
     done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", "p.gif")
     assert done.exit_code == 2
     assert "expected a name that ends in .png, .svg, .pdf" in done.stderr
+    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "no" / "p.png")
+    assert (done.exit_code, done.stdout) == (1, "")  # before the work
+    assert "its folder does not exist; create it" in done.stderr
     done = run("verify", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 0
     assert "1 tensor, 1 of them quantized: as expected" in done.stdout

@@ -587,3 +587,80 @@ def test_a_single_file_of_weights_keeps_its_name(tmp_path):
         f"{name}-00002-of-00002.safetensors",
         f"{name}.safetensors.index.json",
     )
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_config_says_the_dtype_of_what_is_dequantized(tmp_path, key):
+    """Also where nothing is cast: codes are read as float32, and the rest is float32 already."""
+    src = tmp_path / "src"
+    src.mkdir()
+    tensors = {name: x.astype(np.float32) for name, x in WEIGHTS.items()}
+    save(src / "model.safetensors", tensors)
+    write_json(src / "config.json", {"model_type": "llama", key: "bfloat16"})
+    convert(src, tmp_path / "fp8")
+    for dtype in ("float32", "float16"):
+        dequantize_checkpoint(tmp_path / "fp8", tmp_path / dtype, dtype=dtype)
+        config = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert config[key] == dtype
+    # bfloat16 weights beside float32 ones, as in the source, are a model in bfloat16.
+    dequantize_checkpoint(tmp_path / "fp8", tmp_path / "as_named")
+    assert json.loads((tmp_path / "as_named" / "config.json").read_text())[key] == "bfloat16"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take UTF-8 only")
+def test_names_of_files_may_be_no_utf8(source, tmp_path):
+    odd = os.fsdecode(b"caf\xe9.txt")
+    (source / odd).write_text("x")
+    target = tmp_path / os.fsdecode(b"z\xff")
+    assert odd in convert(source, target).files
+    assert (target / odd).read_text() == "x"
+    words = [sys.executable, "-m", "qtoolkit", "convert", source, target, "--overwrite", "-v"]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(words, capture_output=True, check=False, env=strict)
+    assert done.returncode == 0, done.stderr
+    assert b"z\\udcff" in done.stdout
+
+
+def test_a_model_of_diffusers_keeps_its_names(tmp_path):
+    base = "diffusion_pytorch_model"
+    src = sharded(tmp_path / "src")
+    index = json.loads((src / INDEX).read_text())
+    for name in sorted(set(index["weight_map"].values())):
+        (src / name).rename(src / name.replace("model", base))
+    files = {k: v.replace("model", base) for k, v in index["weight_map"].items()}
+    (src / INDEX).unlink()
+    write_json(src / f"{base}.safetensors.index.json", {"weight_map": files})
+    write_json(src / "config.json", {"_class_name": "FluxTransformer2DModel"})
+    words = [sys.executable, "-m", "qtoolkit", "convert", src, tmp_path / "dst"]
+    limit = ["--max-shard-size", "60KB"]
+    printed = subprocess.run([*words, *limit], capture_output=True, check=True, text=True).stdout
+    assert "no loader of models reads layout plain" in printed
+    assert "transformers" not in printed
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "wide", dtype="bfloat16")
+    convert(src, tmp_path / "halves", format="bfloat16")
+    for folder, count in (("dst", 2), ("wide", 1), ("halves", 1)):
+        found = sorted(name for name in os.listdir(tmp_path / folder) if base in name)
+        expected = [f"{base}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        expected += [f"{base}.safetensors.index.json"]
+        assert found == (expected if count > 1 else [f"{base}.safetensors"])
+    assert set(load(tmp_path / "wide" / f"{base}.safetensors")) == set(WEIGHTS)
+    with pytest.raises(CheckpointError, match="a model of diffusers, by _class_name"):
+        convert(src, tmp_path / "other", layout="compressed-tensors")
+    write_json(src / f"{base}.safetensors.index.json", {"weight_map": files | {"z": "x"}})
+    with pytest.raises(CheckpointError, match=rf"{base}.safetensors.index.json: file x is missing"):
+        convert(src, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.qweight", "a.qzeros", "a.scales"], r"a\.qweight: .* quantized by GPTQ or AWQ, as its"),
+        (["a.weight", "a.weight.absmax", "a.weight.quant_map"], r"a\.weight\.absmax: .*bitsandb"),
+        (["a.weight", "a.SCB"], r"a\.SCB: .* bitsandbytes"),
+        (["a.experts.up_blocks", "a.experts.up_scales"], r"up_blocks: .* gpt-oss \(MXFP4\)"),
+    ],
+)
+def test_weights_that_others_quantized_are_refused_by_their_names(tmp_path, names, message):
+    save(tmp_path / "f", {name: np.zeros((8, 8), np.uint8) for name in (*names, "b.weight")})
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "f", tmp_path / "out")

@@ -465,6 +465,8 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
     packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
     refused("quant_algo W4A16_AWQ in config.json, expected FP8, ", "W4A16_AWQ", packed)
     refused("a.weight: U8 without the scales", "NVFP4", packed)
+    experts = {"experts.up_proj": U8.reshape(4, 16, 32), "experts.up_proj_weight_scale": f32([1])}
+    refused("experts.up_proj: U8 without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
 
@@ -474,3 +476,140 @@ def test_an_empty_weight_is_verified(tmp_path, scaling):
     save(tmp_path / "src", {"a.weight": np.zeros((0, 64), np.float32)})
     convert(tmp_path / "src", tmp_path / "dst", scaling=scaling)
     assert not verify(tmp_path / "src", tmp_path / "dst").problems
+
+
+def folder_of(path, tensors, quantization):
+    """A folder with these tensors and that quantization_config."""
+    path.mkdir(exist_ok=True)
+    save(path / "model.safetensors", tensors, overwrite=True)
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return path
+
+
+@pytest.mark.parametrize("transforms", [{"config_groups": {"R1": {"type": "hadamard"}}}, ["R1"]])
+def test_rotated_weights_are_refused(tmp_path, transforms):
+    save(tmp_path / "one", weights())
+    convert(tmp_path / "one", tmp_path / "codes", layout=COMPRESSED)
+    quantization = {"quant_method": COMPRESSED, "transform_config": transforms}
+    src = folder_of(tmp_path / "src", load(tmp_path / "codes"), quantization)
+    for command in (dequantize_checkpoint, convert):
+        with pytest.raises(CheckpointError, match=r"transform_config .*R1.* are rotated"):
+            command(src, tmp_path / "dst")
+    with pytest.raises(CheckpointError, match="transform_config"):
+        verify(tmp_path / "one", src)
+    folder_of(src, load(tmp_path / "codes"), quantization | {"transform_config": {}})
+    dequantize_checkpoint(src, tmp_path / "dst")
+
+
+def test_experts_of_nvfp4_in_one_tensor_have_a_second_scale_each(tmp_path):
+    """Oracle: each expert alone."""
+    experts = {f"{i}.weight": x * np.float32(4.0**i) for i, x in enumerate(weights().values())}
+    save(tmp_path / "src", experts)
+    options = {"layout": "modelopt", "format": "nvfp4", "input_scales": 1.0}
+    convert(tmp_path / "src", tmp_path / "dst", **options)
+    dequantize_checkpoint(tmp_path / "dst", tmp_path / "wide")
+    codes, wide = load(tmp_path / "dst"), load(tmp_path / "wide")
+    for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+        codes |= {name: np.stack([codes.pop(f"{i}.{name}") for i in range(3)])}
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    stacked = folder_of(tmp_path / "stacked", codes, quantization)
+    dequantize_checkpoint(stacked, tmp_path / "out")
+    found = load(tmp_path / "out" / "model.safetensors")["weight"]
+    np.testing.assert_array_equal(found, np.stack([wide[f"{i}.weight"] for i in range(3)]))
+    save(tmp_path / "source", {"weight": np.stack([*experts.values()])})
+    assert not verify(tmp_path / "source", stacked).problems
+    codes["weight_scale_2"] = codes["weight_scale_2"][:1]  # one for all: codes are others' now
+    folder_of(stacked, codes, quantization)
+    assert len(verify(tmp_path / "source", stacked).problems) == 1
+
+
+U8, I8, ONES = np.zeros((64, 32), np.uint8), np.zeros((64, 32), np.int8), np.ones
+NV4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def packed_integers(**weights):
+    return {"quant_method": COMPRESSED, "config_groups": {"g": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantization", "message"),
+    [
+        (
+            {"weight": U8, "weight_scale": ONES((64, 4), E4M3), "weight_scale_2": f32([1, 2])},
+            NV4,
+            r"a\.weight_scale_2: \[2\], expected one second scale of a\.weight, \[64, 32\]",
+        ),
+        (
+            {"weight_packed": U8, "weight_scale": ONES((64, 4), E4M3)}
+            | {"weight_global_scale": ONES(64, np.float32)},
+            {"quant_method": COMPRESSED},
+            r"a\.weight_global_scale: \[64\], expected one second scale of a\.weight_packed",
+        ),
+        (
+            {"weight": U8.reshape(4, 16, 32), "weight_scale": ONES((4, 16, 4), E4M3)}
+            | {"weight_scale_2": f32([1, 2])},
+            NV4,
+            r"weight_scale_2: \[2\], expected one second scale, or one for each of 4, of a\.weight",
+        ),
+        (
+            {"weight": U8[0], "weight_scale": ONES(4, E4M3), "weight_scale_2": f32(1)},
+            NV4,
+            r"a\.weight_scale: \[4\], expected a scale for every 16 of a row of a\.weight, \[32\]",
+        ),
+        (
+            {"weight": U8, "weight_scale": ONES((64, 2), E4M3), "weight_scale_2": f32(1)},
+            NV4,
+            r"a\.weight_scale: \[64, 2\], expected a scale for every 16 of a row .*\[64, 32\]",
+        ),
+        (
+            {"weight": I8[0, 0], "weight_scale": ONES((2, 1), np.float32)},
+            None,
+            r"a\.weight: \[\] with scales \[2, 1\], expected one in all",
+        ),
+        (
+            {"weight": np.zeros((64, 2), E4M3), "weight_scale": ONES((64, 1), np.uint8)},
+            None,
+            r"a\.weight_scale: \[64, 1\], expected a scale for every 32 of .*a\.weight, \[64, 2\]",
+        ),
+        (
+            {"weight_packed": np.zeros((2, 4), np.int32), "weight_scale": ONES((2, 1))},
+            packed_integers(num_bits=8, type="int", group_size=0),
+            "group_size 0 in config.json, expected a length from 1 up",
+        ),
+        (
+            {"weight": I8, "weight_scale": ONES((64, 2), np.float32)},
+            packed_integers(block_structure=["a", 3]),
+            r"block_structure \['a', 3\] in config.json, expected two lengths",
+        ),
+        (
+            {"weight_packed": np.zeros((2, 16), np.int32)}
+            | {"weight_scale": ONES((2, 1), np.float32), "weight_shape": ONES((2, 0), bool)},
+            None,
+            r"a\.weight_shape: dtype BOOL, expected I64 or I32",
+        ),
+        (
+            {"weight_packed": np.zeros((2, 16), np.int32)}
+            | {"weight_scale": ONES((2, 1), np.float32), "weight_shape": ONES(0, np.int64)},
+            None,
+            r"a\.weight_shape: \[0\], expected two numbers, rows and columns",
+        ),
+    ],
+)
+def test_entries_that_do_not_fit_each_other_are_named(tmp_path, tensors, quantization, message):
+    tensors = {f"a.{name}": x for name, x in tensors.items()}
+    src = folder_of(tmp_path / "src", tensors, quantization)
+    with pytest.raises(CheckpointError, match=message):
+        dequantize_checkpoint(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("amax", [0, 1e-6, 1])
+def test_verify_knows_the_least_amax_of_deepseek(tmp_path, amax):
+    """Below 1e-4 the scale of a block is 1e-4 / 448, of zeros, too; no file says so."""
+    source = {"a.weight": np.full((256, 128), amax, np.float32)}
+    source["a.weight"][:128] = 1
+    save(tmp_path / "src", source)
+    options = {"layout": "finegrained-fp8", "format": "deepseek_128x128"}
+    convert(tmp_path / "src", tmp_path / "dst", **options)
+    assert not verify(tmp_path / "src", tmp_path / "dst").problems
+    convert(tmp_path / "src", tmp_path / "other", layout="finegrained-fp8")
+    assert not verify(tmp_path / "src", tmp_path / "other").problems

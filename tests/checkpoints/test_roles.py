@@ -1,6 +1,7 @@
 """What names and shapes say: lists of the tensors of real models, as their files have them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,20 +9,14 @@ import pytest
 from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, make_plan, save
 from qtoolkit.formats import Rules
 
-# Of each model the weights of two or more dimensions, one layer of each kind: those of linear
-# layers, and those that stay wide. Sources: the files of TheBloke/Llama-2-7B, google-t5/t5-base,
-# meta-llama/Llama-2-7b (consolidated.00.pth), openai-community/gpt2, state-spaces/mamba-130m-hf,
-# mistralai/Mixtral-8x7B, llava-hf/llava-1.5-7b-hf, Qwen/Qwen2-VL, deepseek-ai/DeepSeek-V3,
-# google-bert (sequence classification), FacebookAI/roberta (the same), facebook/bart-large-mnli,
-# Skywork reward models (score), timm's ViT, openai/gpt-oss, Falcon-Mamba.
+# Of each model with one layer the weights of linear layers and experts, and the other matrices,
+# which stay wide: what transformers writes (`tests/interop/test_names.py` makes and checks it).
+LISTS = json.loads(Path(__file__).with_name("models.json").read_text())
+# What it does not write or wrote otherwise, some of the names: google-t5/t5-base,
+# meta-llama/Llama-2-7b (consolidated.00.pth), openai-community/gpt2, llava-hf/llava-1.5-7b-hf,
+# Qwen/Qwen2-VL, deepseek-ai/DeepSeek-V3, google-bert, sequence classifiers and reward models,
+# timm's ViT, GGUF, Flax.
 MODELS = {
-    "llama": (
-        """model.layers.0.self_attn.q_proj.weight model.layers.0.self_attn.k_proj.weight
-        model.layers.0.self_attn.v_proj.weight model.layers.0.self_attn.o_proj.weight
-        model.layers.0.mlp.gate_proj.weight model.layers.0.mlp.up_proj.weight
-        model.layers.0.mlp.down_proj.weight""",
-        "model.embed_tokens.weight lm_head.weight",
-    ),
     "t5": (
         """encoder.block.0.layer.0.SelfAttention.q.weight
         decoder.block.0.layer.1.EncDecAttention.o.weight
@@ -39,18 +34,6 @@ MODELS = {
         """h.0.attn.c_attn.weight h.0.attn.c_proj.weight h.0.mlp.c_fc.weight
         h.0.mlp.c_proj.weight""",
         "wte.weight wpe.weight lm_head.weight",
-    ),
-    "mamba": (
-        """backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.x_proj.weight
-        backbone.layers.0.mixer.dt_proj.weight backbone.layers.0.mixer.out_proj.weight""",
-        """backbone.embeddings.weight backbone.layers.0.mixer.A_log
-        backbone.layers.0.mixer.conv1d.weight lm_head.weight""",
-    ),
-    "mixtral": (
-        """model.layers.0.block_sparse_moe.experts.0.w1.weight
-        model.layers.0.block_sparse_moe.experts.0.w2.weight
-        model.layers.0.block_sparse_moe.experts.0.w3.weight""",
-        "model.layers.0.block_sparse_moe.gate.weight",
     ),
     "llava": (
         "language_model.model.layers.0.self_attn.q_proj.weight",
@@ -95,9 +78,12 @@ MODELS = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*LISTS, *MODELS])
 def test_linear_layers_of_real_models_are_quantized_and_nothing_else(tmp_path, model):
-    linear, wide = (names.split() for names in MODELS[model])
+    if model in LISTS:
+        linear, wide = LISTS[model]["linear"], LISTS[model]["wide"]
+    else:
+        linear, wide = (names.split() for names in MODELS[model])
     save(tmp_path / "f", {name: np.zeros((2, 4), np.float32) for name in (*linear, *wide)})
     with SafetensorsFile(tmp_path / "f") as source:
         plan = make_plan(source)
@@ -148,6 +134,15 @@ UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.expert
         ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {"hidden_size": 4}, [(3, 10, 1), (3, 4, 1)]),
         ({UP: (3, 4, 10), DOWN: (3, 5, 4)}, {}, [(3, 1, 10), (3, 1, 4)]),
         ({UP: (3, 10, 4), DOWN: (3, 4, 5)}, {}, [(3, 10, 1), (3, 4, 1)]),
+        (
+            {
+                "l.block_sparse_moe.input_linear.weight": (3, 10, 4),
+                "l.block_sparse_moe.output_linear.weight": (3, 4, 5),
+                "l.shared_mlp.input_linear.weight": (10, 4),
+            },
+            {"model_type": "granitemoeshared"},
+            [(3, 10, 1), (3, 4, 1), (10, 1)],
+        ),
         # Flax: heads and their length are outputs; of what they are projected to, the last axis.
         ({"attention.query.kernel": (8, 2, 4)}, {}, [(1, 2, 4)]),
         ({"attention.out.kernel": (2, 4, 8)}, {}, [(1, 1, 8)]),

@@ -236,3 +236,10 @@ def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected)
     assert f"load it: transformers.{expected}.from_pretrained" in out
     out = run("dequantize", tmp_path / "dst", tmp_path / "wide").stdout
     assert "1 tensor, those in layout compressed-tensors dequantized" in out
+
+
+def test_statistics_of_numbers_whose_squares_are_infinite(tmp_path):
+    save(tmp_path / "f", {"w": np.array([1e300, -1e300, np.nan])})
+    done = run("inspect", tmp_path / "f", "--stats")
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[-1].split()[:5] == ["w", "-1e+300", "1e+300", "0", "inf"]

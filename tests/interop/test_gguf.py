@@ -35,8 +35,9 @@ def test_blocks_become_the_numbers_that_the_package_makes_of_them(tmp_path, sour
         np.testing.assert_array_equal(found[f"blk.0.{name}.weight"], expected)
     np.testing.assert_array_equal(found["output_norm.weight"], source[0])
     np.testing.assert_array_equal(found["half.weight"], source.astype(np.float16))
-    rounded = source.astype("bfloat16").astype(np.float32)
-    np.testing.assert_array_equal(found["blk.0.BF16.weight"], rounded)
+    # No blocks: kept as it is, and so is what is not quantized.
+    assert found["blk.0.BF16.weight"].dtype == "bfloat16"
+    np.testing.assert_array_equal(found["blk.0.BF16.weight"], source.astype("bfloat16"))
 
 
 def test_converting_gguf_is_converting_those_numbers(tmp_path, source):
@@ -55,3 +56,15 @@ def test_a_damaged_file_is_named(tmp_path, source):
     with pytest.raises(CheckpointError, match="a damaged GGUF file"):
         convert(path, tmp_path / "out")
     save(tmp_path / "wide", {"a": source})
+
+
+def test_a_part_of_a_split_file_is_refused(tmp_path, source):
+    writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("blk.0.ffn_up.weight", source)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"one of 2 files .* gguf-split --merge"):
+        convert(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out")

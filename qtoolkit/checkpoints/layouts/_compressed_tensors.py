@@ -22,11 +22,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_block,
     by_channel,
     by_tensor,
+    check_block,
     check_divisible,
     check_entry,
     entry_beside,
     matrix_of,
     read_bytes_weight,
+    read_groups,
     scale_format,
     scaling_of,
 )
@@ -67,6 +69,7 @@ W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 
 
 _PACKED = {W4A16, W4A16_32, W8A16}
 _DIVIDED = "weight_global_scale"
+_SHAPE = "weight_shape"
 
 
 def store(
@@ -83,7 +86,7 @@ def store(
         packing = "words"
         packed = entry_beside(name, "weight_packed")
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
-        constants.append(constant(entry_beside(name, "weight_shape"), "I64", info.shape, (2,)))
+        constants.append(constant(entry_beside(name, _SHAPE), "I64", info.shape, (2,)))
     elif element == E2M1FN:
         packing = "nibbles"
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
@@ -111,9 +114,10 @@ def store(
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+    _check_transforms(config, where)
     weights = _weight_groups(config, where)
-    block = _block_structure(weights)
-    widths = _widths(weights)
+    block = _block_structure(weights, where)
+    widths = _widths(weights, where)
     found = {}
     for name, info in tensors.items():
         module, _, last = name.rpartition(".")
@@ -140,7 +144,7 @@ def _read_bytes(tensors: Tensors, name: str, where: str, block: Sequence[int] | 
         return read_bytes_weight(tensors, name, f"{name}_scale", where, block)
     codes = check_entry(tensors, name, ("F8_E4M3",), where)
     entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
-    return _grouped(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+    return read_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
 def _read_packed(
@@ -152,10 +156,20 @@ def _read_packed(
         shape = (info.shape[0], 2 * info.shape[1])
         if beside + _DIVIDED not in tensors:
             scale = check_entry(tensors, f"{beside}weight_scale", ("U8", "F8_E8M0"), where)
-            return _grouped(name, shape, MXFP4, codes, scale, where, packing="nibbles")
+            return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
         scale = check_entry(tensors, f"{beside}weight_scale", ("F8_E4M3",), where)
         second = check_entry(tensors, beside + _DIVIDED, ("F32",), where)
-        return _grouped(name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second)
+        return read_groups(
+            name,
+            shape,
+            NVFP4,
+            codes,
+            scale,
+            where,
+            packing="nibbles",
+            second=second,
+            second_divides=True,
+        )
     if info.dtype != "I32" or len(info.shape) != 2:
         raise CheckpointError(
             f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
@@ -171,10 +185,17 @@ def _read_packed(
                 element=IntFormatOf[bits], block=(group,), scale=scale_format(scale.dtype)
             )
             shape = (rows, columns)
-            weight = _grouped(name, shape, spec, codes, scale, where, packing="words")
-            expected = constant(f"{beside}weight_shape", "I64", shape, (2,))
-            has_shape = f"{beside}weight_shape" in tensors
-            return dataclasses.replace(weight, constants=(expected,) if has_shape else ())
+            weight = read_groups(name, shape, spec, codes, scale, where, packing="words")
+            if beside + _SHAPE not in tensors:
+                return weight
+            numbers = check_entry(tensors, beside + _SHAPE, ("I64", "I32"), where)
+            if numbers.shape != (2,):
+                raise CheckpointError(
+                    f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two "
+                    "numbers, rows and columns; fetch the checkpoint again"
+                )
+            expected = constant(numbers.name, numbers.dtype, shape, (2,))
+            return dataclasses.replace(weight, constants=(expected,))
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
         f"expected {' or '.join(f'{bits} bits in groups of {group}' for bits, group in widths)}; "
@@ -183,36 +204,6 @@ def _read_packed(
 
 
 IntFormatOf: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
-
-
-def _grouped(
-    name: str,
-    shape: tuple[int, ...],
-    spec: BlockFormat,
-    codes: Entry,
-    scale: Entry,
-    where: str,
-    *,
-    packing: Packing = "bytes",
-    second: Entry | None = None,
-) -> Stored:
-    length = spec.block[0] or 1
-    if len(shape) != 2 or scale.shape != (shape[0], -(-shape[1] // length)):
-        raise CheckpointError(
-            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
-            f"{length} of {list(shape)}; it cannot be read"
-        )
-    return Stored(
-        name=name,
-        shape=shape,
-        matrices=(1, shape[0], shape[1]),
-        spec=spec,
-        codes=codes,
-        scale=scale,
-        second=second,
-        second_divides=True,
-        packing=packing,
-    )
 
 
 # Bits and group sizes of packed integers that no config tells; `dequantized` checks the shape.
@@ -232,7 +223,20 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     return found
 
 
-def _widths(groups: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int]]:
+def _check_transforms(config: Mapping[str, Any], where: str) -> None:
+    """Raises where what the weights multiply is rotated when the model runs (SpinQuant, QuIP)."""
+    transforms = config.get("transform_config")
+    if isinstance(transforms, Mapping):
+        transforms = transforms.get("config_groups")
+    if transforms:
+        raise CheckpointError(
+            f"{where}: transform_config {shown(str(transforms)[:80])} in config.json: weights and "
+            "activations are rotated, which is not read, expected none; dequantize the checkpoint "
+            "with the program that made it"
+        )
+
+
+def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[int, int]]:
     """Bits and group size of packed integers, as the groups of the config have them.
 
     Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
@@ -240,17 +244,20 @@ def _widths(groups: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type") == "int" and bits in (4, 8) and isinstance(length, int):
-            found.append((bits, length))
+        if weights.get("type") != "int" or bits not in (4, 8) or length in (None, -1):
+            continue  # of the last ones channels have scales
+        if type(length) is not int or length < 1:
+            raise CheckpointError(
+                f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
+                "from 1 up; fetch the checkpoint again"
+            )
+        found.append((bits, length))
     return found or _WIDTHS
 
 
-def _block_structure(groups: Sequence[Mapping[str, Any]]) -> Sequence[int] | None:
-    for weights in groups:
-        block = weights.get("block_structure")
-        if isinstance(block, list) and len(block) == 2:
-            return block
-    return None
+def _block_structure(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[int] | None:
+    blocks = (check_block(g.get("block_structure"), "block_structure", where) for g in groups)
+    return next((block for block in blocks if block is not None), None)
 
 
 def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:

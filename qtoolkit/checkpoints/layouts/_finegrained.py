@@ -9,7 +9,7 @@ axes have to be multiples of 128.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo
+from qtoolkit.checkpoints._header import TensorInfo
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     Entry,
@@ -18,6 +18,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     Stored,
     Tensors,
     by_block,
+    check_block,
     check_divisible,
     matrix_of,
     read_bytes_weight,
@@ -44,13 +45,7 @@ def store(
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
-    block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise CheckpointError(
-            f"{where}: weight_block_size {block!r} in config.json, expected two lengths, [128, 128]"
-        )
+    block = check_block(config.get("weight_block_size"), "weight_block_size", where)
     found = {}
     for name, info in tensors.items():
         if info.dtype in BYTE_ELEMENTS and name + SUFFIX in tensors:

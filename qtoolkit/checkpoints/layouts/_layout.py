@@ -204,6 +204,64 @@ def read_bytes_weight(
     )
 
 
+def read_groups(
+    name: str,
+    shape: tuple[int, ...],
+    spec: BlockFormat,
+    codes: Entry,
+    scale: Entry,
+    where: str,
+    *,
+    packing: Packing = "bytes",
+    second: Entry | None = None,
+    second_divides: bool = False,
+) -> Stored:
+    """A weight, or one for each expert, with a scale for every group along the last axis.
+
+    Raises:
+      CheckpointError: The scales are not of these groups, or there are several second scales, but
+        not one for each expert.
+    """
+    (length,) = spec.block
+    assert length is not None
+    groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
+    if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
+        raise CheckpointError(
+            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
+            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+        )
+    count = math.prod(shape[:-2])
+    if second is not None and math.prod(second.shape) not in (1, count):
+        raise CheckpointError(
+            f"{where}: tensor {shown(second.name)}: {list(second.shape)}, expected one second scale"
+            + (f", or one for each of {count}," if count > 1 else "")
+            + f" of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+        )
+    return Stored(
+        name=name,
+        shape=shape,
+        matrices=(count, shape[-2], shape[-1]),
+        spec=spec,
+        codes=codes,
+        scale=scale,
+        second=second,
+        second_divides=second_divides,
+        packing=packing,
+    )
+
+
+def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
+    """The lengths of a block as a config has them; None where it has none."""
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CheckpointError(
+            f"{where}: {key} {shown(str(block)[:80])} in config.json, expected two lengths, "
+            "[128, 128]; fetch the checkpoint again"
+        )
+    return block
+
+
 def _blocks_by_shape(
     shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -214,7 +272,7 @@ def _blocks_by_shape(
         return (1, 0, 1), {"other_axes": None}
     if count == 1:
         return (1, size // last, last), {"other_axes": None}
-    if scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
+    if shape and scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
         return (1, shape[0], size // shape[0]), {"block": (1,), "axes": (0,), "other_axes": None}
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []
     suffix = tuple(range(len(shape) - len(outputs), len(shape)))
@@ -267,11 +325,13 @@ __all__ = [
     "by_block",
     "by_channel",
     "by_tensor",
+    "check_block",
     "check_divisible",
     "check_entry",
     "entry_beside",
     "matrix_of",
     "read_bytes_weight",
+    "read_groups",
     "scale_format",
     "scaling_of",
     "spelling",

@@ -2,7 +2,7 @@
 
 FP8: `weight` F8_E4M3, `weight_scale` F32, one (with `input_scale`) or one per output. NVFP4:
 `weight` U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2` F32, which
-multiplies, and `input_scale`.
+multiplies, and `input_scale`; of experts in one tensor also with an axis for them in front.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
@@ -28,6 +28,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     entry_beside,
     matrix_of,
     read_bytes_weight,
+    read_groups,
 )
 from qtoolkit.formats import E4M3FN, NVFP4
 
@@ -106,16 +107,10 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
         if info.dtype == "U8" and second_name in tensors:
             codes = check_entry(tensors, name, ("U8",), where)
             scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
-            rows, packed = codes.shape
-            found[name] = Stored(
-                name=name,
-                shape=(rows, 2 * packed),
-                matrices=(1, rows, 2 * packed),
-                spec=NVFP4,
-                codes=codes,
-                scale=scale,
-                second=check_entry(tensors, second_name, ("F32",), where),
-                packing="nibbles",
+            second = check_entry(tensors, second_name, ("F32",), where)
+            shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
+            found[name] = read_groups(
+                name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second
             )
         elif info.dtype in BYTE_ELEMENTS and _has_floats(tensors, scale_name):
             found[name] = read_bytes_weight(tensors, name, scale_name, where)
