@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
-from qtoolkit.checkpoints._job import difference, inner_folders, make_job
+from qtoolkit.checkpoints._job import difference, make_job, own_names
 from qtoolkit.checkpoints._place import Place
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
@@ -97,7 +97,7 @@ def write_folder(
     cut = shards(plan.tensors, limit)
     job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
     place = Place.of(path)
-    own = inner_folders(job)
+    own = own_names(job)
     with place.sweeping():
         check_folder(path, overwrite, own)
     with place.locked(shared=shard is not None):
@@ -323,7 +323,7 @@ def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
 
 def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
     """Writes index and config, and gives the folder its name."""
-    own = inner_folders(job)
+    own = own_names(job)
     check_folder(place.path, overwrite, own)
     reports = [report for record in _whole(place, job) for report in _tensors(record)]
     weight_map: dict[str, str] = {}

@@ -90,7 +90,7 @@ class Folder(Closing):
         self.config = {} if config is None else read_json(join(path, config))
         self.has_config = config is not None
         self.is_adapter = ADAPTER_CONFIG in names
-        files, index = _weight_files(path, [*found])
+        files, index = weight_files(path, [*found])
         self.files = files
         is_one = len(files) == 1 and not _SHARD.match(files[0])
         self.base = files[0].removesuffix(".safetensors") if is_one else "model"
@@ -216,7 +216,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
         ) from error
 
 
-def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
+def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index."""
     if INDEX in names:
         where = join(path, INDEX)
