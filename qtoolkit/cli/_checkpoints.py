@@ -227,7 +227,11 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Write weights with NaN or Inf, too.")
+        bool,
+        typer.Option(
+            "--allow-nonfinite",
+            help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+        ),
     ] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,

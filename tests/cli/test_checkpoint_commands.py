@@ -85,6 +85,15 @@ def test_reports(source, tmp_path):
     assert (quiet.exit_code, quiet.output) == (0, "")
 
 
+def test_nan_in_what_is_copied_is_named(source, tmp_path):
+    tensors = load(source / "model.safetensors")
+    tensors["model.norm.weight"][3:5] = np.nan, -np.inf
+    save(source / "model.safetensors", tensors, overwrite=True)
+    lines = run("convert", source, tmp_path / "dst", *CT).stdout.splitlines()
+    assert "  note       NaN or infinite, copied as they are: model.norm.weight (2)" in lines
+    assert not any("elements were NaN" in line for line in lines)
+
+
 def test_a_dry_run_of_a_folder(source, tmp_path):
     result = run("convert", source, tmp_path / "dst", *CT, "--dry-run")
     assert result.exit_code == 0
