@@ -131,14 +131,19 @@ def _copy_into(source: Path, file: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, ours: str = "") -> Iterator[None]:
-    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it."""
+    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it.
+
+    `ours` is a part of the paths that only we know.
+    """
     try:
         yield
     except OSError as error:
-        is_ours = bool(ours) and ours in os.path.basename(str(error.filename))
-        if (error.filename is not None and not is_ours) or error.errno is None:
-            raise  # a source read meanwhile has a name of its own
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        is_ours = bool(ours) and ours in str(error.filename)
+        # A source read meanwhile has a name of its own.
+        if error.errno is not None and (error.filename is None or is_ours):
+            error.filename = str(path)
+            error.filename2 = None
+        raise
 
 
 class _File:

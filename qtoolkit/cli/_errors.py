@@ -35,11 +35,16 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
         except CheckpointError as error:
             raise failure(str(error), 1) from error
         except OSError as error:
-            raise failure(_os_message(error), 1) from error
-        except KeyboardInterrupt:
-            _leave(f"interrupted; {interrupted}", 130)
-        except _TerminatedError:
-            _leave(f"terminated; {interrupted}", 143)
+            raise failure(_with_notes(_os_message(error), error), 1) from error
+        except KeyboardInterrupt as error:
+            _leave(_with_notes(f"interrupted; {interrupted}", error), 130)
+        except _TerminatedError as error:
+            _leave(_with_notes(f"terminated; {interrupted}", error), 143)
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """The message and what `add_note` has added to an exception, such as what it left."""
+    return "; ".join((message, *getattr(error, "__notes__", ())))
 
 
 class _TerminatedError(BaseException):
@@ -117,7 +122,7 @@ def _os_message(error: OSError) -> str:
 
 
 _HINTS = {
-    errno.ENOSPC: "nothing was written; make room or choose another disk",
-    errno.EROFS: "nothing was written; choose a folder that can be written to",
+    errno.ENOSPC: "make room or choose another disk",
+    errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "check its permissions",
 }

@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -10,10 +12,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
 from qtoolkit.checkpoints import _partial as partial_module
 from qtoolkit.checkpoints._partial import partial_name
+from qtoolkit.cli._app import app
 
 TARGET = "dst.safetensors"
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]
@@ -97,6 +101,48 @@ def test_the_bytes_are_the_same_whatever_the_number_of_threads(tmp_path):
         reports.append(report.tensors)
     assert len(set(files)) == 1
     assert reports[0] == reports[1] == reports[2]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(disk)]
+    done = None if shutil.which("mount") is None else subprocess.run(mount, capture_output=True)
+    if done is None or done.returncode:
+        pytest.skip("a disk of its own is mounted, and this user may not")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_the_files_that_are_whole(small_disk, tmp_path):
+    source = tmp_path / "src"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {f"{i}.weight": rng.normal(size=(64, 256)).astype(np.float32) for i in range(9)}
+    save(source / "model.safetensors", tensors)
+    target, options = small_disk / "dst", ["--max-shard-size", "20KB"]
+    with pytest.raises(CheckpointError, match="is a mount point"):
+        convert(source, small_disk)
+    full = CliRunner().invoke(app, ["convert", str(source), str(target), *options, "-q"])
+    assert (full.exit_code, full.stdout) == (1, "")
+    assert re.fullmatch(
+        rf"qtoolkit: {target}: No space left on device; make room or choose another disk; "
+        rf"\d of 9 files are whole and kept for a rerun with .*: qtoolkit finalize --discard .*\n",
+        full.stderr,
+    )
+    shard = CliRunner().invoke(
+        app, ["convert", str(source), str(target), *options, "-q", "--shard", "0/1"]
+    )
+    assert shard.exit_code == 1
+    assert f"{target}: No space left on device; make room or" in shard.stderr
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    assert len(convert(source, target, max_shard_size="20KB").resumed) > 2
+    convert(source, tmp_path / "alone", max_shard_size="20KB")
+    assert os.listdir(small_disk) == ["dst"]
+    for name in os.listdir(tmp_path / "alone"):
+        assert (target / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
 
 @pytest.mark.parametrize("workers", [0, 65, True, "2"])

@@ -496,8 +496,9 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
     # As a run leaves it that is killed between the two renames.
     os.rename(target, tmp_path / ".dst.qtoolkit-partial-old")
     with pytest.raises(CheckpointError, match="exists already"):
-        convert(source, target)
+        convert(source, target, format="int8")
     assert (target / "model.safetensors").read_bytes() == before
+    assert convert(source, target, format="int8", overwrite=True).resumed == ("model.safetensors",)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
 
