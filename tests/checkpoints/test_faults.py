@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -208,8 +209,12 @@ def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
     assert (folder / TARGET).read_bytes() == expected
 
 
-def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
-    """The signal arrives in the first of the imports that take long."""
+@pytest.mark.parametrize(
+    ("sent", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
+    """It arrives in the first of the imports that take long; an exception would crash the last."""
     program = (
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
@@ -218,13 +223,44 @@ def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'typer':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), {int(sent)})\n"
+        "            except BaseException:\n"
+        "                os.abort()\n"
         "sys.meta_path.insert(0, Finder())\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 130
-    assert done.stderr == "qtoolkit: interrupted; nothing was written\n"
+    assert done.returncode == code
+    assert done.stderr == f"qtoolkit: {word}; nothing was written\n"
+
+
+@pytest.mark.exhaustive  # two minutes
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
+    """While Python libraries and jaxlib load, while JAX compiles: 0.1 to 1.6 s, here."""
+    (tmp_path / "src").mkdir()
+    save(tmp_path / "src" / "model.safetensors", {"a.weight": np.ones((8192, 8192), np.float32)})
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from qtoolkit.__main__ import main\n"
+        "print('begun', flush=True)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "convert", str(tmp_path / "src"), "dst", "-q"]
+    for moment in np.linspace(0.02, 1.5, 60):
+        pipe = subprocess.PIPE
+        process = start(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+        process.stdout.readline()
+        time.sleep(moment)
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=60)
+        if not (tmp_path / "dst").exists():
+            assert process.returncode == 128 + sent
+            assert re.fullmatch(
+                r"qtoolkit: (interrupted|terminated); (nothing|dst) was (not )?written\n", error
+            )
+        shutil.rmtree(tmp_path / "dst", ignore_errors=True)
 
 
 def test_little_is_loaded_before_interrupts_are_caught():
@@ -235,5 +271,8 @@ def test_little_is_loaded_before_interrupts_are_caught():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     own = {"qtoolkit", "qtoolkit.__main__", "qtoolkit._version"}
     assert set(done.stdout.split()) - own <= {
-        *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings")
+        *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings"),
+        *("signal", "enum", "types", "functools", "reprlib"),
+        *("operator", "_operator", "keyword", "itertools"),
+        *("collections", "_collections", "_functools", "collections.abc"),
     }
