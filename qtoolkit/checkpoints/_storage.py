@@ -289,12 +289,12 @@ class _Remote:
         return _Object(self._files, str(path))
 
     def write(self, path: Path, data: bytes) -> None:
-        with _one_line(path):
+        with _one_line(path), _in_bucket():
             self._files.pipe_file(str(path), data)
 
     def upload(self, file: str, path: Path) -> None:
         size = os.path.getsize(file)
-        with _one_line(path), open(file, "rb") as source:
+        with _one_line(path), _in_bucket(), open(file, "rb") as source:
             if size <= _PART:
                 self._files.pipe_file(str(path), source.read())
                 return
@@ -353,6 +353,15 @@ def _one_line(url: Path) -> Iterator[None]:
         if type(error).__module__ == "builtins":
             raise
         raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
+
+
+@contextlib.contextmanager
+def _in_bucket() -> Iterator[None]:
+    """Says what is missing where something is written: no file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "its bucket does not exist; create it") from error
 
 
 def _line(text: object) -> str:

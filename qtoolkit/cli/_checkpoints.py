@@ -25,7 +25,7 @@ from qtoolkit.checkpoints.internal import (
     target_names,
     worker_count,
 )
-from qtoolkit.cli._errors import failure, one_line_errors
+from qtoolkit.cli._errors import failure, one_line_errors, printing
 from qtoolkit.cli._summaries import (
     LAYOUTS_HEADER,
     PLAN_HEADER,
@@ -417,16 +417,18 @@ def _print_report(
 ) -> None:
     if quiet:
         return
-    if as_json:
-        typer.echo(done.to_json())
-        return
-    if markdown:
-        typer.echo(report_markdown(done))
-        return
-    if verbose:
-        table(*report_rows(done))
-    for line in (*report_summary(done), *loading_lines(done)):
-        typer.echo(line)
+    what = f"shard {done.shard} of " if done.shard else ""
+    with printing(f"{what}{done.target} is written and whole"):
+        if as_json:
+            typer.echo(done.to_json())
+            return
+        if markdown:
+            typer.echo(report_markdown(done))
+            return
+        if verbose:
+            table(*report_rows(done))
+        for line in (*report_summary(done), *loading_lines(done)):
+            typer.echo(line)
 
 
 def _show_plan(

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -30,8 +30,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             yield
             sys.stdout.flush()
         except BrokenPipeError:
-            # Whoever read our output has gone; what is left in the buffer must not complain later.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence(sys.stdout)  # whoever read our output has gone
             raise typer.Exit(1) from None
         except CheckpointError as error:
             raise failure(str(error), 1) from error
@@ -41,6 +40,32 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             _leave(_with_notes(f"interrupted; {interrupted}", error), 130)
         except _TerminatedError as error:
             _leave(_with_notes(f"terminated; {interrupted}", error), 143)
+
+
+@contextlib.contextmanager
+def printing(done: str) -> Iterator[None]:
+    """Says where standard output fails, as on a full disk, that `done` nevertheless."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence(sys.stdout)
+        raise failure(f"standard output: {error.strerror}; {done}", 1) from error
+
+
+def note(message: str) -> None:
+    """Prints a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
+    try:
+        typer.echo(message, err=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Lets what is printed, also what waits in a buffer, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _with_notes(message: str, error: BaseException) -> str:
@@ -132,7 +157,7 @@ def _say(message: str) -> None:
     line = " ".join(message.splitlines())
     # Names of files may hold what a terminal obeys.
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    typer.echo(f"qtoolkit: {line}", err=True)
+    note(f"qtoolkit: {line}")
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -232,6 +232,13 @@ def test_large_files_go_up_in_parts_and_a_failure_leaves_none(bucket, tmp_path, 
     assert "Uploads" not in bucket.list_multipart_uploads(Bucket="bkt")
 
 
+def test_a_bucket_that_does_not_exist(bucket, source):
+    for path in (source, source / "model.safetensors"):
+        with pytest.raises(FileNotFoundError, match="its bucket does not exist; create") as caught:
+            convert(path, "s3://none/dst")
+        assert caught.value.filename == "s3://none/dst"
+
+
 def test_failures_of_one_process_keep_what_is_whole(store, source, expected, monkeypatch):
     upload_file = storage_module._Remote.upload
 

@@ -354,6 +354,34 @@ def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
     assert process.wait(timeout=60) == 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "code", "error"),
+    [
+        (
+            ">/dev/full",
+            1,
+            "qtoolkit: standard output: No space left on device; out is written and whole\n",
+        ),
+        ("2>/dev/full", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirected, code, error):
+    process = start(
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", *COMMAND, "convert", str(source), "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.splitlines(True) if not line.startswith("converting")]
+    assert (process.returncode, "".join(lines)) == (code, error)
+    assert bool(stdout) is (code == 0)
+    assert load(tmp_path / "out")
+
+
 def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
     parts = [
         in_terminal(start, ["convert", str(source), str(tmp_path / "out")]),
