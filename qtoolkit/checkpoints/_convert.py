@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
@@ -136,12 +136,15 @@ def dequantize_checkpoint(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     shard: Shard | None = None,
+    workers: int | None = None,
+    max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Writes the weights that a quantized checkpoint stands for, streaming.
 
     Args:
-      src, dst, max_shard_size, overwrite, shard, progress: As in `convert`. GGUF is quantized, too.
+      src, dst, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
+        GGUF is quantized, too.
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
 
@@ -158,16 +161,12 @@ def dequantize_checkpoint(
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
+    workers = worker_count(workers, max_memory)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
-        source = dequantized(opened)
-        if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
-            raise CheckpointError(
-                f"{src}: nothing in it is quantized in a layout that is read, expected one; "
-                "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
-            )
+        source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _Work(source, plan, True, progress, worker_count())
+        work = _Work(source, plan, True, progress, workers)
         return _written(dst, opened, work, limit, overwrite, shard)
 
 

@@ -1,6 +1,6 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
@@ -22,6 +22,7 @@ __all__ = [
     "Stored",
     "byte_count",
     "check_destination",
+    "check_quantized",
     "dequantized",
     "join",
     "part_names",

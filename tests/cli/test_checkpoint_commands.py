@@ -126,6 +126,22 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     )
 
 
+def test_a_dry_run_of_a_dequantization(source, tmp_path):
+    run("convert", source, tmp_path / "dst", *CT)
+    line = ["dequantize", tmp_path / "dst", tmp_path / "back", "--max-memory", "360MiB"]
+    assert fails("dequantize", source, tmp_path / "no", "--dry-run").startswith(
+        f"{source}: nothing in it is quantized in a layout that is read"
+    )
+    planned = run(*line, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
+    assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F32", "BF16"]]
+    plan = json.loads(run(*line, "--dry-run", "--json").stdout)
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+    done = json.loads(run(*line, "--workers", "1", "--json").stdout)
+    assert plan["bytes_after"] == done["bytes_after"]
+
+
 def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
     lines = run("inspect", tmp_path / "dst", "--stats").stdout.splitlines()
