@@ -5,6 +5,7 @@ from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
+from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._source import Folder, Source, read_json
 from qtoolkit.checkpoints._statistics import statistics
@@ -23,6 +24,7 @@ __all__ = [
     "byte_count",
     "check_destination",
     "check_quantized",
+    "check_replaced",
     "dequantized",
     "join",
     "part_names",

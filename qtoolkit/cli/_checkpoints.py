@@ -18,6 +18,7 @@ from qtoolkit.checkpoints.internal import (
     byte_count,
     check_destination,
     check_quantized,
+    check_replaced,
     dequantized,
     part_names,
     read_json,
@@ -401,6 +402,7 @@ def layouts(
 
 @contextlib.contextmanager
 def _opened(src: str) -> Iterator[Any]:
+    check_replaced(src)
     source = checkpoints.open_source(src)
     try:
         yield source

@@ -163,6 +163,16 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     assert float(stats[WEIGHT]["deviation"]) == pytest.approx(x.std(), rel=0.02)
 
 
+def test_inspect_finds_what_was_to_be_replaced(source, tmp_path):
+    """As a run leaves it that is killed between the two renames."""
+    old = tmp_path / ".src.qtoolkit-partial-old"
+    os.rename(source, old)
+    assert fails("inspect", source) == (
+        f"{source}: a run that was to replace it was killed, and it is {old} now; run that again, "
+        "or rename it"
+    )
+
+
 def test_layouts():
     listed = run("layouts").stdout
     for name in ("plain", "compressed-tensors", "finegrained-fp8", "modelopt"):
