@@ -1,20 +1,40 @@
 """The command `qtoolkit`, also `python -m qtoolkit`: interrupted in one line from the start."""
 
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """Runs the command; exits with 0, with 1 after a failure, with 2 after misuse."""
-    try:
-        # Within the `try`, for loading it takes a few tenths of a second.
-        from qtoolkit.cli import main as run
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+    _open_closed_streams()
+    from qtoolkit.cli import main as run
 
-        run()
-    except KeyboardInterrupt:
-        sys.stderr.write("qtoolkit: interrupted; nothing was written\n")
-        sys.stderr.flush()
-        os._exit(130)  # what was interrupted while it was imported must not run its exit handlers
+    run()
+
+
+def _open_closed_streams() -> None:
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed, as by 2>&-: or a checkpoint would be opened as this number
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _leave(number: int, _: object) -> None:
+    # Not by an exception: raised while NumPy's or JAX's libraries are loaded, it crashes them or
+    # becomes an ImportError; and what is half loaded must not run its exit handlers.
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    try:
+        os.write(2, f"qtoolkit: {word}; nothing was written\n".encode())
+    finally:
+        os._exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
 from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
@@ -28,6 +28,11 @@ from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
+# The patterns of +Inf and -Inf. Those of NaNs of the same sign are larger.
+_INFINITIES = {
+    dtype: np.array([np.inf, -np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
+    for dtype in ("F64", "F32", "F16", "BF16")
+}
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,7 +71,8 @@ def convert(
         folder behind a URL each file does, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
       max_shard_size: Bytes of a file of a folder, or such as "5GB".
-      allow_nonfinite: Whether weights with NaN or Inf are written. Inf saturates, but stays in
+      allow_nonfinite: Whether weights with NaN or Inf are quantized and cast; what is copied may
+        have them, as masks do, and is named in the report. Inf saturates, but stays in
         float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
         hence its whole block, becomes NaN.
       overwrite: Whether `dst` may be replaced.
@@ -85,9 +91,9 @@ def convert(
       What was done, tensor by tensor.
 
     Raises:
-      CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights have NaN
-        or Inf, `src` is a file and there is a shard, or `make_plan` raises it. Nothing is written,
-        of shards no file that is not whole.
+      CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
+        not copied have NaN or Inf, `src` is a file and there is a shard, or `make_plan` raises it.
+        Nothing is written, of shards no file that is not whole.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
@@ -130,12 +136,15 @@ def dequantize_checkpoint(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     shard: Shard | None = None,
+    workers: int | None = None,
+    max_memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Writes the weights that a quantized checkpoint stands for, streaming.
 
     Args:
-      src, dst, max_shard_size, overwrite, shard, progress: As in `convert`. GGUF is quantized, too.
+      src, dst, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
+        GGUF is quantized, too.
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
 
@@ -152,16 +161,12 @@ def dequantize_checkpoint(
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
+    workers = worker_count(workers, max_memory)
     check_destination(src, dst, overwrite)
     with contextlib.closing(open_source(src)) as opened:
-        source = dequantized(opened)
-        if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
-            raise CheckpointError(
-                f"{src}: nothing in it is quantized in a layout that is read, expected one; "
-                "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
-            )
+        source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _Work(source, plan, True, progress, worker_count())
+        work = _Work(source, plan, True, progress, workers)
         return _written(dst, opened, work, limit, overwrite, shard)
 
 
@@ -245,6 +250,20 @@ def entries(
         sums.add(result.sums)
 
 
+def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
+    """How many elements of `dtype` in some bytes are NaN or infinite; 0 for what is not wide."""
+    if dtype not in _INFINITIES:
+        return 0
+    infinities = _INFINITIES[dtype]
+    patterns = data.view(infinities.dtype)
+    signed = data.view(f"i{patterns.itemsize}")
+    # Two maxima are a small part of the time of a copy, and nearly always enough: as signed numbers
+    # the patterns of positive elements are the largest, as unsigned ones those of negative ones.
+    if signed.max() < infinities[0] and patterns.max() < infinities[1]:
+        return 0
+    return int(np.count_nonzero(patterns & infinities[0] == infinities[0]))
+
+
 class _Work:
     """One conversion under way: the open source, the reports so far."""
 
@@ -300,7 +319,7 @@ class _Work:
     def _bad(self, reports: Sequence[TensorReport]) -> list[TensorReport]:
         if self._allow_nonfinite:
             return []
-        return [r for r in reports if r.nonfinite and r.action == "quantize"]
+        return [r for r in reports if r.nonfinite and r.action != "keep"]
 
     def finish(self) -> None:
         """Raises where weights had NaN or Inf and may not."""
@@ -309,18 +328,20 @@ class _Work:
             return
         named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        wide = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
         raise CheckpointError(
-            f"{self._source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers. "
-            "Nothing was written; leave them out with --skip, or pass --allow-nonfinite"
+            f"{self._source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers; "
+            f"copy them as they are, with --skip{wide}, or pass --allow-nonfinite"
         )
 
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
-        size = tensor.source.nbytes
+        size, sums = tensor.source.nbytes, Sums()
         for start in range(0, size, _COPY):
             data = np.empty(min(_COPY, size - start), np.uint8)
             self._source.read_into(tensor.name, start, data.data)
+            sums.nonfinite += _nonfinite_count(data, tensor.source.dtype)
             yield tensor.name, data
-        self._report(tensor)
+        self._report(tensor, sums)
 
     def _tasks(self, tensor: TensorPlan) -> Iterable[Task]:
         """What is quantized for a tensor, or rounded to another wide dtype."""

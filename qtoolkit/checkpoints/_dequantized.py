@@ -143,6 +143,21 @@ def dequantized(source: Source) -> Source:
     return DequantizedSource(source, layout, stored) if stored else source
 
 
+def check_quantized(opened: Source) -> Source:
+    """`dequantized` of what has to be quantized.
+
+    Raises:
+      CheckpointError: It is not; or as `dequantized`.
+    """
+    source = dequantized(opened)
+    if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
+        raise CheckpointError(
+            f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
+            "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
+        )
+    return source
+
+
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
     """Raises where a shape that a file gives in numbers is not the one that its entries have."""
     for weight in stored.values():

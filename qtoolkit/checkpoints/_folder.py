@@ -2,15 +2,24 @@
 
 import errno
 import os
+import re
 from collections.abc import Container, Iterable
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._source import is_under_way
-from qtoolkit.checkpoints._storage import Path, identity, is_url, storage
+from qtoolkit.checkpoints._source import is_under_way, weight_files
+from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
 
+# What lies beside the weights of a model: what --overwrite may take with them.
+_BESIDE_WEIGHTS = re.compile(
+    r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
+    r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
+    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|\.gitattributes"
+    r"|(configuration|modeling|processing|image_processing|tokenization)_\w+\.py"
+    r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
+)
 _CONFIGS = ("quantization_config", "compression_config")
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -71,10 +80,15 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     Args:
       path: The folder.
       overwrite: Whether a checkpoint of that name may be replaced.
-      own: Folders that such a checkpoint may have in it.
+      own: Names, also of folders, that such a checkpoint may have in it, as the new one has them.
     """
     place, target = storage(path), _real(path)
     if not is_url(path):
+        if os.path.ismount(target):
+            raise CheckpointError(
+                f"{path}: is a mount point, and the folder that is written gets its name by a "
+                f"rename; give a folder in it: {join(path, 'NAME')}"
+            )
         parent = os.path.dirname(target)
         if not os.path.isdir(parent):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
@@ -99,6 +113,23 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
         raise CheckpointError(
             f"{path}: {what}, so it is no checkpoint that --overwrite could replace; choose "
             "another name"
+        )
+    try:
+        weights, _ = weight_files(target, [*found])
+    except CheckpointError as error:
+        reason = str(error).partition("; ")[0].removeprefix(f"{target}: ")  # not its remedies
+        raise CheckpointError(
+            f"{path}: --overwrite replaces nothing but a checkpoint, and this is none: {reason}; "
+            "choose another name"
+        ) from error
+    known = {*weights, *(name for name in found if _BESIDE_WEIGHTS.fullmatch(name))}
+    others = [name for name in found if name not in known and name not in own]
+    if others:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        some = ", ".join(map(shown, others[:5])) + more
+        raise CheckpointError(
+            f"{path}: --overwrite would delete {some}, expected nothing but a checkpoint; move "
+            f"{'them' if len(others) > 1 else 'it'} away, or choose another name"
         )
 
 

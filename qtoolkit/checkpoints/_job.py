@@ -88,9 +88,9 @@ def _start(source: Folder, name: str) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def inner_folders(job: Mapping[str, Any]) -> set[str]:
-    """The folders in a checkpoint."""
-    return {name.partition("/")[0] for name in job["copied"] if "/" in name}
+def own_names(job: Mapping[str, Any]) -> set[str]:
+    """The files and folders in a checkpoint."""
+    return {name.partition("/")[0] for name in (*job["files"], *job["copied"], *job["json"])}
 
 
 def difference(there: Any, here: Mapping[str, Any]) -> str:

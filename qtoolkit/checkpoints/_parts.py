@@ -16,13 +16,13 @@ from typing import Any, Protocol
 from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
-from qtoolkit.checkpoints._job import difference, inner_folders, make_job
+from qtoolkit.checkpoints._job import difference, make_job, own_names
 from qtoolkit.checkpoints._place import Place
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import PLAN, Folder, is_under_way
-from qtoolkit.checkpoints._storage import Path, copy, is_url, join, storage
+from qtoolkit.checkpoints._storage import Path, copy, is_url, join, naming, storage
 
 Shard = tuple[int, int]
 
@@ -91,16 +91,18 @@ def write_folder(
       The report, with files and tensors.
 
     Raises:
-      CheckpointError, OSError: As `write_safetensors`; files of another plan are there. Nothing is
-        left but whole files, of shards or of an earlier run of the same plan.
+      CheckpointError, OSError: As `write_safetensors`; files of another plan are there. Whole files
+        are left for a rerun, and a note of the exception says so: those of shards, of an earlier
+        run of the same plan, and, but for a CheckpointError, which a rerun meets again, of this
+        one.
     """
     cut = shards(plan.tensors, limit)
     job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
     place = Place.of(path)
-    own = inner_folders(job)
+    own = own_names(job)
     with place.sweeping():
         check_folder(path, overwrite, own)
-    with place.locked(shared=shard is not None):
+    with naming(path, place.parts), place.locked(shared=shard is not None):
         check_folder(path, overwrite, own)  # somebody else may have written it meanwhile
         there = place.plan()
         is_new = there is None or there.get("made") != job["made"]
@@ -112,8 +114,19 @@ def write_folder(
             resumed = _write(place, source, job, cut, plan, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
-        except BaseException:
+        except CheckpointError:
             if shard is None and is_new:  # what others have written for this plan stays
+                place.remove(job)
+            raise
+        except BaseException as error:  # an interrupt, a full disk
+            whole = [name for name in job["files"] if _reports(place, job, name) is not None]
+            if whole:
+                error.add_note(
+                    f"{len(whole)} of {len(job['files'])} files {'are' if len(whole) > 1 else 'is'}"
+                    " whole and kept for a rerun with the same options; to remove what is there: "
+                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                )
+            elif shard is None and is_new:
                 place.remove(job)
             raise
     return dataclasses.replace(
@@ -154,7 +167,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     place = Place.of(dst)
     with place.sweeping():
         _check_parts(place)
-        with place.locked(shared=False):
+        with naming(dst, place.parts), place.locked(shared=False):
             return _finalized(place, _check_parts(place), overwrite)
 
 
@@ -323,7 +336,7 @@ def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
 
 def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
     """Writes index and config, and gives the folder its name."""
-    own = inner_folders(job)
+    own = own_names(job)
     check_folder(place.path, overwrite, own)
     reports = [report for record in _whole(place, job) for report in _tensors(record)]
     weight_map: dict[str, str] = {}

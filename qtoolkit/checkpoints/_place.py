@@ -15,6 +15,16 @@ from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
 _MAX_JSON = 2**30
 
 
+def check_replaced(path: Path) -> None:
+    """Raises CheckpointError where a folder was to be replaced, and the run killed just then."""
+    place = Place.of(path)
+    if not is_url(path) and not os.path.lexists(place.target) and os.path.isdir(place.old):
+        raise CheckpointError(
+            f"{path}: a run that was to replace it was killed, and it is {place.old} now; run that "
+            "again, or rename it"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a folder comes to be.

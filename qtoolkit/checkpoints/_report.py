@@ -21,7 +21,8 @@ class TensorReport:
       max_scale: The largest of its scales; None where it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
         `dequantize` gives; infinite where exact; None where kept, all zero or empty.
-      nonfinite: How many of its elements are NaN or infinite; 0 where copied.
+      nonfinite: How many of its elements are NaN or infinite, of those in float64, float32,
+        float16 and bfloat16.
       overflowed: How many finite elements exceed the largest number of float16 or bfloat16 that it
         was rounded to, and became that number.
     """

@@ -92,7 +92,7 @@ class Folder(Closing):
         self.config = {} if config is None else read_json(join(path, config))
         self.has_config = config is not None
         self.is_adapter = ADAPTER_CONFIG in names
-        files, index = _weight_files(path, [*found])
+        files, index = weight_files(path, [*found])
         self.files = files
         index_name = _index_in([*found]) or INDEX
         is_one = index is None and len(files) == 1 and not _SHARD.match(files[0])
@@ -228,7 +228,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
         ) from error
 
 
-def _weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
+def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index."""
     index_name = _index_in(names)
     if index_name is not None:

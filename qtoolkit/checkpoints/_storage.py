@@ -131,14 +131,19 @@ def _copy_into(source: Path, file: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, ours: str = "") -> Iterator[None]:
-    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it."""
+    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it.
+
+    `ours` is a part of the paths that only we know.
+    """
     try:
         yield
     except OSError as error:
-        is_ours = bool(ours) and ours in os.path.basename(str(error.filename))
-        if (error.filename is not None and not is_ours) or error.errno is None:
-            raise  # a source read meanwhile has a name of its own
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        is_ours = bool(ours) and ours in str(error.filename)
+        # A source read meanwhile has a name of its own.
+        if error.errno is not None and (error.filename is None or is_ours):
+            error.filename = str(path)
+            error.filename2 = None
+        raise
 
 
 class _File:
@@ -284,12 +289,12 @@ class _Remote:
         return _Object(self._files, str(path))
 
     def write(self, path: Path, data: bytes) -> None:
-        with _one_line(path):
+        with _one_line(path), _in_bucket():
             self._files.pipe_file(str(path), data)
 
     def upload(self, file: str, path: Path) -> None:
         size = os.path.getsize(file)
-        with _one_line(path), open(file, "rb") as source:
+        with _one_line(path), _in_bucket(), open(file, "rb") as source:
             if size <= _PART:
                 self._files.pipe_file(str(path), source.read())
                 return
@@ -348,6 +353,15 @@ def _one_line(url: Path) -> Iterator[None]:
         if type(error).__module__ == "builtins":
             raise
         raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
+
+
+@contextlib.contextmanager
+def _in_bucket() -> Iterator[None]:
+    """Says what is missing where something is written: no file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "its bucket does not exist; create it") from error
 
 
 def _line(text: object) -> str:

@@ -1,10 +1,11 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
+from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, read_json
@@ -23,6 +24,8 @@ __all__ = [
     "Stored",
     "byte_count",
     "check_destination",
+    "check_quantized",
+    "check_replaced",
     "check_target",
     "dequantized",
     "join",

@@ -17,6 +17,8 @@ from qtoolkit.checkpoints.internal import (
     Folder,
     byte_count,
     check_destination,
+    check_quantized,
+    check_replaced,
     dequantized,
     part_names,
     read_json,
@@ -25,7 +27,7 @@ from qtoolkit.checkpoints.internal import (
     target_names,
     worker_count,
 )
-from qtoolkit.cli._errors import failure, one_line_errors
+from qtoolkit.cli._errors import failure, one_line_errors, printing
 from qtoolkit.cli._summaries import (
     LAYOUTS_HEADER,
     PLAN_HEADER,
@@ -227,7 +229,11 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="Write weights with NaN or Inf, too.")
+        bool,
+        typer.Option(
+            "--allow-nonfinite",
+            help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+        ),
     ] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
@@ -259,13 +265,8 @@ def convert(
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
         as_json = as_json or report == "json"
-        if dry_run and report == "md":
-            raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
         if dry_run:
-            check_destination(src, dst, overwrite)
-            with _opened(src) as opened:
-                part = (shard, byte_count(max_shard_size))
-                _show_plan(opened, dst, options, part, as_json, quiet)
+            _dry_run(src, dst, options, (shard, max_shard_size), overwrite, report, as_json, quiet)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
@@ -299,6 +300,9 @@ def dequantize(
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
+    workers: Annotated[int | None, WORKERS] = None,
+    max_memory: Annotated[str | None, _MAX_MEMORY] = None,
+    dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
     as_json: Annotated[bool, _JSON] = False,
     quiet: Annotated[bool, _QUIET] = False,
@@ -310,6 +314,11 @@ def dequantize(
     the quantization.
     """
     with one_line_errors(f"{dst} was not written"):
+        as_json = as_json or report == "json"
+        if dry_run:
+            options = {"format": None, "keep_dtype": dtype}
+            _dry_run(src, dst, options, (shard, max_shard_size), overwrite, report, as_json, quiet)
+            return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
                 src,
@@ -318,9 +327,10 @@ def dequantize(
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
                 shard=shard,
+                workers=workers,
+                max_memory=max_memory,
                 progress=callback,
             )
-        as_json = as_json or report == "json"
         _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
 
 
@@ -392,6 +402,7 @@ def layouts(
 
 @contextlib.contextmanager
 def _opened(src: str) -> Iterator[Any]:
+    check_replaced(src)
     source = checkpoints.open_source(src)
     try:
         yield source
@@ -413,34 +424,49 @@ def _print_report(
 ) -> None:
     if quiet:
         return
-    if as_json:
-        typer.echo(done.to_json())
-        return
-    if markdown:
-        typer.echo(report_markdown(done))
-        return
-    if verbose:
-        table(*report_rows(done))
-    for line in (*report_summary(done), *loading_lines(done)):
-        typer.echo(line)
+    what = f"shard {done.shard} of " if done.shard else ""
+    with printing(f"{what}{done.target} is written and whole"):
+        if as_json:
+            typer.echo(done.to_json())
+            return
+        if markdown:
+            typer.echo(report_markdown(done))
+            return
+        if verbose:
+            table(*report_rows(done))
+        for line in (*report_summary(done), *loading_lines(done)):
+            typer.echo(line)
 
 
-def _show_plan(
-    opened: Any,
+def _dry_run(
+    src: str,
     dst: str,
     options: dict[str, Any],
-    part: tuple[Any, int],
+    part: tuple[Any, str],
+    overwrite: bool,
+    report: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    plan = checkpoints.make_plan(dequantized(opened), **options)
+    """Prints a plan with these options; `part` is a shard and the size of files."""
+    if report == "md":
+        raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
+    check_destination(src, dst, overwrite)
+    with _opened(src) as opened:
+        source = dequantized(opened) if options["format"] else check_quantized(opened)
+        plan = checkpoints.make_plan(source, **options)
+        shard, size = part
+        _show_plan(plan, dst, _part(opened, plan, shard, byte_count(size)), as_json, quiet)
+
+
+def _show_plan(plan: checkpoints.Plan, dst: str, part: str, as_json: bool, quiet: bool) -> None:
     if quiet:
         return
     if as_json:
         typer.echo(json.dumps(plan_data(plan), indent=2))
         return
     table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
-    for line in plan_summary(plan, dst, _part(opened, plan, *part)):
+    for line in plan_summary(plan, dst, part):
         typer.echo(line)
 
 

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -29,37 +30,95 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             yield
             sys.stdout.flush()
         except BrokenPipeError:
-            # Whoever read our output has gone; what is left in the buffer must not complain later.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence(sys.stdout)  # whoever read our output has gone
             raise typer.Exit(1) from None
         except CheckpointError as error:
             raise failure(str(error), 1) from error
         except OSError as error:
-            raise failure(_os_message(error), 1) from error
-        except KeyboardInterrupt:
-            _leave(f"interrupted; {interrupted}", 130)
-        except _TerminatedError:
-            _leave(f"terminated; {interrupted}", 143)
+            raise failure(_with_notes(_os_message(error), error), 1) from error
+        except KeyboardInterrupt as error:
+            _leave(_with_notes(f"interrupted; {interrupted}", error), 130)
+        except _TerminatedError as error:
+            _leave(_with_notes(f"terminated; {interrupted}", error), 143)
+
+
+@contextlib.contextmanager
+def printing(done: str) -> Iterator[None]:
+    """Says where standard output fails, as on a full disk, that `done` nevertheless."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence(sys.stdout)
+        raise failure(f"standard output: {error.strerror}; {done}", 1) from error
+
+
+def note(message: str) -> None:
+    """Prints a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
+    try:
+        typer.echo(message, err=True)
+    except OSError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Lets what is printed, also what waits in a buffer, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """The message and what `add_note` has added to an exception, such as what it left."""
+    return "; ".join((message, *getattr(error, "__notes__", ())))
 
 
 class _TerminatedError(BaseException):
     """A termination signal, as an exception."""
 
 
+_RAISED: dict[int, type[BaseException]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: _TerminatedError,
+}
+
+
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Makes a termination signal raise as Ctrl-C does, and neither of them get lost."""
-
-    def handler(*_: Any) -> None:
-        raise _TerminatedError
-
-    previous_handler = signal.signal(signal.SIGTERM, handler)
+    """Makes Ctrl-C and a termination signal raise, where that harms nothing, and not get lost."""
+    # A shell starts background jobs with SIGINT ignored.
+    numbers = [n for n in _RAISED if signal.getsignal(n) is not signal.SIG_IGN]
+    previous_handlers = [signal.signal(number, _raise_or_wait) for number in numbers]
     previous_hook, sys.unraisablehook = sys.unraisablehook, _signal_again
     try:
         yield
     finally:
         sys.unraisablehook = previous_hook
-        signal.signal(signal.SIGTERM, previous_handler)
+        for number, handler in zip(numbers, previous_handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def _raise_or_wait(number: int, frame: FrameType | None) -> None:
+    """The handler: raises, but within an import sends the signal again when that is done.
+
+    What is raised while jaxlib is loaded aborts the process or crashes it.
+    """
+    if _is_within(frame, _is_import):
+        _send_later(number, _is_import)
+    else:
+        raise _RAISED[number]
+
+
+def _is_import(code: CodeType) -> bool:
+    return code.co_filename == "<frozen importlib._bootstrap>"
+
+
+def _is_hook(code: CodeType) -> bool:
+    return code is _signal_again.__code__
+
+
+def _is_within(frame: FrameType | None, found: Callable[[CodeType], bool]) -> bool:
+    return any(found(outer.f_code) for outer, _ in traceback.walk_stack(frame))
 
 
 def _signal_again(lost: Any) -> None:
@@ -68,23 +127,24 @@ def _signal_again(lost: Any) -> None:
     It drops what is raised in a `__del__` or in a callback of the garbage collector. JAX has such a
     callback, and a Ctrl-C that fell into it left the demo training.
     """
-    number = {KeyboardInterrupt: signal.SIGINT, _TerminatedError: signal.SIGTERM}.get(lost.exc_type)
+    number = next((n for n, kind in _RAISED.items() if kind is lost.exc_type), None)
     if number is None:
         sys.__unraisablehook__(lost)
     else:
-        threading.Thread(target=_signal_after_the_hook, args=(number,), daemon=True).start()
+        _send_later(number, _is_hook)  # what is raised within the hook is dropped too, for good
 
 
-def _signal_after_the_hook(number: signal.Signals) -> None:
-    # What is raised within the hook is dropped too, and for good.
+def _send_later(number: int, busy: Callable[[CodeType], bool]) -> None:
+    """Sends a signal when the main thread is no longer within code that is `busy`."""
     main = threading.main_thread().ident
     assert main is not None
-    hook = _signal_again.__code__
-    while any(
-        frame.f_code is hook for frame, _ in traceback.walk_stack(sys._current_frames()[main])
-    ):
-        time.sleep(0.001)
-    os.kill(os.getpid(), number)
+
+    def send() -> None:
+        while _is_within(sys._current_frames()[main], busy):
+            time.sleep(0.001)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
 
 
 def failure(message: str, code: int) -> typer.Exit:
@@ -97,7 +157,7 @@ def _say(message: str) -> None:
     line = " ".join(message.splitlines())
     # Names of files may hold what a terminal obeys.
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    typer.echo(f"qtoolkit: {line}", err=True)
+    note(f"qtoolkit: {line}")
 
 
 def _leave(message: str, code: int) -> NoReturn:
@@ -117,7 +177,7 @@ def _os_message(error: OSError) -> str:
 
 
 _HINTS = {
-    errno.ENOSPC: "nothing was written; make room or choose another disk",
-    errno.EROFS: "nothing was written; choose a folder that can be written to",
+    errno.ENOSPC: "make room or choose another disk",
+    errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "check its permissions",
 }

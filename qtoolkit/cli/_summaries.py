@@ -118,8 +118,13 @@ def report_summary(report: Report) -> list[str]:
         )
         lines.append(f"  mean SQNR  {_decibels(report.mean_sqnr_db)}")
         lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
-    if report.nonfinite:
-        lines.append(f"  note       {report.nonfinite:,} elements were NaN or infinite")
+    copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
+    if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
+        lines.append(f"  note       {changed:,} elements were NaN or infinite")
+    if copied:
+        some = ", ".join(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied[:5])
+        more = f" and {len(copied) - 5} more" if len(copied) > 5 else ""
+        lines.append(f"  note       NaN or infinite, copied as they are: {some}{more}")
     if report.overflowed:
         lines.append(
             f"  note       {report.overflowed:,} finite elements exceed the largest number of "

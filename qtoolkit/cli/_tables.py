@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import typer
 
+from qtoolkit.cli._errors import note
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
     """Prints a table to stdout; the columns named in `right` are aligned to the right.
@@ -77,7 +79,7 @@ def _plain_progress(title: str) -> Callable[[str, int, int], None]:
         tenths = 10 * done // max(total, 1)
         if tenths > printed:
             printed = tenths
-            typer.echo(f"{title}: {10 * tenths:3} %  {name}", err=True)
+            note(f"{title}: {10 * tenths:3} %  {name}")
 
     return callback
 

@@ -404,7 +404,7 @@ def test_casts_keep_inf_and_count_what_they_clamp(tmp_path, fmt):
     x = np.array([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1], np.float32)
     expected = np.where(np.isinf(x), x, np.clip(x, -largest, largest)).astype(fmt)
     tensors = {"bias": x, "a.weight": normal((8, 8))}
-    found, report = converted(tmp_path, tensors, keep_dtype=fmt)
+    found, report = converted(tmp_path, tensors, keep_dtype=fmt, allow_nonfinite=True)
     assert_same_codes(found["bias"], expected)
     assert (report.nonfinite, report.overflowed) == (3, 2)
     save(tmp_path / SRC, {"w": x.reshape(2, 3)}, overwrite=True)
@@ -414,3 +414,28 @@ def test_casts_keep_inf_and_count_what_they_clamp(tmp_path, fmt):
     assert_same_codes(load(tmp_path / DST)["w"], expected.reshape(2, 3))
     assert (report.nonfinite, report.overflowed) == (3, 2)
     assert not checkpoints.verify(tmp_path / SRC, tmp_path / DST).problems
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_what_is_copied_is_looked_at(tmp_path, dtype):
+    """Each edge of the finite numbers alone among finite ones; NumPy says which are finite."""
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    edges = np.array([np.inf, -np.inf, np.nan, -np.nan], dtype).view(bits)
+    edges = np.concatenate([edges - 1, edges, edges + 1, ~(0 * edges)]).view(dtype)
+    tensors = {f"{i}.mask": np.array([-1, edge, 1], dtype) for i, edge in enumerate(edges)}
+    written, report = converted(tmp_path, tensors)
+    with np.errstate(invalid="ignore"):  # of signaling NaNs
+        expected = [np.count_nonzero(~np.isfinite(tensors[t.name])) for t in report.kept]
+    assert [tensor.nonfinite for tensor in report.kept] == expected
+    assert 0 < sum(expected) < len(edges) == len(expected)
+    assert written["1.mask"].tobytes() == tensors["1.mask"].tobytes()
+
+
+def test_what_is_cast_is_refused_as_what_is_quantized(tmp_path):
+    save(tmp_path / SRC, {"bias": np.array([1, np.nan], np.float32)})
+    message = r"weights: bias \(1\); .* with --skip and without --keep-dtype, or pass --allow-nonf"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / SRC, tmp_path / DST, keep_dtype="bfloat16")
+    assert os.listdir(tmp_path) == [SRC]
+    options = {"keep_dtype": "bfloat16", "allow_nonfinite": True}
+    assert convert(tmp_path / SRC, tmp_path / DST, **options).nonfinite == 1

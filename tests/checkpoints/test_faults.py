@@ -3,6 +3,9 @@
 import errno
 import os
 import random
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +13,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
 from qtoolkit.checkpoints import _partial as partial_module
 from qtoolkit.checkpoints._partial import partial_name
+from qtoolkit.cli._app import app
 
 TARGET = "dst.safetensors"
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert"]
@@ -99,6 +104,48 @@ def test_the_bytes_are_the_same_whatever_the_number_of_threads(tmp_path):
     assert reports[0] == reports[1] == reports[2]
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(disk)]
+    done = None if shutil.which("mount") is None else subprocess.run(mount, capture_output=True)
+    if done is None or done.returncode:
+        pytest.skip("a disk of its own is mounted, and this user may not")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_the_files_that_are_whole(small_disk, tmp_path):
+    source = tmp_path / "src"
+    source.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {f"{i}.weight": rng.normal(size=(64, 256)).astype(np.float32) for i in range(9)}
+    save(source / "model.safetensors", tensors)
+    target, options = small_disk / "dst", ["--max-shard-size", "20KB"]
+    with pytest.raises(CheckpointError, match="is a mount point"):
+        convert(source, small_disk)
+    full = CliRunner().invoke(app, ["convert", str(source), str(target), *options, "-q"])
+    assert (full.exit_code, full.stdout) == (1, "")
+    assert re.fullmatch(
+        rf"qtoolkit: {target}: No space left on device; make room or choose another disk; "
+        rf"\d of 9 files are whole and kept for a rerun with .*: qtoolkit finalize --discard .*\n",
+        full.stderr,
+    )
+    shard = CliRunner().invoke(
+        app, ["convert", str(source), str(target), *options, "-q", "--shard", "0/1"]
+    )
+    assert shard.exit_code == 1
+    assert f"{target}: No space left on device; make room or" in shard.stderr
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    assert len(convert(source, target, max_shard_size="20KB").resumed) > 2
+    convert(source, tmp_path / "alone", max_shard_size="20KB")
+    assert os.listdir(small_disk) == ["dst"]
+    for name in os.listdir(tmp_path / "alone"):
+        assert (target / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+
+
 @pytest.mark.parametrize("workers", [0, 65, True, "2"])
 def test_workers_out_of_range(tmp_path, workers):
     save(tmp_path / "src", {"a.weight": np.ones((2, 2), np.float32)})
@@ -162,8 +209,12 @@ def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
     assert (folder / TARGET).read_bytes() == expected
 
 
-def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
-    """The signal arrives in the first of the imports that take long."""
+@pytest.mark.parametrize(
+    ("sent", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
+    """It arrives in the first of the imports that take long; an exception would crash the last."""
     program = (
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
@@ -172,13 +223,44 @@ def test_an_interrupt_while_the_command_loads_is_one_line(tmp_path):
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'typer':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), {int(sent)})\n"
+        "            except BaseException:\n"
+        "                os.abort()\n"
         "sys.meta_path.insert(0, Finder())\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 130
-    assert done.stderr == "qtoolkit: interrupted; nothing was written\n"
+    assert done.returncode == code
+    assert done.stderr == f"qtoolkit: {word}; nothing was written\n"
+
+
+@pytest.mark.exhaustive  # two minutes
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
+    """While Python libraries and jaxlib load, while JAX compiles: 0.1 to 1.6 s, here."""
+    (tmp_path / "src").mkdir()
+    save(tmp_path / "src" / "model.safetensors", {"a.weight": np.ones((8192, 8192), np.float32)})
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from qtoolkit.__main__ import main\n"
+        "print('begun', flush=True)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "convert", str(tmp_path / "src"), "dst", "-q"]
+    for moment in np.linspace(0.02, 1.5, 60):
+        pipe = subprocess.PIPE
+        process = start(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+        process.stdout.readline()
+        time.sleep(moment)
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=60)
+        if not (tmp_path / "dst").exists():
+            assert process.returncode == 128 + sent
+            assert re.fullmatch(
+                r"qtoolkit: (interrupted|terminated); (nothing|dst) was (not )?written\n", error
+            )
+        shutil.rmtree(tmp_path / "dst", ignore_errors=True)
 
 
 def test_little_is_loaded_before_interrupts_are_caught():
@@ -189,5 +271,8 @@ def test_little_is_loaded_before_interrupts_are_caught():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     own = {"qtoolkit", "qtoolkit.__main__", "qtoolkit._version"}
     assert set(done.stdout.split()) - own <= {
-        *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings")
+        *("importlib", "importlib._bootstrap", "importlib._bootstrap_external", "warnings"),
+        *("signal", "enum", "types", "functools", "reprlib"),
+        *("operator", "_operator", "keyword", "itertools"),
+        *("collections", "_collections", "_functools", "collections.abc"),
     }

@@ -325,6 +325,53 @@ def test_targets_that_would_lose_something(source, tmp_path):
     assert os.listdir(tmp_path / "dst" / "thesis") == []
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["lora_a", "lora_b"], r"dst: --overwrite .*, and this is none: 2 safetensors files"),
+        (["lora_a"], r"dst: --overwrite would delete thesis\.txt, expected nothing but a checkp"),
+        (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt, exp"),
+    ],
+)
+def test_overwrite_deletes_nothing_but_a_checkpoint(source, tmp_path, names, message):
+    for name in names:
+        (tmp_path / "dst").mkdir(exist_ok=True)
+        save(tmp_path / "dst" / f"{name}.safetensors", {"w": np.ones(3)})
+    (tmp_path / "dst" / "thesis.txt").write_text("precious")
+    before = sorted(os.listdir(tmp_path / "dst"))
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "dst", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "dst")) == before
+
+
+def test_overwrite_replaces_a_source_and_files_that_the_new_one_has(source, tmp_path):
+    former = sharded(tmp_path / "dst")
+    (former / "pytorch_model.bin").unlink()
+    (former / "notes.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"would delete notes\.json, exp"):
+        convert(source, former, overwrite=True)
+    (source / "notes.json").write_text("{}")
+    for name in ("merges.txt", "modeling_own.py", "LICENSE", "generation_config.json"):
+        (former / name).touch()
+    convert(source, former, overwrite=True)
+    assert sorted(os.listdir(former)) == [
+        *("config.json", "model.safetensors", "notes.json", "tokenizer.json")
+    ]
+
+
+def test_a_mount_point_is_refused_before_the_work(source, tmp_path, monkeypatch):
+    """As `/output` in a pod: it cannot be renamed, which was found out when all was done."""
+    target = tmp_path / "output"
+    target.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(target))
+    with pytest.raises(
+        CheckpointError, match=r"output: is a mount point, .*in it: .*/output/NAME$"
+    ):
+        convert(source, target)
+    convert(source, target / "src")
+    assert os.listdir(target) == ["src"]
+
+
 def test_overwrite_replaces_a_whole_checkpoint(source, tmp_path):
     convert(source, tmp_path / "dst", max_shard_size="40KB")
     convert(source, tmp_path / "dst", overwrite=True)
@@ -449,8 +496,9 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
     # As a run leaves it that is killed between the two renames.
     os.rename(target, tmp_path / ".dst.qtoolkit-partial-old")
     with pytest.raises(CheckpointError, match="exists already"):
-        convert(source, target)
+        convert(source, target, format="int8")
     assert (target / "model.safetensors").read_bytes() == before
+    assert convert(source, target, format="int8", overwrite=True).resumed == ("model.safetensors",)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
 

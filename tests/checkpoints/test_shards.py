@@ -379,25 +379,44 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "shard", [["--shard", "1/2"], pytest.param([], marks=pytest.mark.exhaustive)]
+    ("shard", "sent"),
+    [
+        (["--shard", "1/2"], signal.SIGKILL),
+        pytest.param([], signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param(["--shard", "1/2"], signal.SIGTERM, marks=pytest.mark.exhaustive),
+        ([], signal.SIGTERM),
+        pytest.param([], signal.SIGINT, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_killed_a_rerun_goes_on(source, tmp_path, start, shard):
+def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
     """Killed in the middle: when the first of two files is there."""
     options = ["--max-shard-size", "20KB", "-q", *shard]
     line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), *options]
     program = (
         "import os, signal, sys\n"
+        # A shell starts background jobs, and so this one, with SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from qtoolkit.checkpoints import _place\n"
         "def write(self, folder, name, value, write=_place.Place.write):\n"
         "    write(self, folder, name, value)\n"
         "    if name.startswith('model'):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"        os.kill(os.getpid(), {int(sent)})\n"
         "_place.Place.write = write\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )
-    killed = start([sys.executable, "-c", program, *line[3:]])
-    assert killed.wait(timeout=300) == -signal.SIGKILL
+    killed = start([sys.executable, "-c", program, *line[3:]], stderr=subprocess.PIPE, text=True)
+    _, error = killed.communicate(timeout=300)
+    if sent == signal.SIGKILL:
+        assert killed.returncode == -sent
+    else:
+        word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[sent]
+        assert (killed.returncode, error) == (
+            128 + sent,
+            f"qtoolkit: {word}; {tmp_path}/dst was not written; 1 of 6 files is whole and kept for "
+            "a rerun with the same options; to remove what is there: qtoolkit finalize --discard "
+            f"{tmp_path}/dst\n",
+        )
     if shard:
         for index in (0, 1):
             report = convert(source, tmp_path / "dst", max_shard_size="20KB", shard=(index, 2))

@@ -85,6 +85,15 @@ def test_reports(source, tmp_path):
     assert (quiet.exit_code, quiet.output) == (0, "")
 
 
+def test_nan_in_what_is_copied_is_named(source, tmp_path):
+    tensors = load(source / "model.safetensors")
+    tensors["model.norm.weight"][3:5] = np.nan, -np.inf
+    save(source / "model.safetensors", tensors, overwrite=True)
+    lines = run("convert", source, tmp_path / "dst", *CT).stdout.splitlines()
+    assert "  note       NaN or infinite, copied as they are: model.norm.weight (2)" in lines
+    assert not any("elements were NaN" in line for line in lines)
+
+
 def test_a_dry_run_of_a_folder(source, tmp_path):
     result = run("convert", source, tmp_path / "dst", *CT, "--dry-run")
     assert result.exit_code == 0
@@ -117,6 +126,22 @@ def test_dequantize_and_quantize_anew(source, tmp_path):
     )
 
 
+def test_a_dry_run_of_a_dequantization(source, tmp_path):
+    run("convert", source, tmp_path / "dst", *CT)
+    line = ["dequantize", tmp_path / "dst", tmp_path / "back", "--max-memory", "360MiB"]
+    assert fails("dequantize", source, tmp_path / "no", "--dry-run").startswith(
+        f"{source}: nothing in it is quantized in a layout that is read"
+    )
+    planned = run(*line, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
+    assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F32", "BF16"]]
+    plan = json.loads(run(*line, "--dry-run", "--json").stdout)
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+    done = json.loads(run(*line, "--workers", "1", "--json").stdout)
+    assert plan["bytes_after"] == done["bytes_after"]
+
+
 def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
     lines = run("inspect", tmp_path / "dst", "--stats").stdout.splitlines()
@@ -136,6 +161,16 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     stats = {row["tensor"]: row for row in data["stats"]}
     x = load(source / "model.safetensors")[WEIGHT].astype(np.float64)
     assert float(stats[WEIGHT]["deviation"]) == pytest.approx(x.std(), rel=0.02)
+
+
+def test_inspect_finds_what_was_to_be_replaced(source, tmp_path):
+    """As a run leaves it that is killed between the two renames."""
+    old = tmp_path / ".src.qtoolkit-partial-old"
+    os.rename(source, old)
+    assert fails("inspect", source) == (
+        f"{source}: a run that was to replace it was killed, and it is {old} now; run that again, "
+        "or rename it"
+    )
 
 
 def test_layouts():

@@ -294,6 +294,36 @@ with one_line_errors("nothing was changed"):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_within_an_import_waits_for_its_end(tmp_path, start, sent):
+    (tmp_path / "fragile.py").write_text(f"""
+import os, time
+try:
+    os.kill(os.getpid(), {int(sent)})
+    time.sleep(0.1)
+except BaseException:
+    os.abort()  # as jaxlib does
+print("loaded", end="")
+""")
+    script = """
+import time
+from qtoolkit.cli._errors import one_line_errors
+with one_line_errors("nothing was changed"):
+    import fragile
+    time.sleep(600)
+"""
+    process = start(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (128 + sent, "loaded")
+    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_whose_exception_python_drops_is_sent_again(start, sent):
     script = f"""
 import os, time
@@ -322,6 +352,34 @@ def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "code", "error"),
+    [
+        (
+            ">/dev/full",
+            1,
+            "qtoolkit: standard output: No space left on device; out is written and whole\n",
+        ),
+        ("2>/dev/full", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirected, code, error):
+    process = start(
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", *COMMAND, "convert", str(source), "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.splitlines(True) if not line.startswith("converting")]
+    assert (process.returncode, "".join(lines)) == (code, error)
+    assert bool(stdout) is (code == 0)
+    assert load(tmp_path / "out")
 
 
 def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
