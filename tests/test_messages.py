@@ -55,6 +55,18 @@ PYTHON = {
         lambda: qt.nnx.wrap(model(), "e4m3fn"), TypeError,
         "recipe has type str", "expected a Recipe", "write qtoolkit.Recipe('e4m3fn')",
     ),
+    "a preset's name for a recipe": (
+        lambda: qt.nnx.wrap(model(), "te_current"), TypeError,
+        "recipe has type str", "expected a Recipe", "write qtoolkit.recipes.te_current",
+    ),
+    "strict without inputs": (
+        lambda: qt.nnx.wrap(model(), strict=True), TypeError,
+        "strict has type bool", "expected inputs", "write strict=(x,)",
+    ),
+    "numerics with batch and loss exchanged": (
+        lambda: qt.nnx.numerics(qt.nnx.wrap(model()), lambda m, x: m(x).sum(), X), TypeError,
+        "loss_fn has type", "expected a function", "write numerics(wrapped, batch, loss_fn)",
+    ),
     "a dict for rules": (
         lambda: qt.nnx.wrap(model(), {"head": None}), TypeError,
         "recipe has type dict", "expected a Recipe or Rules", "write qtoolkit.Rules({...}",

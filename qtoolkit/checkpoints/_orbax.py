@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class OrbaxFolder(ArraySource):
                 f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
             ) from error
         self._orbax = ocp
-        self._folder = _of_one_item(path)
+        self._folder = os.path.abspath(_of_one_item(path))  # orbax takes no other
         self._structure: Any
         try:
             with _quiet():  # a step's item has no metadata of its own, which it warns of

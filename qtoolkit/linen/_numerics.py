@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from qtoolkit.linen._state import SCALES
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import Sums, sensitivity_of, sums_of
+from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -51,6 +51,7 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
       cotangent dgrad, wgrad 0%
     """
     check_arguments("numerics", wrapped, variables)
+    check_loss("numerics", loss_fn, "wrapped, variables")
     return _sums(loss_fn, variables, batch).numerics()
 
 
@@ -75,6 +76,7 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
       ['layers_0', 'layers_1']
     """
     check_arguments("sensitivity", wrapped, variables)
+    check_loss("sensitivity", loss_fn, "wrapped, variables")
     if any(bool(jnp.any(jnp.isnan(x))) for x in jax.tree.leaves(variables.get(SCALES, {}))):
         raise ValueError(
             "sensitivity: a learned scale has not been started, expected numbers; write "

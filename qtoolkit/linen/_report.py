@@ -1,7 +1,7 @@
 """`report`: every product of a wrapped module, quantized or left."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -112,8 +112,13 @@ def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
             yield key
 
 
-def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Sequence[Any]) -> None:
+def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Any) -> None:
     """Raises where a product is left that no rule leaves, none is quantized, a rule is unused."""
+    if isinstance(inputs, bool):
+        raise TypeError(
+            "wrap: strict has type bool, expected inputs to trace the module with; write "
+            "strict=(x,)"
+        )
     arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     name = type(wrapped).__name__
     places = [i for i, x in enumerate(arguments) if hasattr(x, "dtype")]

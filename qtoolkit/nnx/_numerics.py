@@ -12,7 +12,7 @@ from qtoolkit.nnx._report import hint, site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import Sums, sensitivity_of, sums_of
+from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -52,6 +52,7 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
       cotangent dgrad, wgrad 0%
     """
     check_wrapped("numerics", wrapped)
+    check_loss("numerics", loss_fn, "wrapped")
     graph, state = nnx.split(wrapped)
     return _sums(graph, loss_fn, state, batch).numerics()
 
@@ -96,6 +97,7 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
       [('layers/0', '0.029'), ('layers/1', '0.001')]
     """
     check_wrapped("sensitivity", wrapped)
+    check_loss("sensitivity", loss_fn, "wrapped")
     for path, module in nnx.iter_modules(wrapped):
         scales = [] if needs_no_scale(module) else _learned_scales(module)
         if any(bool(jnp.any(jnp.isnan(scale[...]))) for scale in scales):

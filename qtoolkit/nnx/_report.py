@@ -1,6 +1,5 @@
 """`report`: every product of a wrapped model, quantized or left."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,8 +89,12 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
     return report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
 
 
-def check_strict(wrapped: nnx.Module, rules: Rules[Recipe], inputs: Sequence[Any]) -> None:
+def check_strict(wrapped: nnx.Module, rules: Rules[Recipe], inputs: Any) -> None:
     """Raises where a product is left that no rule leaves, or none is quantized."""
+    if isinstance(inputs, bool):
+        raise TypeError(
+            "wrap: strict has type bool, expected inputs to trace the model with; write strict=(x,)"
+        )
     arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     found = report(wrapped, *arguments)
     if not found.quantized:

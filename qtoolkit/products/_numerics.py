@@ -353,6 +353,14 @@ def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
     )
 
 
+def check_loss(where: str, loss_fn: Any, given: str) -> None:
+    if not callable(loss_fn):
+        raise TypeError(
+            f"{where}: loss_fn has type {type(loss_fn).__name__}, expected a function to a float "
+            f"scalar; write {where}({given}, batch, loss_fn)"
+        )
+
+
 def scalar_loss(where: str, out: Any) -> Any:
     """The loss out of what a loss function gave."""
     value = out[0] if isinstance(out, tuple) else out

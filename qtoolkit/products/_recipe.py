@@ -592,9 +592,17 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
         return recipe
     name = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
     hint = f"; write qtoolkit.Recipe({name!r})" if isinstance(name, str) else ""
+    if isinstance(recipe, str) and _is_preset(recipe):
+        hint = f"; write qtoolkit.recipes.{recipe}"
     if isinstance(recipe, dict):
         hint = " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
     raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}")
+
+
+def _is_preset(name: str) -> bool:
+    from qtoolkit.products import _presets  # which are made of recipes
+
+    return isinstance(getattr(_presets, name, None), Recipe) if name in _presets.__all__ else False
 
 
 def _pair(name: str, given: Any) -> Pair:

@@ -12,7 +12,7 @@ from qtoolkit.products._calibration import (
 from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
-from qtoolkit.products._numerics import Sums, sums_of
+from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
@@ -51,6 +51,7 @@ __all__ = [
     "cached",
     "calibration_of",
     "check_calibrated",
+    "check_loss",
     "check_recipe",
     "check_trainable",
     "computes_product",

@@ -174,7 +174,10 @@ class QArray:
         return (self[i] for i in range(len(self)))
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("QArray: got where an array is expected; call .dequantize() first")
+        raise TypeError(
+            "QArray: got codes where an array is expected; call .dequantize() first, or let a "
+            "model's products take them: qtoolkit.nnx.quantize(model, recipe)"
+        )
 
     __jax_array__ = __array__
 

@@ -72,6 +72,14 @@ def test_converted_it_is_what_the_same_numbers_give(folder, tmp_path):
         assert np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes()
 
 
+def test_a_path_may_be_relative(folder, tmp_path, monkeypatch):
+    """Orbax itself takes none."""
+    monkeypatch.chdir(folder / "steps")
+    with open_source("12") as source:
+        assert list(source.tensors) == list(NAMES)
+    convert("12", tmp_path / "dst", channel_axis="last")
+
+
 def flat(tree, prefix=""):
     if not isinstance(tree, dict | list):
         return {prefix[:-1]: tree}

@@ -350,3 +350,14 @@ def test_what_is_neither_format_nor_name_nor_dtype(spec):
             function(spec)
         assert len(str(e.value).splitlines()) == 1
         assert len(str(e.value)) < 200
+
+
+def test_every_format_that_is_exported_is_registered():
+    """So that names find it, and the command, the reference and the explorer show it."""
+    exported = [getattr(formats, name) for name in formats.__all__]
+    for fmt in exported:
+        if isinstance(fmt, formats.FloatFormat | formats.IntFormat | formats.TableFormat):
+            assert fmt in formats.FORMATS
+            assert qt.format(fmt.name) is fmt
+        if isinstance(fmt, formats.BlockFormat):
+            assert fmt in formats.BLOCK_FORMATS

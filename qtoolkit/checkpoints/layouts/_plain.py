@@ -94,7 +94,7 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
 LAYOUT = Layout(
     name="plain",
     title="qtoolkit's own: codes under the weight's name, float32 scales under NAME_scale",
-    loaders="qtoolkit.checkpoints.load and dequantize; any safetensors reader",
+    loaders="qtoolkit.checkpoints.load and dequantize; other readers get codes and scales",
     schemes=(
         *(
             Scheme(name=f"{fmt.name} by {word}", spec=make(fmt))
