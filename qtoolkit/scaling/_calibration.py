@@ -13,14 +13,23 @@ from qtoolkit.casts.internal import (
     quotient,
 )
 from qtoolkit.formats import SpecLike
-from qtoolkit.scaling._observer import MAX, STATIC, SUM, Observer, amax_bits, from_bits, start
+from qtoolkit.scaling._observer import (
+    MAX,
+    STATIC,
+    SUM,
+    Observer,
+    amax_bits,
+    from_bits,
+    pytree,
+    start,
+)
 from qtoolkit.scaling._scales import asymmetric
 
 Array = jax.Array
 _LARGEST = np.finfo(np.float32).max
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AbsMax(Observer):
     """The largest magnitude of each block over all batches. Merging is exact.
@@ -65,7 +74,7 @@ class AbsMax(Observer):
         return dataclasses.replace(self, magnitude=jnp.maximum(self.magnitude, amax))
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MovingAverage(Observer):
     """The exponential moving average of the amax of each block, bias corrected.
@@ -126,7 +135,7 @@ class MovingAverage(Observer):
         )
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MinMax(Observer):
     """The least and the largest element of each block over all batches, for integers with a zero

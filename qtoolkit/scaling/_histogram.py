@@ -31,6 +31,7 @@ from qtoolkit.scaling._observer import (
     Observer,
     added,
     from_bits,
+    pytree,
     start,
     stored_tensor_scale,
 )
@@ -165,7 +166,7 @@ def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
     return counts.at[index].add(np.uint32(1)).reshape(*scales, bins.count)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Percentile(Histogram):
     """The least edge of a bin at or below which a fraction of the magnitudes lies.
@@ -224,7 +225,7 @@ class Percentile(Histogram):
         return jnp.where(edge > 0, jnp.minimum(edge, largest), largest)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MSE(Histogram):
     """The scale with the least mean squared error of the quantized elements.
@@ -277,7 +278,7 @@ class MSE(Histogram):
         return _best(self, self.octaves, _squared_error)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Entropy(Histogram):
     """The scale with the least Kullback-Leibler divergence of the quantized distribution.

@@ -17,7 +17,7 @@ from jax import lax
 from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._blocks import magnitude_max
-from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, start
+from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
 
 Array = jax.Array
 
@@ -67,7 +67,7 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     return jnp.where(is_good[..., None], moved, history), bad + is_bad.astype(jnp.uint32)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AmaxHistory(Observer):
     """The largest |x| of the last batches: delayed scaling, as an observer.

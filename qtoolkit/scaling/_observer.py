@@ -74,6 +74,36 @@ MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
 SUM = {"merge": Merge(jnp.add, lax.psum)}
 
 
+Kind = TypeVar("Kind", bound=type)
+
+
+def pytree(kind: Kind) -> Kind:
+    """Registers a dataclass of states as `jax.tree_util.register_dataclass` does, by its name too.
+
+    JAX (0.10 to 0.12) takes structures of two dataclasses for equal where their static fields are:
+    those of `MSE` and `Entropy`, so that `jax.jit`, where hashes met, gave a state of the other
+    class. Nodes of one's own are told apart.
+    """
+    fields = dataclasses.fields(kind)
+    static = tuple(f.name for f in fields if f.metadata.get("static"))
+    arrays = tuple(f.name for f in fields if f.name not in static)
+    keys = tuple(map(jax.tree_util.GetAttrKey, arrays))
+
+    def flatten(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        found = (tuple(getattr(state, name) for name in names) for names in (arrays, static))
+        return next(found), next(found)
+
+    def flatten_with_keys(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        children, known = flatten(state)
+        return tuple(zip(keys, children, strict=True)), known
+
+    def unflatten(known: tuple[Any, ...], children: Any) -> Any:
+        return kind(**dict(zip((*static, *arrays), (*known, *children), strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
+    return kind
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Observer:
     """What all states share.

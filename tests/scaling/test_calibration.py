@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from fractions import Fraction
 
@@ -612,6 +613,21 @@ def test_one_where_nothing_is_known(cls, fmt):
         same(state.amax(), np.zeros(fmt.scale_shape(SHAPE), F32))
         assert state.tensor_scale() == (1 if fmt.tensor_scale else None)
     assert (start.count, start.bad) == (0, 0)
+
+
+@pytest.mark.quick
+def test_states_of_two_classes_have_two_structures():
+    """JAX takes those of dataclasses for equal where fields are, and then a jit cache may, too."""
+    states = [cls.of("int8", SHAPE) for cls in (*SYMMETRIC, MinMax)]
+    for a, b in itertools.combinations(states, 2):
+        assert jax.tree.structure(a) != jax.tree.structure(b)
+    for state in states:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        again = structure.unflatten([leaf for _, leaf in leaves])
+        assert type(again) is type(state)
+        assert vars(again).keys() == vars(state).keys()
+        for path, leaf in leaves:
+            assert getattr(again, path[0].name) is leaf
 
 
 @pytest.mark.parametrize(("cls", "fmt"), cases(), ids=ids)
