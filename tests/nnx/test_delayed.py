@@ -405,6 +405,7 @@ def test_keys_advance_once_a_step(x):
     assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["fp8_lm", "nvfp4", "int4_lsq"])
 def test_wrapped_again_without_state_a_model_is_as_wrapped_once(first):
     """For nnx.jit and checkpoints, too: what was data before is none now."""

@@ -94,6 +94,7 @@ def run(model, x):
     return model(x)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", SCORES)
 def test_attention_of_ones_own_is_causal(name):
     """Except where nothing says which axis the features are: jax.numpy.flip of them, and such."""
@@ -105,7 +106,8 @@ def test_attention_of_ones_own_is_causal(name):
         np.testing.assert_allclose(run(wrapped, X), run(alike, X), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["einsum", "swapaxes", "mT"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["swapaxes", "mT", "einsum"])
 def test_so_it_is_in_linen(name):
     module = qt.linen.wrap(LinenAttention(name), qt.recipes.token_scaled)
     variables = module.init(jax.random.key(0), X)
