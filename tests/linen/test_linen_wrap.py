@@ -483,7 +483,11 @@ class Unprepared(nn.Module):
         ((nn.Dense,), TypeError, r"wrap: module has type type, expected an instance"),
         ((Stack(), "e4m3fn"), TypeError, r"type str, .* write qtoolkit.Recipe\('e4m3fn'\)"),
         ((Stack(), qt.spec("mxfp8_e4m3")), TypeError, r"write qtoolkit.Recipe\('mxfp8_e4m3'\)"),
-        ((Stack(), Rules({"tied": "mxfp8"})), TypeError, r"rule 'tied': wrap: .*write qtoolkit\.recipes\.mxfp8"),
+        (
+            (Stack(), Rules({"tied": "mxfp8"})),
+            TypeError,
+            r"rule 'tied': wrap: .*write qtoolkit\.recipes\.mxfp8",
+        ),
         ((Stack(), Rules({nnx.Linear: A})), TypeError, "rule Linear is a class of flax.nnx"),
     ],
 )
