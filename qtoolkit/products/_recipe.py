@@ -32,7 +32,8 @@ class Delayed:
 
     Observed is what a gradient flows through. A layer that is called twice, once behind
     `stop_gradient` or for an auxiliary output, scales both by what the other call held: larger
-    inputs of the one saturate. Call a copy there, `nnx.clone(wrapped)`, which is never observed.
+    inputs of the one saturate. Call the model there as wrapped by a recipe with current scales,
+    `qtoolkit.nnx.wrap(model, qtoolkit.recipes.te_current)`: the parameters are the same.
 
     Attributes:
       history: How many steps count, 1 or more.
@@ -602,7 +603,7 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
 def _is_preset(name: str) -> bool:
     from qtoolkit.products import _presets  # which are made of recipes
 
-    return isinstance(getattr(_presets, name, None), Recipe) if name in _presets.__all__ else False
+    return name in _presets.__all__ and isinstance(getattr(_presets, name), Recipe)
 
 
 def _pair(name: str, given: Any) -> Pair:

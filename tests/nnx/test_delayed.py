@@ -405,6 +405,31 @@ def test_keys_advance_once_a_step(x):
     assert not np.array_equal(first["kernel"], second["kernel"])  # other draws for the same values
 
 
+@pytest.mark.quick
+def test_a_second_call_without_a_gradient_is_scaled_by_the_first():
+    """As `Delayed` says; the same parameters under current scales take what is larger."""
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    small = jax.random.normal(jax.random.key(0), (4, 8))
+    large = 64 * small
+
+    def step(second):
+        wrapped = qt.nnx.wrap(model, DELAYED)
+
+        def loss(first):
+            other = first if second is None else second
+            return jnp.sum(first(small)), jax.lax.stop_gradient(other(large))
+
+        for _ in range(2):
+            _, seen = qt.nnx.value_and_grad(loss, has_aux=True)(wrapped)[0]
+        return float(jnp.linalg.norm(seen))
+
+    plain = float(jnp.linalg.norm(model(large)))
+    assert step(None) < plain / 8
+    current = qt.nnx.wrap(model, CURRENT)
+    assert current.kernel is model.kernel
+    assert abs(step(current) / plain - 1) < 0.1
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("first", ["fp8_lm", "nvfp4", "int4_lsq"])
 def test_wrapped_again_without_state_a_model_is_as_wrapped_once(first):
