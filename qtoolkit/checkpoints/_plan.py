@@ -295,8 +295,8 @@ class _Planner:
         scaled = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
         word = words.pop() if len(words) == 1 else (self.scaling or "tensor") if scaled else "none"
         kept = _kept_modules(tensors) if used else []
-        if used and self.layout.name == "compressed-tensors":
-            self._check_experts(tensors)
+        if used:
+            self._check_loadable(tensors)
         return Plan(
             layout=self.layout.name,
             format=given,
@@ -308,15 +308,11 @@ class _Planner:
             dequantizes=getattr(self.source, "layout", ""),
         )
 
-    def _check_experts(self, tensors: Iterable[TensorPlan]) -> None:
+    def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
         for tensor in tensors:
-            if _LLAMA4_EXPERTS.search(tensor.name) and len(tensor.source.shape) == 3:
-                raise self._error(
-                    tensor.source,
-                    "all experts of a Llama 4 layer in one tensor, expected one by one: loaders of "
-                    "compressed-tensors split the module, and find no weights for it; write "
-                    "--layout finegrained-fp8",
-                )
+            for pattern, reason in self.layout.refused.items():
+                if re.search(pattern, tensor.name):
+                    raise self._error(tensor.source, reason)
 
     def _rules(
         self, format: SpecLike | Rules[Any] | None
@@ -525,9 +521,6 @@ def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scalin
 def _formats(rules: Rules[Any]) -> list[Any]:
     values = (rules.default, *(value for _, value in rules.rules))
     return [value for value in values if value is not None]
-
-
-_LLAMA4_EXPERTS = re.compile(r"feed_forward\.experts\.(gate_up_proj|down_proj)$")
 
 
 def _kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:

@@ -351,4 +351,9 @@ LAYOUT = Layout(
     read=read,
     config=config,
     static={FP8_TENSOR: FP8_STATIC},
+    refused={
+        r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
+        "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "
+        "no weights for it; write --layout finegrained-fp8"
+    },
 )

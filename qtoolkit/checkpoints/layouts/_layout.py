@@ -58,6 +58,7 @@ class Layout:
       files: The same -> further JSON files by name.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       static: For schemes that take static activation scales but need none, those that need them.
+      refused: Patterns of names of tensors that its loaders cannot take, and why.
 
     Examples:
       >>> for layout in qt.checkpoints.LAYOUTS.values():
@@ -80,6 +81,7 @@ class Layout:
     )
     linear_only: bool = True
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a word for its scales; None: the layout's first.
