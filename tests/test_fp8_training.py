@@ -1,13 +1,12 @@
 """The experiment `fp8_training`: its command, that it goes on where it was, and its table."""
 
-import functools
-
 import fp8_training
 import numpy as np
 import pytest
 import typer
 from benchmarks._gaps import paired_gaps, text_of_gaps
 from benchmarks._results import load
+from flax import nnx
 from typer.testing import CliRunner
 
 
@@ -17,13 +16,27 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 
+class Small(nnx.Module):
+    """In place of the convolutional one, which takes long to compile."""
+
+    def __init__(self, seed):
+        self.first = nnx.Linear(64, 16, rngs=nnx.Rngs(seed))
+        self.second = nnx.Linear(16, 10, rngs=nnx.Rngs(seed + 1))
+
+    def __call__(self, images):
+        return self.second(nnx.relu(self.first(images.reshape(-1, 64))))
+
+
 @pytest.fixture
 def images(monkeypatch):
     """In place of those of scikit-learn, which the tests do without."""
     draw = np.random.default_rng(0)
     found = fp8_training.Images(draw.random((24, 8, 8)), draw.integers(0, 10, 24), 20, "noise")
-    make = functools.partial(fp8_training.cnn, lambda: found)
-    monkeypatch.setitem(fp8_training.MODELS, "cnn", make)
+
+    def small(quick):
+        return fp8_training.cnn(lambda: found, quick)._replace(make=Small)
+
+    monkeypatch.setitem(fp8_training.MODELS, "cnn", small)
 
 
 def test_a_quick_run_is_stored_and_not_repeated(images, monkeypatch, tmp_path):

@@ -110,7 +110,7 @@ def test_the_oracle_equals_a_search_among_all_values(name):
 # --- every input of 16 bits -----------------------------------------------------------------------
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", NARROW)
 def test_every_16_bit_input_to_every_narrow_format(name, source):

@@ -1,6 +1,7 @@
 """The demo end to end with few steps, and the parts it is made of."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import re
@@ -14,11 +15,13 @@ from flax import nnx
 from rich.console import Console
 
 from qtoolkit import checkpoints, demo
-from qtoolkit.demo import _demo
+from qtoolkit.demo import _demo, _language_model
 from qtoolkit.demo._language_model import CONTEXT
 from qtoolkit.products import Recipe
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+small = functools.partial(demo.ByteTransformer, 32, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +31,13 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole demo of three steps: its output and its folder."""
+    """A whole demo of three steps of a small model: its output and its folder."""
     folder = tmp_path_factory.mktemp("demo") / "new"
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+    ):
+        patch.setattr(_language_model, "ByteTransformer", small)
         demo.run(steps=3, out=folder, seed=1, format="F8_E5M2")
     return output.getvalue(), folder
 
@@ -49,10 +56,11 @@ def test_it_leaves_checkpoints_plots_and_the_table(finished):
     assert str(folder) in output.replace("\n", "")
 
 
+@pytest.mark.exhaustive
 def test_the_figures_are_those_of_the_files(finished, corpus):
     _, folder = finished
     table = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", (folder / "table.md").read_text(), re.M))
-    model = demo.ByteTransformer(rngs=nnx.Rngs(7))
+    model = small(rngs=nnx.Rngs(7))
     windows = demo.validation_windows(corpus)
     for name, row in (
         ("float32", "float32, final weights"),

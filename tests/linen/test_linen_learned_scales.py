@@ -44,7 +44,7 @@ def loss(variables, x, module=MODULE):
 
 @pytest.fixture(scope="module")
 def variables():
-    return qt.linen.start_scales(MODULE, MODULE.init(KEY, X), X)
+    return qt.linen.start_scales(MODULE, jax.jit(MODULE.init)(KEY, X), X)
 
 
 def kept(variables, path="self"):
@@ -62,7 +62,7 @@ def close(got, expected, rtol=1e-4, atol=1e-5):
 
 @pytest.mark.quick
 def test_parameters_are_those_of_the_plain_model():
-    plain, made = Net().init(KEY, X), MODULE.init(KEY, X)
+    plain, made = jax.jit(Net().init)(KEY, X), jax.jit(MODULE.init)(KEY, X)
     assert set(made) == {"params", SCALES}
     jax.tree.map(np.testing.assert_array_equal, made["params"], plain["params"])
     assert jax.tree.structure(made[SCALES]) == jax.tree.structure(
@@ -88,7 +88,7 @@ def test_scales_start_as_lsq_has_it(variables):
     again = qt.linen.start_scales(MODULE, variables, 100 * X)  # started already
     close(again[SCALES], variables[SCALES], rtol=0, atol=0)
     dense = qt.linen.wrap(nn.Dense(4), LSQ)
-    started = qt.linen.start_scales(dense, dense.init(KEY, X), (X,))
+    started = qt.linen.start_scales(dense, jax.jit(dense.init)(KEY, X), (X,))
     np.testing.assert_allclose(kept(started)["lhs_scale"], first_scale(X), rtol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_lsq(variables):
 def test_gradients_are_those_of_lsq_plus():
     recipe = Recipe((Operand("uint4", scaling=Learned(offset=True)), INT4), gradient=None)
     module, x = qt.linen.wrap(nn.Dense(4), recipe), X + 0.7
-    variables = qt.linen.start_scales(module, module.init(KEY, x), x)
+    variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, x), x)
     scales = kept(variables)
     assert set(scales) == {"lhs_scale", "lhs_offset", "rhs_scale"}
     np.testing.assert_allclose(scales["lhs_scale"], (x.max() - x.min()) / 15, rtol=1e-6)
@@ -143,15 +143,17 @@ def test_both_operands_of_attention_are_rounded_as_inputs():
     x = X.reshape(2, 8, 8)
     plain = nn.MultiHeadDotProductAttention(2)
     module = qt.linen.wrap(plain, LSQ)
-    variables = module.init(KEY, x)
+    variables = jax.jit(module.init)(KEY, x)
     assert set(variables[SCALES]["self"]) == {"__call__.0", "__call__.1"}
     assert set(kept(variables)) == {"lhs_scale", "rhs_scale"}
     variables = qt.linen.start_scales(module, variables, x)
-    assert np.all(np.isfinite(module.apply(variables, x)))
+    assert np.all(np.isfinite(jax.jit(module.apply)(variables, x)))
     kernels = qt.linen.wrap(plain, Recipe((None, INT4), gradient=None))
-    assert "self" not in kernels.init(KEY, x)[SCALES]
-    assert set(kept(kernels.init(KEY, x), "query")) == {"rhs_scale"}
-    inputs = qt.linen.wrap(plain, Recipe((INT4, None), gradient=None)).init(KEY, x)
+    kernels = jax.eval_shape(kernels.init, KEY, x)
+    assert "self" not in kernels[SCALES]
+    assert set(kept(kernels, "query")) == {"rhs_scale"}
+    inputs = qt.linen.wrap(plain, Recipe((INT4, None), gradient=None))
+    inputs = jax.eval_shape(inputs.init, KEY, x)
     assert set(kept(inputs)) == {"lhs_scale", "rhs_scale"}
     assert set(kept(inputs, "query")) == {"lhs_scale"}
 
@@ -181,7 +183,7 @@ def stack_by_hand(layers, scales_of, x):
 
 def test_layers_that_scan_stacks_share_a_scale():
     module = qt.linen.wrap(Stack(), LSQ)
-    variables = qt.linen.start_scales(module, module.init(KEY, X), X)
+    variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     dense = variables["params"]["blocks"]["dense"]
     np.testing.assert_allclose(
         kept(variables, "blocks.dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
@@ -217,7 +219,7 @@ class Inside(nn.Module):
 
 def test_wrapped_inside_of_a_scan_each_layer_has_a_scale_of_its_own():
     module = Inside()
-    variables = qt.linen.start_scales(module, module.init(KEY, X), X)
+    variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     scales = variables[SCALES]["dense"]["self"]["__call__.0"]
     assert scales["rhs_scale"].shape == (3,)
     factors = jnp.asarray([0.5, 1.0, 1.5])
@@ -276,7 +278,7 @@ def test_value_and_grad_of_both_collections():
     """Beside delayed scales of cotangents, whose histories roll."""
     cotangent = Operand("e5m2", scaling=Delayed(history=3))
     module = qt.linen.wrap(nn.Dense(4), Recipe((INT4, INT4), cotangent))
-    variables = qt.linen.start_scales(module, module.init(KEY, X), X)
+    variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     graded = qt.linen.value_and_grad(lambda v: loss(v, X, module), wrt=("params", SCALES))
     value, grads, state = jax.jit(graded)(variables)
     np.testing.assert_allclose(value, loss(variables, X, module), rtol=1e-5)
@@ -323,7 +325,7 @@ def test_a_layer_with_a_recipe_of_its_own_inside_of_a_model():
             return qt.linen.Fp8Dense(4, recipe=LSQ, name="b")(nn.relu(x))
 
     module = Two()
-    variables = qt.linen.start_scales(module, module.init(KEY, X), X)
+    variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     for name, layer in variables["params"].items():
         got = variables[SCALES][name]["self"]["__call__.0"]["rhs_scale"]
         np.testing.assert_allclose(got, first_scale(layer["kernel"]), rtol=1e-5)
@@ -345,7 +347,7 @@ def test_what_cannot_be(variables):
     plain = {"params": variables["params"]}
     with pytest.raises(ValueError, match=r"there is none for lhs; .*qtoolkit\.linen\.start_scales"):
         MODULE.apply(plain, X)
-    fresh = MODULE.init(KEY, X)
+    fresh = jax.jit(MODULE.init)(KEY, X)
     with pytest.raises(ValueError, match=r"shared: .* not been started.*linen\.start_scales"):
         MODULE.apply(fresh, X)
     assert np.isnan(jax.jit(MODULE.apply)(fresh, X)).all()

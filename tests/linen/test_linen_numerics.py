@@ -32,7 +32,7 @@ def loss_fn(variables, x):
 
 @pytest.fixture(scope="module")
 def variables():
-    return MODULE.init(jax.random.key(1), X)
+    return jax.jit(MODULE.init)(jax.random.key(1), X)
 
 
 @pytest.mark.quick
@@ -69,7 +69,7 @@ def test_a_frozen_module_does_not_depend_on_the_batch(variables):
             return nn.Dense(4, name="b")(nn.relu(nn.Dense(8, name="a")(x)))
 
     module = qt.linen.wrap(Two(), INT8)
-    variables = module.init(jax.random.key(1), X)
+    variables = jax.jit(module.init)(jax.random.key(1), X)
     batches = [X, 2 * X]
     found = qt.linen.calibrate(module, variables, batches, "percentile", fraction=0.9)
     state = Percentile.of(qt.BlockFormat.tensor("int8"), X.shape, fraction=0.9)
@@ -102,7 +102,7 @@ def test_layers_that_scan_stacks_share_a_row_and_a_scale():
             return scanned(name="blocks")(x, None)[0]
 
     module = qt.linen.wrap(Stack(), INT8)
-    variables = module.init(jax.random.key(0), X)
+    variables = jax.jit(module.init)(jax.random.key(0), X)
 
     def loss(variables, x):
         return jnp.sum(module.apply(variables, x) ** 2)

@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def variables():
-    return Model().init(jax.random.key(0), X)
+    return jax.jit(Model().init)(jax.random.key(0), X)
 
 
 def kernels(params):
@@ -99,7 +99,7 @@ def test_the_decoding_cache_rewound_gives_the_same_bits():
     plain = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=True)
     wide = Recipe((None, None), gradient=None)
     module = qt.linen.wrap(plain, wide, kv_cache="e4m3fn")
-    variables = module.init(jax.random.key(0), jnp.zeros((3, 4, 16)))
+    variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((3, 4, 16)))
     start = variables["cache"]
     assert start["cached_key"].codes.shape == (3, 4, 2, 8)
     assert start["cached_key"].scale.shape == (3, 4, 2, 1)
@@ -128,7 +128,7 @@ def test_the_decoding_cache_rewound_gives_the_same_bits():
 @pytest.mark.quick
 def test_messages():
     dense = nn.Dense(8)
-    variables = dense.init(jax.random.key(0), X)
+    variables = jax.jit(dense.init)(jax.random.key(0), X)
     with pytest.raises(TypeError, match="quantize: variables has type int, expected a dictionary"):
         qt.linen.quantize(dense, 8, WEIGHTS, X)
     with pytest.raises(TypeError, match="quantize: recipe has type int, expected a Recipe, Rules"):
@@ -164,7 +164,7 @@ class Tied(nn.Module):
 @pytest.mark.quick
 def test_a_tied_table_stays_wide():
     tokens = jnp.arange(6).reshape(2, 3)
-    variables = Tied().init(jax.random.key(0), tokens)
+    variables = jax.jit(Tied().init)(jax.random.key(0), tokens)
     served, weights = qt.linen.quantize(Tied(), variables, WEIGHTS, tokens)
     assert set(kernels(weights["params"])) == {"middle/kernel"}
     wrapped = qt.linen.wrap(Tied(), WEIGHTS)
@@ -191,7 +191,7 @@ class Calling(nn.Module):
 
 @pytest.mark.quick
 def test_a_kernel_of_a_method_that_another_one_calls():
-    variables = Calling().init(jax.random.key(0), X)
+    variables = jax.jit(Calling().init)(jax.random.key(0), X)
     served, weights = qt.linen.quantize(Calling(), variables, WEIGHTS, X)
     assert set(kernels(weights["params"])) == {"kernel"}
     wrapped = qt.linen.wrap(Calling(), WEIGHTS)
@@ -213,9 +213,9 @@ def test_the_example():
 def test_freeze_keeps_the_cache_and_what_cannot_be_is_refused():
     plain = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=True)
     module = qt.linen.wrap(plain, Recipe((None, None), gradient=None), kv_cache="e4m3fn")
-    variables = module.init(jax.random.key(0), jnp.zeros((3, 4, 16)))
+    variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((3, 4, 16)))
     frozen, _ = qt.linen.freeze(module, variables, qt.products.Calibration((), ()))
-    cache = frozen.init(jax.random.key(0), jnp.zeros((3, 4, 16)))["cache"]
+    cache = jax.jit(frozen.init)(jax.random.key(0), jnp.zeros((3, 4, 16)))["cache"]
     assert isinstance(cache["cached_key"], QArray)
     with pytest.raises(TypeError, match="calibrate: Dense has an attribute that is no constant"):
         qt.linen.calibrate(nn.Dense(8, bias_init=np.ones(8)), {"params": {}}, [X])
@@ -224,6 +224,6 @@ def test_freeze_keeps_the_cache_and_what_cannot_be_is_refused():
 def test_an_operand_that_calibration_never_saw_gives_nan():
     dense, x = nn.Dense(8), jnp.ones((2, 16))
     both, one = (qt.linen.wrap(dense, Recipe(pair, None)) for pair in ("e4m3fn", ("e4m3fn", None)))
-    variables = dense.init(jax.random.key(0), x)
+    variables = jax.jit(dense.init)(jax.random.key(0), x)
     frozen, variables = qt.linen.freeze(both, variables, qt.linen.calibrate(one, variables, [x]))
     assert np.isnan(frozen.apply(variables, x)).all()

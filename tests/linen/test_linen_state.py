@@ -42,7 +42,7 @@ apply = jax.jit(DENSE.apply)
 
 @pytest.fixture(scope="module")
 def variables():
-    return DENSE.init(KEY, X)
+    return jax.jit(DENSE.init)(KEY, X)
 
 
 def kept(variables, path="self"):
@@ -182,7 +182,7 @@ STOCHASTIC = wrap(
 
 @pytest.mark.quick
 def test_keys_of_stochastic_rounding():
-    variables = STOCHASTIC.init(KEY, X)
+    variables = jax.jit(STOCHASTIC.init)(KEY, X)
     assert kept(variables).keys() == {"key"}
     run = jax.jit(lambda v, rngs: STOCHASTIC.apply(v, X, rngs=rngs))
     first = run(variables, {})
@@ -201,14 +201,14 @@ def test_layers_with_a_recipe_of_their_own():
     from qtoolkit.linen import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
 
     dense = Fp8Dense(4, use_bias=False, recipe=RECIPE)
-    variables = dense.init(KEY, X)
+    variables = jax.jit(dense.init)(KEY, X)
     np.testing.assert_array_equal(dense.apply(variables, X), DENSE.apply(variables, X))
     assert kept(variables).keys() == {"history", "bad"}
     for layer, plain in (
         (Fp8Conv(4, (3,)), nn.Conv(4, (3,))),
         (Fp8Einsum((4, 4), "bi,io->bo"), nn.Einsum((4, 4), "bi,io->bo")),
     ):
-        params = layer.init(KEY, X)
+        params = jax.jit(layer.init)(KEY, X)
         expected = wrap(plain).apply(params, X)
         np.testing.assert_array_equal(layer.apply(params, X), expected)
         assert np.any(expected != plain.apply(params, X))
@@ -236,7 +236,7 @@ def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     longer = wrap(DENSE, Recipe(Operand("e4m3fn", scaling=Delayed(history=5))))
     with pytest.raises(ValueError, match=r"a history of 3 steps, expected 5.*wrapped\.init"):
         longer.apply(moved, X)
-    fresh = {**moved, "qtoolkit": longer.init(KEY, X)["qtoolkit"]}
+    fresh = {**moved, "qtoolkit": jax.jit(longer.init)(KEY, X)["qtoolkit"]}
     assert kept(fresh)["history"].shape == (3, 5)
     longer.apply(fresh, X)
     current = wrap(DENSE, Recipe())

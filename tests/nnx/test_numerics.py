@@ -370,6 +370,7 @@ def assert_same_sums(a, b):
 
 
 @pytest.mark.devices(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))

@@ -83,6 +83,7 @@ def test_codes_are_those_of_the_learned_scale(wrapped):
     np.testing.assert_array_equal(array.dequantize(), np.float32(q) * scale)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}])
 def test_half_precision(options):
     """LSQ rounds its numbers to the kernel's dtype, and so do the codes."""
@@ -91,20 +92,23 @@ def test_half_precision(options):
     np.testing.assert_array_equal(run(qt.nnx.quantize(model), x), run(model, x))
 
 
+PLUS = Operand("uint8", scaling=Learned(offset=True))
+OTHERS = [
+    Recipe(("int8", Operand("e4m3fn", scaling=Learned())), gradient=None),
+    Recipe((None, Operand("e4m3fn", scaling=Learned())), gradient=None),
+    Recipe((PLUS, Operand("int2", scaling=Learned())), gradient=None),
+    qt.Rules({"first": qt.recipes.weight_only_e4m3}, default=LSQ),
+]
+
+
 @pytest.mark.quick
-def test_formats_activations_and_rules():
-    learned = Operand("e4m3fn", scaling=Learned())
-    plus = Operand("uint8", scaling=Learned(offset=True))
-    for recipe in (
-        Recipe(("int8", learned), gradient=None),
-        Recipe((None, learned), gradient=None),
-        Recipe((plus, Operand("int2", scaling=Learned())), gradient=None),
-        qt.Rules({"first": qt.recipes.weight_only_e4m3}, default=LSQ),
-    ):
-        model = trained(Small(), recipe, steps=1)
-        served = qt.nnx.quantize(model)
-        assert isinstance(served.second.kernel.get_value(), QArray)
-        np.testing.assert_array_equal(run(served, X), run(model, X))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("recipe", OTHERS, ids=range(len(OTHERS)))
+def test_formats_activations_and_rules(recipe):
+    model = trained(Small(), recipe, steps=1)
+    served = qt.nnx.quantize(model)
+    assert isinstance(served.second.kernel.get_value(), QArray)
+    np.testing.assert_array_equal(run(served, X), run(model, X))
 
 
 @pytest.mark.quick

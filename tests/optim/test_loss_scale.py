@@ -163,21 +163,22 @@ def test_multi_steps_around_it_is_right_only_while_all_is_finite():
     """What the docstring says of that order: optax multiplies the sum by 0 to empty it."""
     around = optax.MultiSteps(dynamic_loss_scale(ADAM, initial=2.0**10, period=2), 2)
     plain = optax.MultiSteps(ADAM, 2)
+    update, update_plain = jax.jit(around.update), jax.jit(plain.update)
     params, others = PARAMS, PARAMS
     state, other = around.init(params), plain.init(others)
     for step in range(8):
         grads = jax.tree.map(lambda p: p * (step + 1) - 3, PARAMS)  # noqa: B023
         scaled = jax.tree.map(lambda g: g * loss_scale(state), grads)  # noqa: B023
-        updates, state = around.update(scaled, state, params)
+        updates, state = update(scaled, state, params)
         params = optax.apply_updates(params, updates)
-        updates, other = plain.update(grads, other, others)
+        updates, other = update_plain(grads, other, others)
         others = optax.apply_updates(others, updates)
         jax.tree.map(np.testing.assert_array_equal, params, others)
     assert float(loss_scale(state)) == 2.0**12  # two good steps in a row, twice
     for x in (np.inf, 1.0, 1.0, 1.0, 1.0, 1.0):
         before = params
         scaled = jax.tree.map(lambda p: jnp.full_like(p, x), PARAMS)  # noqa: B023
-        updates, state = around.update(scaled, state, params)
+        updates, state = update(scaled, state, params)
         params = optax.apply_updates(params, updates)
         jax.tree.map(np.testing.assert_array_equal, params, before)
     assert not np.isfinite(state.acc_grads["w"]).any()

@@ -148,6 +148,7 @@ def test_mapped_arrays_and_keys():
 # Zeros, powers of two, elements apart.
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", ALL)
 def test_zeros_stay_zeros(name):
     """Among others, in blocks of zeros, beside infinities and beside tiny numbers."""
