@@ -15,46 +15,47 @@ Row = dict[str, Any]
 Stored = Mapping[str, Sequence[Row]]  # of each benchmark: its origin, and its rows
 
 
-class Ratio(NamedTuple):
-    """Medians of two rows of one table.
+class Ratios(NamedTuple):
+    """The median of a row, beside those of other rows of its table.
 
     Attributes:
       words: What README.md calls it.
       benchmark: Whose results have it.
       table: What the title of the table begins with.
-      row, of: The two rows.
+      row: The row.
+      others: What it is divided by.
     """
 
     words: str
     benchmark: str
     table: str
     row: str
-    of: str
+    others: tuple[str, ...]
 
 
 PLAIN, WRAPPED = "plain float32", "wrapped, E4M3 / E5M2"
 STEP = "training step, nnx, 2 blocks, d = 512"
-RATIOS = (
-    Ratio(
+QUOTED = (
+    Ratios(
         "`encode` of 2^24 float32 numbers to E4M3FN, beside C with the same arithmetic",
-        *("casts", "float32 to codes, 16,777,216", "encode e4m3fn", "C e4m3fn"),
+        *("casts", "float32 to codes, 16,777,216", "encode e4m3fn", ("C e4m3fn",)),
     ),
-    Ratio(
+    Ratios(
         "quantizing them to MXFP8, scales found and stored, beside a kernel that narrows bytes",
-        *("scales", "float32 to codes and scales, 4,096", "quantize mxfp8_e4m3", "trivial kernel"),
+        "scales",
+        *("float32 to codes and scales, 4,096", "quantize mxfp8_e4m3", ("trivial kernel",)),
     ),
-    Ratio(
-        "a training step in emulated FP8, d = 512, beside float32's",
-        *("training", STEP, WRAPPED, PLAIN),
+    Ratios(
+        "a training step in emulated FP8, d = 512, beside float32's, and beside qwix's",
+        *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
-    Ratio("the same step, beside qwix's", "training", STEP, WRAPPED, "qwix"),
-    Ratio(
+    Ratios(
         "a large product of bfloat16 and its gradients in native FP8 on a GPU, beside bfloat16's",
-        *("gpu", "a product of bfloat16", "te_current, native", "plain bfloat16"),
+        *("gpu", "a product of bfloat16", "te_current, native", ("plain bfloat16",)),
     ),
-    Ratio(
+    Ratios(
         "converting 1 GiB of bfloat16 to FP8 by channel, beside `dd conv=fsync`",
-        *("conversion", "1024 MiB", "by channel", "dd conv=fsync"),
+        *("conversion", "1024 MiB", "by channel", ("dd conv=fsync",)),
     ),
 )
 
@@ -63,15 +64,13 @@ def figures(stored: Stored) -> str:
     """A table of them; what was not measured is left out."""
     lines = ["| measured | figure |", "| --- | --- |"]
     words = "codes of every float32 in 13 formats, 6 roundings, 3 saturations, that differ from C's"
-    for name, where in (("every_float32", ""), ("every_float32_gpu", ", made by a GPU")):
-        rows = stored.get(name, ())[1:]
-        codes = sum(row["compared"] * len(row["differ"]) for row in rows)
-        differ = sum(sum(row["differ"].values()) for row in rows)
-        if rows:
-            lines.append(f"| {words}{where} | {differ:,} of {codes:,} |")
-    found = {ratio: value for ratio in RATIOS if (value := _found(stored, ratio)) is not None}
-    lines += [f"| {ratio.words} | {value:.2f} times as long |" for ratio, value in found.items()]
-    origins = [stored[ratio.benchmark][0] for ratio in found]
+    made = [("by a CPU", "every_float32"), ("by a GPU", "every_float32_gpu")]
+    counts = [f"{_differing(rows)} {by}" for by, name in made if (rows := stored.get(name, ())[1:])]
+    if counts:
+        lines.append(f"| {words} | {', '.join(counts)} |")
+    found = {quoted: value for quoted in QUOTED if (value := _found(stored, quoted)) is not None}
+    lines += [f"| {quoted.words} | {value} times as long |" for quoted, value in found.items()]
+    origins = [stored[quoted.benchmark][0] for quoted in found]
     if origins:
         hosts = dict.fromkeys(origin["host"] for origin in origins)
         days = sorted(origin["date"][:10] for origin in origins)
@@ -80,17 +79,23 @@ def figures(stored: Stored) -> str:
     return "\n".join(lines)
 
 
-def _found(stored: Stored, ratio: Ratio) -> float | None:
-    """None where one of the two was not measured."""
-    rows = stored.get(ratio.benchmark, ())[1:]
+def _differing(rows: Sequence[Row]) -> str:
+    codes = sum(row["compared"] * len(row["differ"]) for row in rows)
+    differ = sum(sum(row["differ"].values()) for row in rows)
+    return f"{differ:,} of {codes:,}"
+
+
+def _found(stored: Stored, quoted: Ratios) -> str | None:
+    """None where one of them was not measured."""
+    rows = stored.get(quoted.benchmark, ())[1:]
     medians = {
         row["row"]: row["median_ms"]
         for row in rows
-        if row["table"].startswith(ratio.table) and "median_ms" in row
+        if row["table"].startswith(quoted.table) and "median_ms" in row
     }
-    if not {ratio.row, ratio.of} <= medians.keys():
+    if not {quoted.row, *quoted.others} <= medians.keys():
         return None
-    return float(medians[ratio.row] / medians[ratio.of])
+    return " and ".join(f"{medians[quoted.row] / medians[other]:.2f}" for other in quoted.others)
 
 
 def stored_results() -> Stored:
