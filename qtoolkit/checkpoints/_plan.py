@@ -286,7 +286,7 @@ class _Planner:
                 f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
                 "and --rules take others"
             )
-        if len(used) > 1 and self.layout.name != "compressed-tensors" and self.layout.linear_only:
+        if len(used) > 1 and not self.layout.is_mixed:
             raise CheckpointError(
                 f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
                 "compressed-tensors holds several"
@@ -445,7 +445,7 @@ class _Planner:
         return None if given is None else float(given)
 
     def _without_input_scales(self, scheme: Scheme) -> str:
-        if self.layout.name == "compressed-tensors":
+        if scheme in self.layout.static.values():
             return "leave --input-scales out"
         if word_of(scheme) == "none":
             return "use --layout compressed-tensors, which needs none"

@@ -350,6 +350,7 @@ LAYOUT = Layout(
     store=store,
     read=read,
     config=config,
+    is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "

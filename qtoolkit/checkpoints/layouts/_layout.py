@@ -57,6 +57,7 @@ class Layout:
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: The same -> further JSON files by name.
       linear_only: Whether it stores matrices [outputs, inputs] only.
+      is_mixed: Whether weights of one checkpoint may have different schemes.
       static: For schemes that take static activation scales but need none, those that need them.
       refused: Patterns of names of tensors that its loaders cannot take, and why.
 
@@ -80,6 +81,7 @@ class Layout:
         lambda used, kept: {}
     )
     linear_only: bool = True
+    is_mixed: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -110,4 +110,5 @@ LAYOUT = Layout(
     read=read,
     config=lambda used, kept: {},
     linear_only=False,
+    is_mixed=True,
 )
