@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Recipe
 
@@ -144,7 +144,10 @@ def tapped(tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
-    none = _varying_along(jnp.zeros((len(ROLES), tap.size), jnp.float32), arguments, closed.consts)
+    # Along all axes of a `jax.shard_map` that arrays vary along: else their cotangent would be the
+    # sum over the shards, on each of them.
+    arrays = [x for x in jax.tree.leaves((arguments, closed.consts)) if isinstance(x, jax.Array)]
+    none, *_ = varying_alike(jnp.zeros((len(ROLES), tap.size), jnp.float32), *arrays)
     zeros = dict.fromkeys(finding.found, none)
 
     def of(zeros: dict[Place, jax.Array]) -> Any:
@@ -152,15 +155,6 @@ def tapped(tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
             return function(*arguments)
 
     return Tapped(finding.found, finding.stored, jax.grad(of)(zeros), closed)
-
-
-def _varying_along(x: jax.Array, *trees: Any) -> jax.Array:
-    """`x` along all axes of a `jax.shard_map` that arrays vary along: else its cotangent would be
-    the sum over the shards, on each of them.
-    """
-    arrays = [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array)]
-    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in arrays))
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def swapped_rows(rows: jax.Array) -> jax.Array:
