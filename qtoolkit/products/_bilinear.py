@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import opt_einsum
 from jax import lax
 
+from qtoolkit.casts.internal import varying_alike
+
 
 class Axes(NamedTuple):
     """Of one operand in one product, in ascending preference: the last one is cut into blocks.
@@ -59,23 +61,57 @@ class Bilinear(Protocol):
         ...
 
 
+class Blocked(NamedTuple):
+    """An operand for `lax.scaled_dot`: it multiplies elements by scales, and sums in float32.
+
+    Attributes:
+      elements: In the dtype of their format.
+      scale: In that of its own. Shorter than the elements along one axis, the last one that is
+        contracted, where each scale is that of as many elements.
+    """
+
+    elements: jax.Array
+    scale: jax.Array
+
+    @property
+    def ndim(self) -> int:
+        return self.elements.ndim
+
+    def merged(self, axes: tuple[int, ...]) -> "Blocked":
+        """With these axes as one, the last."""
+        order = (*_others(self.ndim, axes), *axes)
+
+        def one(x: jax.Array) -> jax.Array:
+            x = lax.transpose(x, order)
+            return x.reshape((*x.shape[: -len(axes)], -1))
+
+        return Blocked(one(self.elements), one(self.scale))
+
+
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
+    """Its operands are two arrays, or two `Blocked`, then without an `out_sharding`."""
+
     dimension_numbers: Any
     precision: Any
     out_sharding: Any
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+    def __call__(self, lhs: Any, rhs: Any, *extra: jax.Array) -> jax.Array:
+        return self._dot(lhs, rhs, self.dimension_numbers, self.out_sharding)
+
+    def _dot(self, lhs: Any, rhs: Any, numbers: Any, out_sharding: Any = None) -> jax.Array:
+        if isinstance(lhs, Blocked):
+            return _scaled_dot(lhs, rhs, numbers)
         return lax.dot_general(
             lhs,
             rhs,
-            self.dimension_numbers,
+            numbers,
             precision=_accumulating(self.precision),
             preferred_element_type=jnp.float32,
-            out_sharding=self.out_sharding,
+            out_sharding=out_sharding,
         )
 
-    def transposed(self, side: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
+    def transposed(self, side: int, cotangent: Any, other: Any) -> jax.Array:
         """The gradient of one side as a product of its own: it takes arrays of 8-bit floats, which
         `jax.linear_transpose` would widen, and is sooner traced. Not for arrays
         on Explicit meshes.
@@ -90,13 +126,7 @@ class DotGeneral:
             (tuple(range(first, first + len(kept_other))), kept_other),
             (tuple(range(len(batch_side))), batch_other),
         )
-        out = lax.dot_general(
-            cotangent,
-            other,
-            numbers,
-            precision=_accumulating(self.precision),
-            preferred_element_type=jnp.float32,
-        )
+        out = self._dot(cotangent, other, numbers)
         # Its axes: batch, what the side keeps, and what is contracted, in the order of the other.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
         places = (*batch_side, *_others(out.ndim, of_side, batch_side), *matching)
@@ -210,6 +240,26 @@ def _places(labels: str, of: list[str]) -> tuple[int, ...]:
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
+
+
+def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
+    (of_lhs, of_rhs), (batch_l, batch_r) = numbers
+    if len(of_lhs) > 1:  # each would need blocks of its own, of two elements and more
+        rest_l, rest_r = _others(lhs.ndim, of_lhs), _others(rhs.ndim, of_rhs)
+        batch_l = tuple(rest_l.index(axis) for axis in batch_l)
+        batch_r = tuple(rest_r.index(axis) for axis in batch_r)
+        lhs, rhs = lhs.merged(of_lhs), rhs.merged(of_rhs)
+        of_lhs, of_rhs = (lhs.ndim - 1,), (rhs.ndim - 1,)
+    out = lax.scaled_dot(
+        lhs.elements,
+        rhs.elements,
+        lhs_scale=lhs.scale,
+        rhs_scale=rhs.scale,
+        dimension_numbers=((of_lhs, of_rhs), (batch_l, batch_r)),
+        preferred_element_type=jnp.float32,
+    )
+    # To jax 0.12 the result of `scaled_dot` is the same in all shards of a `jax.shard_map`.
+    return varying_alike(out, lhs.elements, rhs.elements)[0]
 
 
 def _accumulating(precision: Any) -> Any:

@@ -22,7 +22,7 @@ from qtoolkit.products import recipes
 KEY = jax.random.key(1)
 WIDE = Recipe(forward=None, gradient=None)  # products of ours that round nothing
 X = jax.random.normal(jax.random.key(0), (2, 6, 16))
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "scaled_dot", "conv_general_dilated", "ragged_dot_general")
 
 
 def count(function, *args):

@@ -15,7 +15,10 @@ from jax import lax
 import qtoolkit as qt
 from qtoolkit.products import Recipe
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = (
+    *("dot_general", "scaled_dot", "conv_general_dilated"),
+    *("ragged_dot", "ragged_dot_general"),
+)
 
 
 def subjaxprs(eqn):
