@@ -244,19 +244,16 @@ class _Plan:
 
     def combined(
         self,
-        function: Callable[..., Array],
+        function: "_Forward | _Transposed",
         first: Rounded,
         second: Rounded,
         contracted: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> Array:
-        """`function` of two operands, float32, by this arithmetic."""
-        if self.recipe.arithmetic == "native":
-            is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
-            native = native_operands(first, second, contracted if is_dot else None)
-            if native is not None:
-                out = function(native.first, native.second)
-                return _times_scales(out, *native.scales) if native.scales else out
-        return _combined(function, first, second)
+        """`function` of two operands, float32, by the recipe's arithmetic."""
+        if self.recipe.arithmetic != "native":
+            return _combined(function, first, second)
+        is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
+        return _native(function, first, second, contracted if is_dot else None)
 
 
 # Compiled as one function, so that all products alike are traced once: those of a model with six
@@ -298,9 +295,7 @@ def _product(
     extra: tuple[Array, ...],
     plan: _Plan,
 ) -> Array:
-    def function(lhs: Array, rhs: Array) -> Array:
-        return plan.function(lhs, rhs, *extra)
-
+    function = _Forward(plan.function, extra)
     contracted = plan.contracted(None, *(operand.q for operand in operands))
     return differentiable_in_dtype(plan.combined(function, *operands, contracted), plan.dtype)
 
@@ -537,14 +532,27 @@ class _OnSide:
         return self.function(lhs, rhs, *self.extra)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """`function` with its integer arrays."""
+
+    function: Bilinear = dataclasses.field(metadata={"static": True})
+    extra: tuple[Array, ...]
+
+    def __call__(self, lhs: Any, rhs: Any) -> Array:
+        return self.function(lhs, rhs, *self.extra)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
     """`function` transposed on one side: of the cotangent and q, to the struct of that side."""
 
-    function: Bilinear
-    side: int
+    function: Bilinear = dataclasses.field(metadata={"static": True})
+    side: int = dataclasses.field(metadata={"static": True})
     extra: tuple[Array, ...]
-    wide: jax.ShapeDtypeStruct
+    wide: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
 
     def __call__(self, q_g: Any, q: Any) -> Array:
         if isinstance(q_g, Blocked):
@@ -586,6 +594,27 @@ def _combined(function: Callable[[Array, Array], Array], first: Rounded, second:
     if first.is_wide and second.is_wide:
         return function(first.q, second.q.astype(first.q.dtype))
     return function(first.unscaled(), second.unscaled())
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _native(
+    function: _Forward | _Transposed,
+    first: Rounded,
+    second: Rounded,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> Array:
+    """The same of arrays of the operands' own formats, where there are such; else emulated."""
+    native = native_operands(first, second, contracted)
+    if native is None:
+        return _combined(function, first, second)
+    out = function(native.first, native.second)
+    return _times_scales(out, *native.scales) if native.scales else out
+
+
+@_native.defjvp
+def _native_jvp(contracted: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """For second derivatives: codes have none, and `lax.scaled_dot` neither."""
+    return _native(*primals, contracted), jax.jvp(_combined, primals, tangents)[1]
 
 
 @jax.custom_jvp
