@@ -99,7 +99,8 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     assert isinstance(element, FloatFormat)
     is_marked = element.has_nan or scale.has_nan
     digits = element.mantissa_bits + 1 + scale.mantissa_bits + 1
-    is_known = all(isinstance(operand.q.shape[axis], int) for axis in contracted)
+    # With a symbolic size jax 0.12 cannot lower `scaled_dot`: it forgets to pass it on.
+    is_known = all(isinstance(n, int) for n in operand.q.shape)
     fits = element.has_zero and is_marked and is_known and digits <= _DIGITS
     if not fits or (spec.has_powers and scale != E8M0FNU) or any(explicit_spec(operand.q)):
         return 1
