@@ -1,6 +1,7 @@
 """Bilinear functions as hashable data: what they compute, and over which axes they sum."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -9,6 +10,8 @@ import opt_einsum
 from jax import lax
 
 from qtoolkit.casts.internal import varying_alike
+
+Places = tuple[int, ...]
 
 
 class Axes(NamedTuple):
@@ -77,15 +80,23 @@ class Blocked(NamedTuple):
     def ndim(self) -> int:
         return self.elements.ndim
 
-    def merged(self, axes: tuple[int, ...]) -> "Blocked":
-        """With these axes as one, the last."""
-        order = (*_others(self.ndim, axes), *axes)
+    def matrices(self, batch: Places, contracted: Places) -> tuple["Blocked", int]:
+        """With one axis for each kind of axes, and which of them is contracted.
+
+        XLA's compiler for GPUs takes one axis of each kind, and `lax.scaled_dot` blocks along all
+        axes that are contracted. Nothing is moved where what is contracted comes first or last.
+        """
+        kept = _others(self.ndim, batch, contracted)
+        parts = [batch, contracted, kept]
+        if (*batch, *contracted, *kept) != tuple(range(self.ndim)):
+            parts = [batch, kept, contracted]
+        parts = parts if batch else parts[1:]
 
         def one(x: jax.Array) -> jax.Array:
-            x = lax.transpose(x, order)
-            return x.reshape((*x.shape[: -len(axes)], -1))
+            shape = [math.prod(x.shape[axis] for axis in part) for part in parts]
+            return lax.transpose(x, [axis for part in parts for axis in part]).reshape(shape)
 
-        return Blocked(one(self.elements), one(self.scale))
+        return Blocked(one(self.elements), one(self.scale)), parts.index(contracted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,22 +255,21 @@ def _others(rank: int, *taken: Any) -> tuple[int, ...]:
 
 def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
     (of_lhs, of_rhs), (batch_l, batch_r) = numbers
-    if len(of_lhs) > 1:  # each would need blocks of its own, of two elements and more
-        rest_l, rest_r = _others(lhs.ndim, of_lhs), _others(rhs.ndim, of_rhs)
-        batch_l = tuple(rest_l.index(axis) for axis in batch_l)
-        batch_r = tuple(rest_r.index(axis) for axis in batch_r)
-        lhs, rhs = lhs.merged(of_lhs), rhs.merged(of_rhs)
-        of_lhs, of_rhs = (lhs.ndim - 1,), (rhs.ndim - 1,)
+    shape = [lhs.elements.shape[axis] for axis in batch_l]
+    for x, *taken in ((lhs, of_lhs, batch_l), (rhs, of_rhs, batch_r)):
+        shape += [x.elements.shape[axis] for axis in _others(x.ndim, *taken)]
+    (lhs, axis_l), (rhs, axis_r) = lhs.matrices(batch_l, of_lhs), rhs.matrices(batch_r, of_rhs)
+    batch = (0,) if batch_l else ()
     out = lax.scaled_dot(
         lhs.elements,
         rhs.elements,
         lhs_scale=lhs.scale,
         rhs_scale=rhs.scale,
-        dimension_numbers=((of_lhs, of_rhs), (batch_l, batch_r)),
+        dimension_numbers=(((axis_l,), (axis_r,)), (batch, batch)),
         preferred_element_type=jnp.float32,
     )
     # To jax 0.12 the result of `scaled_dot` is the same in all shards of a `jax.shard_map`.
-    return varying_alike(out, lhs.elements, rhs.elements)[0]
+    return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]
 
 
 def _accumulating(precision: Any) -> Any:
