@@ -258,7 +258,7 @@ def test_native_blocks_train_and_every_product_is_reported(name):
     @nnx.jit
     def step(model):
         loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
-        rate = 0.01 / optax.global_norm(grads)
+        rate = 0.01 / optax.tree.norm(grads)
         params = nnx.state(model, nnx.Param)
         nnx.update(model, jax.tree.map(lambda p, g: p - rate * g, params, nnx.state(grads)))
         return loss
