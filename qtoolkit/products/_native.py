@@ -23,6 +23,7 @@ from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
 
 Array = jax.Array
 _DIGITS = 8  # significant bits of a bfloat16
+_SHORT = 32  # the block of MX
 _LEAST = -126  # the exponent of its lowest normal number; XLA's CPU reads less as zero
 
 
@@ -60,11 +61,14 @@ def native_operands(
     # E8M0 scales reach the ends of float32, where no second scale could bring a result back.
     if 1 in lengths or _has_powers(first) != _has_powers(second):
         return None
-    whole = math.lcm(*lengths)
+    n, whole = first.q.shape[contracted[0][-1]], math.lcm(*lengths)
+    size = -(-n // whole) * whole
+    if size == max(lengths):  # of one block XLA compiles nothing for a GPU (jaxlib 0.10.2)
+        size *= 2
     scales = () if _has_powers(first) else (_tensor_scale(first), _tensor_scale(second))
     return Native(
-        _blocked(first, contracted[0][-1], whole),
-        _blocked(second, contracted[1][-1], whole),
+        _blocked(first, contracted[0][-1], lengths[0], size),
+        _blocked(second, contracted[1][-1], lengths[1], size),
         scales,
     )
 
@@ -88,7 +92,7 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     """Of the blocks along the last contracted axis; 1 where `lax.scaled_dot` cannot be exact.
 
     It multiplies elements and scales in bfloat16, or as hardware does, and takes blocks of two
-    elements and more.
+    elements and more. An axis that is one block is cut into those that hardware takes.
     """
     spec = operand.spec
     if spec is None or spec.scale is None or spec.element_exponent or not contracted:
@@ -99,12 +103,13 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     assert isinstance(element, FloatFormat)
     is_marked = element.has_nan or scale.has_nan
     digits = element.mantissa_bits + 1 + scale.mantissa_bits + 1
-    # With a symbolic size jax 0.12 cannot lower `scaled_dot`: it forgets to pass it on.
+    # Jax 0.10 cannot lower `scaled_dot` with symbolic sizes: it passes them to its parts alone.
     is_known = all(isinstance(n, int) for n in operand.q.shape)
     fits = element.has_zero and is_marked and is_known and digits <= _DIGITS
     if not fits or (spec.has_powers and scale != E8M0FNU) or any(explicit_spec(operand.q)):
         return 1
-    return blocks_of(operand.q, spec).lengths[contracted[-1]]
+    n, length = (x[contracted[-1]] for x in (operand.q.shape, blocks_of(operand.q, spec).lengths))
+    return _SHORT if length == n > 1 else length
 
 
 def _has_powers(operand: Rounded) -> bool:
@@ -121,28 +126,30 @@ def _tensor_scale(operand: Rounded) -> Array:
     return from_stored(second, operand.spec.tensor_scale)
 
 
-def _blocked(operand: Rounded, axis: int, whole: int) -> Blocked:
-    """Elements, and one scale for each block of them along `axis`.
+def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
+    """Elements, and one scale for each `length` of them along `axis`.
 
-    A block of several rows says its scale for each. What the element format cannot say, that q is
-    infinite or a NaN, the scale says: the NaN of one row's block, which reaches what q would.
+    A block of several rows, or of several lengths, says its scale for each. What the element format
+    cannot say, that q is infinite or a NaN, the scale says: the NaN of one row's block, which
+    reaches what q would.
 
     Args:
-      whole: The axis is padded with zeros to a multiple of it.
+      size: To which the axis is padded with zeros.
     """
     spec, q, scale = operand.spec, operand.q, operand.scales.scale
     assert spec is not None
     assert spec.scale is not None
     assert scale is not None
-    lengths = blocks_of(q, spec).lengths
-    for other, length in enumerate(lengths):
-        if other != axis and length > 1:
-            spread = jnp.repeat(scale, length, axis=other)
+    for other, held in enumerate(blocks_of(q, spec).lengths):
+        if other != axis and held > 1:
+            spread = jnp.repeat(scale, held, axis=other)
             scale = lax.slice_in_dim(spread, 0, q.shape[other], axis=other)
-    missing = -q.shape[axis] % whole
+        elif other == axis and held != length:
+            scale = jnp.repeat(scale, -(-held // length), axis=axis)
+    missing = size - q.shape[axis]
     q = _padded(q, axis, missing, 0)
-    scale = _padded(scale, axis, q.shape[axis] // lengths[axis] - scale.shape[axis], 1)
-    rows = Blocks(q.shape, tuple(n if i == axis else 1 for i, n in enumerate(lengths)))
+    scale = _padded(scale, axis, size // length - scale.shape[axis], 1)
+    rows = Blocks(q.shape, tuple(length if i == axis else 1 for i in range(q.ndim)))
     codes = None if operand.codes is None else _padded(operand.codes, axis, missing, 0)
     if spec.has_powers:
         exponent, is_nan = power_from_stored(scale, spec.scale)

@@ -311,8 +311,9 @@ class Recipe:
       the result). `jax.lax.scaled_dot` multiplies them: by hardware where XLA has that, else
       elements by scales in bfloat16, which is exact, and sums in float32. Blocks lie along the
       contracted axis, also in dgrad and wgrad, where a stored kernel's do not unless they are 2-D.
-      Not on Explicit meshes, nor with symbolic sizes; and `jax.export` takes one platform at a
-      time.
+      Not on Explicit meshes, nor with symbolic sizes; and `jax.export` of jax 0.10 takes one
+      platform at a time. On GPUs FP4 is a risk: XLA of jaxlib 0.10.2 fails to compile MXFP4's for
+      a GPU that is described, not there.
 
     Attributes:
       forward: Operands (lhs, rhs) of the product.
