@@ -1,12 +1,17 @@
 """Bilinear functions as hashable data: what they compute, and over which axes they sum."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import opt_einsum
 from jax import lax
+
+from qtoolkit.casts.internal import varying_alike
+
+Places = tuple[int, ...]
 
 
 class Axes(NamedTuple):
@@ -59,23 +64,65 @@ class Bilinear(Protocol):
         ...
 
 
+class Blocked(NamedTuple):
+    """An operand for `lax.scaled_dot`: it multiplies elements by scales, and sums in float32.
+
+    Attributes:
+      elements: In the dtype of their format.
+      scale: In that of its own. Shorter than the elements along one axis, the last one that is
+        contracted, where each scale is that of as many elements.
+    """
+
+    elements: jax.Array
+    scale: jax.Array
+
+    @property
+    def ndim(self) -> int:
+        return self.elements.ndim
+
+    def matrices(self, batch: Places, contracted: Places) -> tuple["Blocked", int]:
+        """With one axis for each kind of axes, and which of them is contracted.
+
+        XLA's compiler for GPUs takes one axis of each kind, and `lax.scaled_dot` blocks along all
+        axes that are contracted. Nothing is moved where what is contracted comes first or last.
+        """
+        kept = _others(self.ndim, batch, contracted)
+        parts = [batch, contracted, kept]
+        if (*batch, *contracted, *kept) != tuple(range(self.ndim)):
+            parts = [batch, kept, contracted]
+        parts = parts if batch else parts[1:]
+
+        def one(x: jax.Array) -> jax.Array:
+            shape = [math.prod(x.shape[axis] for axis in part) for part in parts]
+            return lax.transpose(x, [axis for part in parts for axis in part]).reshape(shape)
+
+        return Blocked(one(self.elements), one(self.scale)), parts.index(contracted)
+
+
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
+    """Its operands are two arrays, or two `Blocked`, then without an `out_sharding`."""
+
     dimension_numbers: Any
     precision: Any
     out_sharding: Any
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
+    def __call__(self, lhs: Any, rhs: Any, *extra: jax.Array) -> jax.Array:
+        return self._dot(lhs, rhs, self.dimension_numbers, self.out_sharding)
+
+    def _dot(self, lhs: Any, rhs: Any, numbers: Any, out_sharding: Any = None) -> jax.Array:
+        if isinstance(lhs, Blocked):
+            return _scaled_dot(lhs, rhs, numbers)
         return lax.dot_general(
             lhs,
             rhs,
-            self.dimension_numbers,
+            numbers,
             precision=_accumulating(self.precision),
             preferred_element_type=jnp.float32,
-            out_sharding=self.out_sharding,
+            out_sharding=out_sharding,
         )
 
-    def transposed(self, side: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
+    def transposed(self, side: int, cotangent: Any, other: Any) -> jax.Array:
         """The gradient of one side as a product of its own: it takes arrays of 8-bit floats, which
         `jax.linear_transpose` would widen, and is sooner traced. Not for arrays
         on Explicit meshes.
@@ -90,13 +137,7 @@ class DotGeneral:
             (tuple(range(first, first + len(kept_other))), kept_other),
             (tuple(range(len(batch_side))), batch_other),
         )
-        out = lax.dot_general(
-            cotangent,
-            other,
-            numbers,
-            precision=_accumulating(self.precision),
-            preferred_element_type=jnp.float32,
-        )
+        out = self._dot(cotangent, other, numbers)
         # Its axes: batch, what the side keeps, and what is contracted, in the order of the other.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
         places = (*batch_side, *_others(out.ndim, of_side, batch_side), *matching)
@@ -210,6 +251,25 @@ def _places(labels: str, of: list[str]) -> tuple[int, ...]:
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if not any(i in axes for axes in taken))
+
+
+def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
+    (of_lhs, of_rhs), (batch_l, batch_r) = numbers
+    shape = [lhs.elements.shape[axis] for axis in batch_l]
+    for x, *taken in ((lhs, of_lhs, batch_l), (rhs, of_rhs, batch_r)):
+        shape += [x.elements.shape[axis] for axis in _others(x.ndim, *taken)]
+    (lhs, axis_l), (rhs, axis_r) = lhs.matrices(batch_l, of_lhs), rhs.matrices(batch_r, of_rhs)
+    batch = (0,) if batch_l else ()
+    out = lax.scaled_dot(
+        lhs.elements,
+        rhs.elements,
+        lhs_scale=lhs.scale,
+        rhs_scale=rhs.scale,
+        dimension_numbers=(((axis_l,), (axis_r,)), (batch, batch)),
+        preferred_element_type=jnp.float32,
+    )
+    # To jax 0.12 the result of `scaled_dot` is the same in all shards of a `jax.shard_map`.
+    return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]
 
 
 def _accumulating(precision: Any) -> Any:

@@ -26,22 +26,20 @@ from qtoolkit.casts.internal import (
     FLOATS,
     check_differentiable,
     check_holds,
-    dtype_from_codes,
     elementwise,
     settled,
     varying_alike,
 )
-from qtoolkit.formats import FloatFormat
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.gradients import linear_with_transpose
 from qtoolkit.gradients.internal import differentiable_in_dtype
-from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._bilinear import Axes, Bilinear, Blocked, DotGeneral
 from qtoolkit.products._learned import LearnedScale, with_learned_scales
+from qtoolkit.products._native import native_operands
 from qtoolkit.products._operand import (
     Cut,
     Kept,
     Rounded,
-    code_values,
     cut,
     keeps_codes,
     kept,
@@ -233,8 +231,29 @@ class _Plan:
     def _cut(self, operand: Operand | None, axes: Axes, x: Any) -> Cut:
         return cut(operand, axes, x.shape, self.recipe.axis_names)
 
-    def combined(self, function: Callable[..., Array], first: Rounded, second: Rounded) -> Array:
-        return _combined(function, first, second, native=self.recipe.arithmetic == "native")
+    def contracted(
+        self, side: int | None, lhs: Any, rhs: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which axes both operands sum: of the product, or, cotangent and other operand, of the one
+        that gives the gradient of one side.
+        """
+        of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
+        if side is None:
+            return of_lhs.contracted, of_rhs.contracted
+        return (of_out.kept, of_lhs.kept) if side else (of_out.contracted, of_rhs.kept)
+
+    def combined(
+        self,
+        function: "_Forward | _Transposed",
+        first: Rounded,
+        second: Rounded,
+        contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> Array:
+        """`function` of two operands, float32, by the recipe's arithmetic."""
+        if self.recipe.arithmetic != "native":
+            return _combined(function, first, second)
+        is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
+        return _native(function, first, second, contracted if is_dot else None)
 
 
 # Compiled as one function, so that all products alike are traced once: those of a model with six
@@ -276,10 +295,9 @@ def _product(
     extra: tuple[Array, ...],
     plan: _Plan,
 ) -> Array:
-    def function(lhs: Array, rhs: Array) -> Array:
-        return plan.function(lhs, rhs, *extra)
-
-    return differentiable_in_dtype(plan.combined(function, *operands), plan.dtype)
+    function = _Forward(plan.function, extra)
+    contracted = plan.contracted(None, *(operand.q for operand in operands))
+    return differentiable_in_dtype(plan.combined(function, *operands, contracted), plan.dtype)
 
 
 def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -451,7 +469,7 @@ class _Tangent:
             function = _OnSide(facts.plan.function, side, residuals.extra)
             how = facts.plan.other(side, *facts.given)
             other = how.untransformed(restored(kept_other), facts.given[1 - side].shape)
-            terms.append(_combined(function, Rounded(x, Scales(), None), other, native=False))
+            terms.append(_combined(function, Rounded(x, Scales(), None), other))
         if not terms:  # only the probe
             return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
         return differentiable_in_dtype(functools.reduce(jnp.add, terms), facts.plan.dtype)
@@ -474,7 +492,8 @@ class _Cotangent:
                 found[how] = rounded(cotangent, residuals.amax, residuals.key, how)
             wide = facts.given[side].update(dtype=jnp.float32)
             function = _Transposed(facts.plan.function, side, residuals.extra, wide)
-            out = facts.plan.combined(function, found[how], restored(other))
+            contracted = facts.plan.contracted(side, *facts.given)
+            out = facts.plan.combined(function, found[how], restored(other), contracted)
             outs.append(differentiable_in_dtype(out, facts.given[side].dtype))
         if facts.is_observed:
             seen = (*residuals.seen, amax_of(cotangent))
@@ -513,16 +532,32 @@ class _OnSide:
         return self.function(lhs, rhs, *self.extra)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """`function` with its integer arrays."""
+
+    function: Bilinear = dataclasses.field(metadata={"static": True})
+    extra: tuple[Array, ...]
+
+    def __call__(self, lhs: Any, rhs: Any) -> Array:
+        return self.function(lhs, rhs, *self.extra)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Transposed:
     """`function` transposed on one side: of the cotangent and q, to the struct of that side."""
 
-    function: Bilinear
-    side: int
+    function: Bilinear = dataclasses.field(metadata={"static": True})
+    side: int = dataclasses.field(metadata={"static": True})
     extra: tuple[Array, ...]
-    wide: jax.ShapeDtypeStruct
+    wide: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, q_g: Array, q: Array) -> Array:
+    def __call__(self, q_g: Any, q: Any) -> Array:
+        if isinstance(q_g, Blocked):
+            assert isinstance(self.function, DotGeneral)
+            return self.function.transposed(self.side, q_g, q)
         if not q_g.dtype.itemsize == q.dtype.itemsize == 1:
             q_g, q = q_g.astype(jnp.float32), q.astype(jnp.float32)
         if isinstance(self.function, DotGeneral) and not _is_explicit(q_g, q):
@@ -545,10 +580,8 @@ def _struct(x: Array) -> jax.ShapeDtypeStruct:
     )
 
 
-def _combined(
-    function: Callable[[Array, Array], Array], first: Rounded, second: Rounded, *, native: bool
-) -> Array:
-    """`function` of two operands, float32.
+def _combined(function: Callable[[Array, Array], Array], first: Rounded, second: Rounded) -> Array:
+    """`function` of two operands, float32, emulated.
 
     Scales multiply the result where both operands have one: q is as far from the ends of float32 as
     its format is. Beside an operand without one, 1e36, already its product with q = 448 would
@@ -557,15 +590,31 @@ def _combined(
     """
     scales = first.scale, second.scale
     if scales[0] is not None and scales[1] is not None:
-        q, other = first.q, second.q
-        if native and _is_native(first) and _is_native(second):
-            q, other = _native(first), _native(second)
-        else:
-            other = other.astype(q.dtype)
-        return _times_scales(function(q, other), *scales)
+        return _times_scales(function(first.q, second.q.astype(first.q.dtype)), *scales)
     if first.is_wide and second.is_wide:
         return function(first.q, second.q.astype(first.q.dtype))
     return function(first.unscaled(), second.unscaled())
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _native(
+    function: _Forward | _Transposed,
+    first: Rounded,
+    second: Rounded,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> Array:
+    """The same of arrays of the operands' own formats, where there are such; else emulated."""
+    native = native_operands(first, second, contracted)
+    if native is None:
+        return _combined(function, first, second)
+    out = function(native.first, native.second)
+    return _times_scales(out, *native.scales) if native.scales else out
+
+
+@_native.defjvp
+def _native_jvp(contracted: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """For second derivatives: codes have none, and `lax.scaled_dot` neither."""
+    return _native(*primals, contracted), jax.jvp(_combined, primals, tangents)[1]
 
 
 @jax.custom_jvp
@@ -600,18 +649,3 @@ def _times_scales_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
         return x * first * second
 
     return _times_scales(*primals), jax.jvp(plain, primals, tangents)[1]
-
-
-def _is_native(operand: Rounded) -> bool:
-    assert operand.spec is not None
-    element = operand.spec.element
-    return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
-
-
-def _native(operand: Rounded) -> Array:
-    """Q as an array of its 8-bit type."""
-    assert operand.spec is not None
-    element = operand.spec.element
-    assert isinstance(element, FloatFormat)
-    codes = code_values(operand.q, element) if operand.codes is None else operand.codes
-    return dtype_from_codes(codes, element)

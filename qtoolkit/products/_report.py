@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._recipe import Learned
-from qtoolkit.products._rewrite import MARKER, PRODUCTS, inner_jaxprs
+from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs
 from qtoolkit.products._site import Scope, place_of
 from qtoolkit.products._stored import STORED
 from qtoolkit.products._taps import MODEL
@@ -190,7 +190,7 @@ def _walk(
         place = marked or place_of(here)
         if name == "linear_with_transpose":
             yield from _derivatives(eqn, place)
-        elif name in PRODUCTS:
+        elif name in (*PRODUCTS, SCALED):
             if marked is not None:
                 reason = BY_RECIPE if marked.label == _WIDE else ""
                 yield Product(marked.path, "forward", marked.label, reason)

@@ -21,6 +21,7 @@ from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+SCALED = "scaled_dot"  # of operands that somebody has rounded: nothing to replace
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
 SCOPE, LEFT = "qtoolkit=", "plainly.="  # in name stacks: layers with a recipe, and without one
 # What moves the elements of a parameter, and of its wide original alike.

@@ -1,10 +1,11 @@
 """What the packages above need of scaling and users do not: the engine that quantizes."""
 
-from qtoolkit.scaling._blocks import explicit_spec, magnitude_max
+from qtoolkit.scaling._blocks import Blocks, explicit_spec, magnitude_max
 from qtoolkit.scaling._engine import (
     Scales,
     block_codes,
     block_values,
+    blocks_of,
     element_values,
     find_scales,
     operand_values,
@@ -33,11 +34,13 @@ __all__ = [
     "LOWEST_EXPONENT",
     "TALLY_SHAPES",
     "TALLY_SIZE",
+    "Blocks",
     "Observer",
     "Scales",
     "amax_of",
     "block_codes",
     "block_values",
+    "blocks_of",
     "check_quantize",
     "effective",
     "element_values",

@@ -21,8 +21,9 @@ from qtoolkit.products import recipes
 
 KEY = jax.random.key(1)
 WIDE = Recipe(forward=None, gradient=None)  # products of ours that round nothing
+NATIVE = Recipe("mxfp8", arithmetic="native")
 X = jax.random.normal(jax.random.key(0), (2, 6, 16))
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "scaled_dot", "conv_general_dilated", "ragged_dot_general")
 
 
 def count(function, *args):
@@ -554,8 +555,9 @@ def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
         assert 1e-4 < error < 0.2
 
 
-def test_a_train_state():
-    wrapped = wrap(Setup())
+@pytest.mark.parametrize("recipe", [Recipe(), NATIVE], ids=["emulated", "native blocks"])
+def test_a_train_state(recipe):
+    wrapped = wrap(Setup(), recipe)
     variables = jax.jit(wrapped.init)(KEY, X)
     state = TrainState.create(apply_fn=wrapped.apply, params=variables["params"], tx=optax.sgd(0.1))
 
@@ -572,3 +574,7 @@ def test_a_train_state():
         losses.append(float(value))
     assert losses == sorted(losses, reverse=True)
     assert step._cache_size() == 2
+    found = report(wrapped, variables, X)
+    assert (found.left, sum(p.count for p in found.quantized)) == ((), 6)
+    is_native = 'stablehlo.composite "xla.scaled_dot"' in step.lower(state).as_text()
+    assert is_native == (recipe is NATIVE)

@@ -607,10 +607,15 @@ POISONED = {
     "deepseek": recipes.deepseek_v3,
     "int8": Recipe(("int8", BlockFormat(element="int8", block=(None,))), "int8"),
     "delayed": recipes.fp8_lm,
+    **{
+        f"native {spec}": Recipe(spec, arithmetic="native")
+        for spec in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4")
+    },
+    "native nvfp4": dataclasses.replace(recipes.nvfp4, arithmetic="native"),
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", POISONED)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are(name):
     """Oracle: the plain product, of one bad value in each operand, also in a block of zeros."""
@@ -648,6 +653,30 @@ def test_native_equals_emulated(product):
     assert_three(got, layer, same(E4M3, E5M2, E5M2), *operands)
 
 
+IN_BLOCKS = {
+    "mxfp8": CASES["mxfp8"],
+    "mxfp8_e5m2 for cotangents": (
+        Recipe("mxfp8_e4m3", "mxfp8_e5m2"),
+        same(MX8, MX8, along("e5m2", 32, rule="rceil")),
+    ),
+    "mxfp4": CASES["mxfp4 by name"],
+    "nvfp4": CASES["nvfp4"],  # with 2-D blocks of weights, a Hadamard transform in wgrad
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("product", ["dot_general", "dot_general, batched"])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_native_products_of_blocks_equal_the_oracle(name, product):
+    """Of lengths that are no multiples of a block; batched: sums over two axes."""
+    recipe, slots = IN_BLOCKS[name]
+    layer = LAYERS[product]
+    operands = operands_of(layer)
+    run = three(layer.ours, dataclasses.replace(recipe, arithmetic="native"))
+    assert run.lower(*operands).as_text().count('stablehlo.composite "xla.scaled_dot"') == 3
+    assert_three(run(*operands), layer, slots, *operands)
+
+
 def lowered(recipe, platform):
     structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, 48), (48, 16), (32, 16))]
     run = three(LAYERS["dot_general"].ours, recipe)
@@ -664,11 +693,12 @@ def test_native_products_are_given_arrays_of_8_bit_floats(platform):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("spec", ["int8", "mxfp8", "e2m1fn", "bfloat16"])
+@pytest.mark.parametrize("spec", ["int8", "deepseek_1x128", "mxfp6_e2m3", "e2m1fn", "bfloat16"])
 def test_what_cannot_be_native_is_emulated(spec):
     native = Recipe(spec, spec, arithmetic="native")
     text = lowered(native, "cpu")
     assert not re.search(rf"stablehlo.dot_general.*{F8}", text)
+    assert "scaled_dot" not in text
     x, w, _ = operands_of(LAYERS["dot_general"])
     native, emulated = (
         qt.dot_general(x, w, MATMUL, recipe=recipe) for recipe in (native, Recipe(spec, spec))
