@@ -1,7 +1,7 @@
 """What the packages above need of casts and users do not; most of it checks no arguments."""
 
 from qtoolkit.casts._affine import is_zero, kept_from_zero, product, quotient, settled
-from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32
+from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
 from qtoolkit.casts._elementwise import elementwise, on_cpu, varying_alike
 from qtoolkit.casts._modes import Rounding, check_rounding
@@ -86,6 +86,7 @@ __all__ = [
     "from_magnitude_ordinal",
     "from_ordinal",
     "from_stored",
+    "holds",
     "in_dtype",
     "infinity_ordinal",
     "inside",

@@ -1,6 +1,5 @@
 """Operands as arrays of their own formats, and scales beside them, for hardware that has those."""
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ from qtoolkit.casts.internal import (
     dtype_from_codes,
     elementwise,
     from_stored,
+    holds,
     power_from_stored,
     power_to_stored,
 )
-from qtoolkit.formats import E8M0FNU, FloatFormat
+from qtoolkit.formats import E4M3FN, E8M0FNU, BlockFormat, FloatFormat, Format
 from qtoolkit.products._bilinear import Blocked
 from qtoolkit.products._operand import Rounded, code_values
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
@@ -52,9 +52,9 @@ def native_operands(
     """
     one, other = first.scale, second.scale
     if one is not None and other is not None:
-        if _bits(first) == _bits(second) == 8:
-            return Native(_elements(first), _elements(second), (one, other))
-        return None
+        if not (_has_8_bits(first) and _has_8_bits(second)):
+            return None
+        return Native(_own_elements(first), _own_elements(second), (one, other))
     if contracted is None:
         return None
     lengths = _block_length(first, contracted[0]), _block_length(second, contracted[1])
@@ -73,19 +73,37 @@ def native_operands(
     )
 
 
-def _bits(operand: Rounded) -> int:
-    """Of the elements, where JAX has arrays of their format; else 0."""
+def _has_8_bits(operand: Rounded) -> bool:
+    """Whether the elements are floats of 8 bits of which JAX has arrays."""
     assert operand.spec is not None
     element = operand.spec.element
-    return element.bits if isinstance(element, FloatFormat) and element.dtype is not None else 0
+    return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
 
 
-def _elements(operand: Rounded) -> Array:
-    """Q as an array of its own dtype."""
+def _own_elements(operand: Rounded) -> Array:
     assert operand.spec is not None
-    element = operand.spec.element
-    codes = code_values(operand.q, element) if operand.codes is None else operand.codes
-    return dtype_from_codes(codes, element)
+    return _elements(operand.q, operand.codes, operand.spec.element)
+
+
+def _elements(q: Array, codes: Array | None, fmt: Format) -> Array:
+    """Q as an array of a format; `codes` are its codes where they are known."""
+    assert isinstance(fmt, FloatFormat)
+    return dtype_from_codes(code_values(q, fmt) if codes is None else codes, fmt)
+
+
+def _blocked_format(spec: BlockFormat) -> FloatFormat | None:
+    """The format of the elements that `lax.scaled_dot` is given; None where there is none.
+
+    Their own, but FP4 and FP6 with powers of two as scales are given as E4M3FN, which holds them:
+    JAX has no arrays of FP6, and XLA fails to compile FP4 with E8M0 scales for GPUs (jaxlib
+    0.10.2, for H100 and B200 described: "Failed to lower from shared dialect to Triton").
+    """
+    element = spec.element
+    if not isinstance(element, FloatFormat):
+        return None
+    if spec.has_powers and element.bits < 8 and holds(element, np.dtype(E4M3FN.dtype)):
+        return E4M3FN
+    return element if element.bits in (4, 8) and element.dtype is not None else None
 
 
 def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
@@ -97,10 +115,9 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     spec = operand.spec
     if spec is None or spec.scale is None or spec.element_exponent or not contracted:
         return 1
-    element, scale = spec.element, spec.scale
-    if _bits(operand) not in (4, 8) or scale.dtype is None or scale.bits != 8:
+    element, scale = _blocked_format(spec), spec.scale
+    if element is None or scale.dtype is None or scale.bits != 8:
         return 1
-    assert isinstance(element, FloatFormat)
     is_marked = element.has_nan or scale.has_nan
     digits = element.mantissa_bits + 1 + scale.mantissa_bits + 1
     # Jax 0.10 cannot lower `scaled_dot` with symbolic sizes: it passes them to its parts alone.
@@ -129,9 +146,9 @@ def _tensor_scale(operand: Rounded) -> Array:
 def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
     """Elements, and one scale for each `length` of them along `axis`.
 
-    A block of several rows, or of several lengths, says its scale for each. What the element format
-    cannot say, that q is infinite or a NaN, the scale says: the NaN of one row's block, which
-    reaches what q would.
+    A block of several rows, or of several lengths, says its scale for each. What the format of the
+    elements cannot say, that q is infinite or a NaN, the scale says: the NaN of one row's block,
+    which reaches what q would.
 
     Args:
       size: To which the axis is padded with zeros.
@@ -140,6 +157,8 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
     assert spec is not None
     assert spec.scale is not None
     assert scale is not None
+    fmt = _blocked_format(spec)
+    assert fmt is not None
     for other, held in enumerate(blocks_of(q, spec).lengths):
         if other != axis and held > 1:
             spread = jnp.repeat(scale, held, axis=other)
@@ -157,10 +176,10 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
         q = rows.join(_raised(view, jnp.broadcast_to(rows.spread(exponent), view.shape)))
         codes = None
         scale = power_to_stored(jnp.maximum(exponent, _LEAST), is_nan, spec.scale)
-    if codes is None and not spec.element.has_nan:
+    if codes is None and not fmt.has_nan:
         is_bad = jnp.any(~jnp.isfinite(rows.split(q)), axis=rows.places, keepdims=True)
         scale = jnp.where(rows.gather(is_bad), jnp.full_like(scale, np.nan), scale)
-    return Blocked(_elements(dataclasses.replace(operand, q=q, codes=codes)), scale)
+    return Blocked(_elements(q, codes, fmt), scale)
 
 
 def _padded(x: Array, axis: int, missing: int, value: int) -> Array:

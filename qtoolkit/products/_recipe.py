@@ -300,27 +300,27 @@ class Recipe:
     (`recipes.token_scaled`), `Delayed` (but for what keeps no history) and `Static` scaling do not
     have this.
 
-    **What `arithmetic="native"` gives XLA in 8 bits and fewer**, in each of the three products for
+    **What `arithmetic="native"` gives XLA in 8 bits or fewer**, in each of the three products for
     itself; all others are emulated, such as those of float32 scales (`deepseek_v3`,
-    `token_scaled`), of integers and of MXFP6:
+    `token_scaled`) and of integers:
 
     * Both operands have an 8-bit float format and one scale each, which multiplies the result.
       Derivatives of other functions than `dot_general` are given float32 copies.
-    * In `dot_general`, layers and `x @ w`: both have 8-bit or FP4 floats in blocks with E8M0 scales
-      (MXFP8, MXFP4), or both with 8-bit scales of another kind (NVFP4, whose second scales multiply
+    * In `dot_general`, layers and `x @ w`: both have floats in blocks with E8M0 scales (MXFP8,
+      MXFP6, MXFP4), or both with 8-bit scales of another kind (NVFP4, whose second scales multiply
       the result). `jax.lax.scaled_dot` multiplies them: by hardware where XLA has that, else
-      elements by scales in bfloat16, which is exact, and sums in float32. Blocks lie along the
-      contracted axis, also in dgrad and wgrad, where a stored kernel's do not unless they are 2-D.
-      Not on Explicit meshes, nor with symbolic sizes; and `jax.export` of jax 0.10 takes one
-      platform at a time. On GPUs FP4 is a risk: XLA of jaxlib 0.10.2 fails to compile MXFP4's for
-      a GPU that is described, not there.
+      elements by scales in bfloat16, which is exact, and sums in float32. Elements of MXFP6 and
+      MXFP4 are given as E4M3FN, which holds them: JAX has no arrays of FP6, and XLA of jaxlib
+      0.10.2 fails to compile FP4 with E8M0 scales for GPUs. Blocks lie along the contracted axis,
+      also in dgrad and wgrad, where a stored kernel's do not unless they are 2-D. Not on Explicit
+      meshes, nor with symbolic sizes; and `jax.export` of jax 0.10 takes one platform at a time.
 
     Attributes:
       forward: Operands (lhs, rhs) of the product.
       dgrad: (cotangent, rhs).
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
-        "native" gives XLA arrays of the formats' own dtypes where it can, see below.
+        "native" gives XLA arrays of the formats' own dtypes where it can, see above.
       axis_names: Axes of `jax.shard_map` over which shards share scales of whole tensors. Without
         them each shard has scales of its own.
 
