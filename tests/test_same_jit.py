@@ -10,11 +10,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
 import qtoolkit as qt
 from qtoolkit import gradients, scaling
+from qtoolkit.casts.internal import exact_float32, quotient
 
 ROWS, COLUMNS = 32, 64
 KEY = jax.random.key(7)
@@ -23,7 +26,7 @@ BIAS = np.float32(0.37)
 
 def carried(a, b):
     """The carry of a scan: what its last step made."""
-    return jax.lax.scan(lambda c, v: (c * v + v, None), a, jnp.stack([b, a]))[0]
+    return lax.scan(lambda c, v: (c * v + v, None), a, jnp.stack([b, a]))[0]
 
 
 # Of two arrays of the half type.
@@ -229,6 +232,47 @@ def test_float32_that_a_compiler_knows_something_of(name):
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_float32_that_a_compiler_knows_something_of(name):
     check(SUMS[name], KNOWN_PRODUCERS, known(), close)
+
+
+# Of a row of float32 and of a number: what repeats along an axis, as XLA sees.
+REPEATING = {
+    "row": lambda v, _: jnp.broadcast_to(v, (8, v.size)),
+    "column": lambda v, _: jnp.broadcast_to(v[:, None], (v.size, 8)),
+    "middle": lambda v, _: jnp.broadcast_to(v[:, None], (4, v.size, 8)),
+    "tile": lambda v, _: jnp.tile(jnp.exp(v), (8, 1)),
+    "half": lambda v, _: jnp.broadcast_to(v.astype(jnp.bfloat16), (8, v.size)),
+    "iota": lambda v, _: lax.broadcasted_iota(jnp.float32, (8, v.size), 1),
+    "mean": lambda v, _: jnp.broadcast_to(jnp.mean(jnp.stack([v, v]), 0, keepdims=True), (8, 512)),
+    "constants": lambda v, _: jnp.asarray(np.linspace(-3, 3, 512, dtype=np.float32)),
+    "number": lambda _, c: jnp.full((8, 512), c),
+    "one": lambda *_: jnp.full((32, 64), 0.3, jnp.float32),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("divisor", ["constant", "argument"])
+def test_what_repeats_along_an_axis_is_divided(divisor):
+    """XLA multiplied by reciprocals: every sixth quotient was off. Oracle: NumPy's division."""
+    v = jnp.asarray(np.random.default_rng(4).normal(size=512), jnp.float32)
+    c, scale = np.float32(0.3), np.float32(1.1)
+
+    def quotients(v, c, s):
+        s = scale if divisor == "constant" else s
+        made = {name: produce(v, c) for name, produce in REPEATING.items()}
+        return {n: quotient(exact_float32(x), jnp.full(x.shape, s)) for n, x in made.items()}
+
+    got = jax.jit(quotients)(v, c, scale)
+    for name, produce in REPEATING.items():
+        made = np.asarray(jax.jit(produce)(v, c)).astype(np.float32)
+        equal(got[name], made / scale, name)
+
+
+def test_fake_convert_of_one_number_repeated():
+    """Step by step: 0.3 * 1.1 - 0.3 is rounded to 0.029296875. Oracle: NumPy, ml_dtypes."""
+    x, scale, shift = np.float32(0.3), np.float32(1.1), np.float32(0.3)
+    q = (x * scale - shift).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    got = jax.jit(lambda: qt.fake_convert(jnp.full((8, 64), x), 1.1, 0.3, fmt="e4m3fn"))()
+    np.testing.assert_array_equal(got, np.full((8, 64), (q + shift) / scale))
 
 
 @pytest.mark.parametrize("scale", [0.11, 1e-3, 3.0])

@@ -1,13 +1,15 @@
 """Products and quotients that keep their own rounding inside any fusion, on any platform.
 
-Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges
-`(x * c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it
-can prove uniform to a multiplication by the reciprocal. Its GPUs divide float32 by an instruction
-that is off by up to two units in the last place, for a third of random operands. These helpers stop
-all of it; optimization barriers and `lax.reduce_precision` do not. They hide their operands from
-derivatives, too, which would be zero: use them where a rule of its own gives the derivative.
+Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges `(x *
+c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it sees to
+repeat along an axis to a multiplication by the reciprocal. Its GPUs divide float32 by an
+instruction that is off by up to two units in the last place, for a third of random operands. These
+helpers stop all of it; optimization barriers and `lax.reduce_precision` do not. They hide their
+operands from derivatives, too, which would be zero: use them where a rule of its own gives the
+derivative.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._elementwise import by_platform, elementwise
+from qtoolkit.casts._elementwise import by_platform, elementwise, varying_alike
 
 # The quiet NaNs with and without a sign, by the width of the float: as integers, no number's
 # pattern of either sign is larger.
@@ -47,8 +49,7 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @elementwise
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    a = settled(a)
-    return _division(a, b) if a.dtype == jnp.float64 else _ieee_quotient(a, b)
+    return _ieee_quotient(settled(a), b)
 
 
 def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
@@ -56,8 +57,31 @@ def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
-    """By a divisor that depends on `a`: XLA would make a reciprocal of one that does not."""
-    return lax.div(a, lax.select(lax.eq(a, a), b, lax.full_like(b, 1)))
+    """By a divisor of which XLA cannot tell that it repeats along an axis: it would multiply by the
+    reciprocals of one that does, and lose the last bit of every sixth quotient.
+
+    So each element selects one of two equal divisors. By its place, not by its value: where a row
+    is repeated, values are, too, and the divisors that they select.
+    """
+    return lax.div(a, lax.select(_is_somewhere(a), b, settled(b)))
+
+
+def _is_somewhere(x: jax.Array) -> jax.Array:
+    """True, as far as it matters; XLA takes it for a mask that repeats along no axis.
+
+    LLVM sees through it: the bits of places are never all set. Of their sum it does not know.
+    """
+    axes = [axis for axis, n in enumerate(x.shape) if not isinstance(n, int) or n > 1]
+    if not axes:
+        return lax.eq(x, x)
+    sharding = jax.typeof(x).sharding
+    sharding = sharding if sharding.mesh.explicit_axes else None
+    iotas = (
+        lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=sharding) for axis in axes
+    )
+    place = functools.reduce(lax.bitwise_or, iotas)
+    place, _ = varying_alike(place, x)
+    return lax.ne(place, lax.full_like(place, np.uint32(2**32 - 1)))
 
 
 def _corrected_quotient(
@@ -138,6 +162,10 @@ def is_zero(x: jax.Array) -> jax.Array:
     return (lax.bitcast_convert_type(settled(x), jnp.uint32) & np.uint32(0x7FFFFFFF)) == 0
 
 
+def _quotient_elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _division(a, b) if a.dtype == jnp.float64 else _corrected_quotient(a, b)
+
+
 _ieee_quotient = by_platform(
-    "ieee_quotient", cpu=_division, others=_corrected_quotient, aval=lambda a, _: a
+    "ieee_quotient", cpu=_division, others=_quotient_elsewhere, aval=lambda a, _: a
 )

@@ -134,6 +134,8 @@ def check_differentiable(
     known = (*FLOATS, np.dtype("float64")) if wide else FLOATS
     if not is_array(x):
         dtype = None
+    if isinstance(dtype, np.dtype):
+        dtype = dtype.newbyteorder("=")  # as in `check_source`: JAX has no arrays of the other
     if (dtype is None or dtype not in known) and not (wide and isinstance(x, float)):
         got = f"dtype {dtype}" if dtype is not None else f"type {type(x).__name__}"
         raise TypeError(

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit import formats
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.formats import spec as resolve
 from qtoolkit.plots._curves import _STYLES, _figure
 from qtoolkit.scaling import quantize
 
@@ -48,7 +48,9 @@ def error_against_magnitude(
       ['int8 by tensor', 'e4m3fn by tensor', 'mxfp4']
       >>> axes.figure.savefig("errors.png")
     """
-    resolved = [resolve(spec) for spec in (specs if isinstance(specs, list | tuple) else [specs])]
+    resolved = [
+        formats.spec(spec) for spec in (specs if isinstance(specs, list | tuple) else [specs])
+    ]
     if not resolved:
         raise ValueError("error_against_magnitude: no formats, expected one or more")
     if not 2.0**-100 <= amax <= 2.0**100:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from qtoolkit import formats
 from qtoolkit.formats import SpecLike
-from qtoolkit.formats import spec as resolve
 from qtoolkit.plots._curves import _figure
 from qtoolkit.scaling import metrics
 
@@ -39,7 +39,7 @@ def code_histogram(x: ArrayLike, spec: SpecLike, *, axes: Any = None, **how: Any
       'e2m1fn by tensor: 0 % saturated, 14.4 % became zero, SQNR 18.3 dB'
       >>> axes.figure.savefig("codes.png")
     """
-    spec = resolve(spec)
+    spec = formats.spec(spec)
     if spec.element.bits > 8:
         raise ValueError(
             f"code_histogram: {spec.name} has elements of {spec.element.bits} bits, expected at "

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import ArrayLike
 
+from qtoolkit import formats
 from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
@@ -35,7 +36,6 @@ from qtoolkit.casts.internal import (
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.formats import spec as resolved_spec
 from qtoolkit.scaling._blocks import Blocks, magnitude_max
 from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
@@ -310,7 +310,7 @@ def start(
     where: str, spec: SpecLike, shape: tuple[int, ...], *, zero_point: bool
 ) -> dict[str, Any]:
     """The fields that all states share, before the first batch; arguments checked."""
-    fmt = resolved_spec(spec)
+    fmt = formats.spec(spec)
     if fmt.scale is None:
         raise ValueError(f"{where}: {fmt.name} has no scale, expected a format that has")
     if fmt.zero_point != zero_point:

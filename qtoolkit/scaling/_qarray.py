@@ -145,9 +145,7 @@ class QArray:
         codes have none.
         """
         wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
-        plain = dataclasses.replace(
-            self,
-        ).unpack()  # checked anew
+        plain = dataclasses.replace(self).unpack()  # checked anew
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
         return dequantize(plain.codes, scales, self.blocks, self.spec, wanted)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from qtoolkit import formats
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     FLOATS,
@@ -24,7 +25,6 @@ from qtoolkit.casts.internal import (
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
-from qtoolkit.formats import spec as resolve
 from qtoolkit.scaling._engine import Scales, block_codes, find_scales
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._scales import least_scale
@@ -131,7 +131,7 @@ def check_quantize(
 ) -> tuple[jax.Array, BlockFormat, Scales, Projection]:
     """The arguments that `quantize` and its kin share, checked and resolved."""
     x = check_differentiable(where, x, wide=False)
-    spec = resolve(spec)
+    spec = formats.spec(spec)
     _, projection = check_arguments(
         where, x, spec.element, rounding, saturation, key, random_bits, index_offset
     )

@@ -260,6 +260,23 @@ def test_strided_and_reversed_numpy_inputs(name):
     assert_same_bits(qt.encode(narrow.T, name), codes(narrow.T, SPECS[name]), narrow.T)
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+def test_bytes_of_numpy_in_the_other_order(dtype):
+    """Oracle: the same function of the numbers in the machine's own order."""
+    functions = {
+        "encode": lambda x: qt.encode(x, "e4m3fn"),
+        "round_to_format": lambda x: qt.round_to_format(x, "e4m3fn"),
+        "fake_cast": lambda x: qt.fake_cast(x, "e4m3fn"),
+        "fake_convert": lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn"),
+        "quantize": lambda x: qt.quantize(x, "e4m3fn").codes,
+        "lsq": lambda x: qt.gradients.lsq(x, 0.1, "int8"),
+    }
+    x = np.linspace(-3, 3, 64).astype(f"<{dtype}").reshape(8, 8)
+    for function in functions.values():
+        got, expected = (np.asarray(function(a)) for a in (x.astype(f">{dtype}"), x))
+        assert_same_bits(got, expected)
+
+
 def test_the_oracle_reads_every_source_exactly():
     """Its `exact` against Python's own reading of each code."""
     for name in NARROW_SOURCES:

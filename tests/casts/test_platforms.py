@@ -116,6 +116,22 @@ def test_vmap_along_an_axis_of_a_mesh(kind):
     assert_same_bits(np.asarray(got), expected)
 
 
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("other", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_quotients_on_a_mesh_some_axes_of_which_are_explicit(other, depth):
+    """Divisors are selected by masks, which have to be sharded as they are."""
+    mesh = jax.make_mesh((2, 1), ("d", "e"), axis_types=(AxisType.Explicit, other))
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    function = lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")  # noqa: E731
+    expected = np.asarray(function(x))
+    for _ in range(depth):
+        function = jax.vmap(function)
+    with jax.set_mesh(mesh):
+        got = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, PartitionSpec("d", "e"))))
+    assert_same_bits(np.asarray(got), expected)
+
+
 def test_the_platform_is_known_where_a_program_is_compiled():
     chosen = jax.jit(lambda x: lax.cond(on_cpu(), lambda x: x + 1, lambda x: x - 1, x))
     here = jax.default_backend() == "cpu"
