@@ -67,9 +67,11 @@ def _division(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _is_somewhere(x: jax.Array) -> jax.Array:
-    """True, as far as it matters; XLA takes it for a mask that repeats along no axis.
+    """True for every element; XLA takes it for a mask that repeats along no axis.
 
-    LLVM sees through it: the bits of places are never all set. Of their sum it does not know.
+    LLVM sees that the OR of an element's places, each below 2**31, never has all 32 bits set, and
+    drops the comparison. It does not see that of their sum: dividing tiles of 128x128 took a third
+    longer.
     """
     axes = [axis for axis, n in enumerate(x.shape) if not isinstance(n, int) or n > 1]
     if not axes:
