@@ -4,12 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test quick lint exhaustive interop cuda bench docs docs-test pictures package-test clean
+.PHONY: run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## the whole suite but what is marked exhaustive, on every core
+test: $(VENV)/.stamp-dev  ## the suite, on every core; not what is exhaustive or runs documentation
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 quick: $(VENV)/.stamp-dev  ## a quick part of it
@@ -54,6 +54,10 @@ bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run; ARG
 
 docs: $(VENV)/.stamp-docs  ## the documentation site, into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
+docs-examples: $(VENV)/.stamp-dev  ## what the documentation shows: examples, notebooks, pictures
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "docs and not exhaustive" \
+	  tests/docs tests/notebooks $(ARGS)
 
 # A browser: `apt-get install chromium`, or CHROMIUM=/path/to/one in the environment.
 docs-test: docs $(VENV)/.stamp-docs-test  ## the site in a browser: the explorer's numbers, keys, layout

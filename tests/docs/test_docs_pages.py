@@ -20,6 +20,7 @@ def of(page):
     return page.relative_to(ROOT / "docs" / "pages").as_posix()
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=of)
 def test_the_examples_of_a_page(page):
     assert examples.run(page) == examples.expected(page)
@@ -92,6 +93,7 @@ def test_the_pictures_are_those_that_the_command_draws():
     assert shown <= drawn
 
 
+@pytest.mark.docs
 def test_the_pictures_are_as_the_command_draws_them_now(tmp_path):
     """So a figure that is stored anew by an experiment is drawn anew."""
     from matplotlib.testing.compare import compare_images

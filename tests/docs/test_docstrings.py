@@ -67,10 +67,12 @@ def failures(value, name):
 
 
 def cases():
-    """The packages without Flax are `quick`."""
+    """Those of the packages without Flax are `quick`, and part of `make test`."""
     quick = ("formats", "casts", "onnx", "openvino", "pypto")
     return [
-        pytest.param(name, marks=[pytest.mark.quick] if name.split(".")[0] in quick else [])
+        pytest.param(
+            name, marks=pytest.mark.quick if name.split(".")[0] in quick else pytest.mark.docs
+        )
         for name in PUBLIC
         if name not in SHOWN_BY
     ]

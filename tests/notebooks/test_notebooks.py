@@ -88,6 +88,7 @@ class Shell(InteractiveShell):
 
 
 # Notebook 02 compiles for a minute, however few its steps: left to `make exhaustive`.
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "path",
     [
