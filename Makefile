@@ -57,7 +57,7 @@ docs: $(VENV)/.stamp-docs  ## the documentation site, into build/site; warnings 
 
 docs-examples: $(VENV)/.stamp-dev  ## what the documentation shows: examples, notebooks, pictures
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "docs and not exhaustive" \
-	  tests/docs tests/notebooks $(ARGS)
+	  tests/docs tests/notebooks tests/optim/test_examples.py tests/test_readme.py $(ARGS)
 
 # A browser: `apt-get install chromium`, or CHROMIUM=/path/to/one in the environment.
 docs-test: docs $(VENV)/.stamp-docs-test  ## the site in a browser: the explorer's numbers, keys, layout

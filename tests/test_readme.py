@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import examples
+import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.docs
 def test_the_examples_run():
     names: dict = {"__name__": "__main__"}
     assert examples.run(README, names) == examples.expected(README)

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("spec", "shape"), CASES.values(), ids=CASES)
 def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):

@@ -475,6 +475,7 @@ def test_every_number_is_what_the_tests_go_through(operator):
         assert deviations == "none" or numbers(deviations)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("operator", ROWS)
 def test_a_changed_number_a_new_row_and_a_lost_one_are_found(operator):
     body = sections()[operator]

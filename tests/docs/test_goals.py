@@ -47,6 +47,7 @@ class Wave(nnx.Module):
         return jnp.sin(self.mix(x)) @ self.out[...]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("minutes", [10], indirect=True)
 def test_a_researchers_own_model_trains_in_fp8_with_report_and_plot(
     minutes, tmp_path, monkeypatch, capsys

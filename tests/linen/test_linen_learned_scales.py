@@ -217,6 +217,7 @@ class Inside(nn.Module):
         return scanned(self, x, None)[0]
 
 
+@pytest.mark.exhaustive
 def test_wrapped_inside_of_a_scan_each_layer_has_a_scale_of_its_own():
     module = Inside()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)

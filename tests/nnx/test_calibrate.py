@@ -336,7 +336,7 @@ def test_a_layer_named_as_a_product_is_none():
 
 
 @pytest.mark.devices(2)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["absmax", "percentile", "mse"])
 def test_sharded_batches_are_calibrated_as_whole_ones(name, kind, wrapped):

@@ -83,7 +83,7 @@ def test_codes_are_those_of_the_learned_scale(wrapped):
     np.testing.assert_array_equal(array.dequantize(), np.float32(q) * scale)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}])
 def test_half_precision(options):
     """LSQ rounds its numbers to the kernel's dtype, and so do the codes."""

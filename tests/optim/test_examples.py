@@ -22,6 +22,7 @@ def loss(params):
     return jnp.sum((params["w"] - 1) ** 2)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_example(name):
     text = textwrap.dedent("    " + getattr(optim, name).__doc__)

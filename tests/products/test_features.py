@@ -94,7 +94,7 @@ def run(model, x):
     return model(x)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_attention_of_ones_own_is_causal(name):
     """Except where nothing says which axis the features are: jax.numpy.flip of them, and such."""

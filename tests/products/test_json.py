@@ -86,7 +86,7 @@ RECIPES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
 @given(RECIPES)
 def test_any_recipe_round_trips(recipe):
     again = from_json(to_json(recipe))

@@ -128,7 +128,7 @@ def test_equal_to_the_emulated_product_up_to_the_order_of_sums(name):
         assert np.all(np.abs(mine - theirs) <= 2 * terms * 2.0**-24 * size)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_operands(dtype):
     """Numbers of few bits, whose sums are exact: equality."""

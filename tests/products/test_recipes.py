@@ -664,7 +664,7 @@ IN_BLOCKS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("product", ["dot_general", "dot_general, batched"])
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_native_products_of_blocks_equal_the_oracle(name, product):

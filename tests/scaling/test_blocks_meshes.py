@@ -84,6 +84,7 @@ def test_eight_devices_give_what_one_gives(spec, place, kind):
         assert leaf.sharding.is_equivalent_to(where, 2), leaf.sharding
 
 
+@pytest.mark.sample(1)
 @every_kind
 def test_eager_calls_packed_codes_random_bits_and_derivatives(kind):
     """Codes are packed where shards hold whole bytes."""
