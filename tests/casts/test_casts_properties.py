@@ -101,7 +101,7 @@ def test_casts_are_odd_and_the_directions_mirror_each_other(x, name, rounding, s
     np.testing.assert_array_equal(np.isnan(there), np.isnan(back))
 
 
-@few
+@settings(few, max_examples=8)
 @given(arrays(), names)
 def test_every_rounding_is_one_of_two_neighbours(x, name):
     """Between the two directed ones, which enclose what lies in the format's range."""

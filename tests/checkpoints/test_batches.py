@@ -54,7 +54,7 @@ def results_of(arrays, fmts, workers=1):
         yield x, fmt, *put_together(x, fmt, result.scales, result.pieces), result.sums
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("fmt", "shapes"), CASES.values(), ids=CASES)
 def test_the_bits_are_those_of_quantize(fmt, shapes, dtype):
@@ -63,9 +63,9 @@ def test_the_bits_are_those_of_quantize(fmt, shapes, dtype):
         assert_equal_quantize(*result)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("tile", "ahead"), [(2**9, 1), (2**9, 700), (2**15, 2**17)])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("tile", "ahead"), [(2**9, 700), (2**9, 1), (2**15, 2**17)])
+@pytest.mark.parametrize("workers", [3, 1])
 def test_any_neighbours_in_any_tiles(monkeypatch, tile, ahead, workers):
     """Formats, dtypes and sizes mixed; with tiles of four units, tensors lie across their ends."""
     monkeypatch.setattr(_batches, "_TILE", tile)

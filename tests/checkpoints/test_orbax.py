@@ -131,7 +131,7 @@ def zeros_for_data(folder):
         data.write_bytes(bytes(data.stat().st_size))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [no_json, no_arrays, zeros_for_data])
 def test_damaged_checkpoints(folder, tmp_path, damage):
     """In a process of its own: orbax leaves reads under way when one of them fails."""

@@ -181,6 +181,7 @@ def stack_by_hand(layers, scales_of, x):
     return jnp.sum(jnp.sin(x))
 
 
+@pytest.mark.exhaustive
 def test_layers_that_scan_stacks_share_a_scale():
     module = qt.linen.wrap(Stack(), LSQ)
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)

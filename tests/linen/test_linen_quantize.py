@@ -94,7 +94,7 @@ def test_rules_report_export_and_gradients(variables):
     assert np.all(np.isfinite(by_input))
 
 
-@pytest.mark.quick
+@pytest.mark.exhaustive
 def test_the_decoding_cache_rewound_gives_the_same_bits():
     plain = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=True)
     wide = Recipe((None, None), gradient=None)

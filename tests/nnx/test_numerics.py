@@ -381,6 +381,7 @@ def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
 
 
 @pytest.mark.devices(2)
+@pytest.mark.exhaustive
 def test_shards_merge_to_the_sum_of_their_reports():
     """Oracle: each shard's report by itself, added."""
     model = qt.nnx.wrap(Scored(), INT8)

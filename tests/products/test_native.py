@@ -346,6 +346,7 @@ def test_in_shard_map_results_vary_as_their_operands_do():
 
 
 @pytest.mark.devices(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(kind):
     """On Explicit ones they are emulated: `scaled_dot` says nothing of where its result lies."""
