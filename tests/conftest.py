@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -35,6 +36,7 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         os.environ[_PROGRAMS] = folder.name
         return
+    gc.set_threshold(700, 10, 100)  # JAX keeps what it traced: millions of objects, not garbage
     jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

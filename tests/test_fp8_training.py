@@ -39,6 +39,7 @@ def images(monkeypatch):
     monkeypatch.setitem(fp8_training.MODELS, "cnn", small)
 
 
+@pytest.mark.exhaustive
 def test_a_quick_run_is_stored_and_not_repeated(images, monkeypatch, tmp_path):
     plot = tmp_path / "gaps.png"
     command = ["--quick", "--model", "cnn", "--recipe", "te_current", "--seeds", "1"]

@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_quantize(fmt, shapes, dtype):
         assert_equal_quantize(*result)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("tile", "ahead"), [(2**9, 700), (2**9, 1), (2**15, 2**17)])
 @pytest.mark.parametrize("workers", [3, 1])
 def test_any_neighbours_in_any_tiles(monkeypatch, tile, ahead, workers):

@@ -114,6 +114,7 @@ def test_gradients_are_those_of_lsq(variables):
     assert all(float(g) != 0 for g in jax.tree.leaves(wanted[SCALES]))
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_those_of_lsq_plus():
     recipe = Recipe((Operand("uint4", scaling=Learned(offset=True)), INT4), gradient=None)
     module, x = qt.linen.wrap(nn.Dense(4), recipe), X + 0.7
@@ -275,7 +276,7 @@ def test_orbax(variables, tmp_path):
     np.testing.assert_array_equal(MODULE.apply(restored, X), MODULE.apply(variables, X))
 
 
-@pytest.mark.quick
+@pytest.mark.exhaustive
 def test_value_and_grad_of_both_collections():
     """Beside delayed scales of cotangents, whose histories roll."""
     cotangent = Operand("e5m2", scaling=Delayed(history=3))

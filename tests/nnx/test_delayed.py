@@ -287,6 +287,7 @@ def test_mapped_examples_and_micro_batches_give_the_largest(x):
     assert newest(model)[0] == edge(np.abs(10 * x).max())
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_model(x):
     """LoRA parameters alone; a trunk behind `stop_gradient`, which is never observed."""
     base = nnx.Linear(16, 16, rngs=nnx.Rngs(0))

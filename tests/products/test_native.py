@@ -85,6 +85,7 @@ def test_elements_and_scales_have_their_own_formats(name, platform):
     assert sorted(map(sorted, composites(text))) == sorted(map(sorted, expected))
 
 
+@pytest.mark.exhaustive
 def test_what_was_exported_gives_the_same_bits():
     run = jax.jit(three(native(MXFP8)))
     exported = export.export(run)(*OPERANDS)
