@@ -237,7 +237,7 @@ def test_values_and_gradients_follow_the_plain_model(name):
     np.testing.assert_array_equal(model(batch), made(name)(batch))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["own products beside a layer", "attention"])
 def test_native_blocks_train_and_every_product_is_reported(name):
     """Oracle: the emulated products, which multiply the same numbers."""
@@ -540,7 +540,7 @@ def moved(recipe, calibrate=False):
     return max(np.abs(out - outs[0]).max() for out in outs), np.abs(others[0] - others[1]).max()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "te_delayed_hybrid", "plain"])
 def test_which_scales_are_causal(name):
     recipe = Recipe(None, None) if name == "plain" else getattr(qt.recipes, name)

@@ -370,8 +370,8 @@ def assert_same_sums(a, b):
         np.testing.assert_allclose(mine.tally.sqnr_db, other.tally.sqnr_db, rtol=1e-5)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.devices(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
@@ -381,7 +381,6 @@ def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
 
 
 @pytest.mark.devices(2)
-@pytest.mark.exhaustive
 def test_shards_merge_to_the_sum_of_their_reports():
     """Oracle: each shard's report by itself, added."""
     model = qt.nnx.wrap(Scored(), INT8)
