@@ -42,8 +42,8 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
     if _addition_rounds(fmt, projection.rounding):
         return _codes_by_addition(bits, fmt, projection)
-    if _is_upper_part(fmt):
-        return _upper_part(bits, fmt, projection) >> np.uint32(32 - fmt.bits)
+    if is_upper_part(fmt, FLOAT32):
+        return upper_part(bits, fmt, FLOAT32, projection) >> np.uint32(32 - fmt.bits)
     if fmt.has_zero or fmt.min_exponent != -127:
         return codes_of_exact(exact_from_pattern(bits), fmt, projection)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
@@ -62,8 +62,8 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
 
 def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to float32 patterns of values of `fmt`."""
-    if _is_upper_part(fmt):
-        return _upper_part(bits, fmt, projection)
+    if is_upper_part(fmt, FLOAT32):
+        return upper_part(bits, fmt, FLOAT32, projection)
     if fmt == FLOAT16 and projection == UNCLAMPED:
         return _through_float16(bits)
     if not _addition_rounds(fmt, projection.rounding):
@@ -99,24 +99,33 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
     return value | sign
 
 
-def _is_upper_part(fmt: FloatFormat) -> bool:
-    """Whether the codes are the upper bits of float32's patterns: bfloat16, TF32, float32."""
-    exponents = (fmt.exponent_bits, fmt.bias) == (FLOAT32.exponent_bits, FLOAT32.bias)
+def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
+    """Whether the codes of `fmt` are the upper bits of the patterns of `wide`.
+
+    For float32 bfloat16 and TF32 are, for float16 E5M2, and each for itself.
+    """
+    exponents = (fmt.exponent_bits, fmt.bias) == (wide.exponent_bits, wide.bias)
     specials = (fmt.specials, fmt.overflow) == (Specials.IEEE, Overflow.INF)
-    return exponents and specials and fmt.signed and fmt.bits <= 32
+    return exponents and specials and fmt.signed and fmt.bits <= wide.bits
 
 
-def _upper_part(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
-    """As `float_values`; what is rounded up beyond the largest number is the infinity already."""
-    magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    shift = FLOAT32_MANTISSA - fmt.mantissa_bits
-    value = rounded_shift(magnitude, shift, projection, negative) << np.uint32(shift)
+def upper_part(
+    bits: jax.Array, fmt: FloatFormat, wide: FloatFormat, projection: Projection
+) -> jax.Array:
+    """Rounds patterns of `wide`, float32 or float16, to patterns of values of `fmt`.
+
+    What is rounded up beyond the largest number is the infinity already.
+    """
+    dtype, shift = bits.dtype.type, wide.mantissa_bits - fmt.mantissa_bits
+    magnitude, negative = bits & dtype(wide.sign_code - 1), bits >= dtype(wide.sign_code)
+    inf = dtype(wide.max_code + 1)
+    value = rounded_shift(magnitude, shift, projection, negative) << dtype(shift)
     if projection.saturation != "none":
-        value = jnp.minimum(value, _spelled(fmt, fmt.max_code))
+        value = jnp.minimum(value, dtype(fmt.max_code << shift))
         if projection.saturation == "propagate":
-            value = jnp.where(magnitude == u32(INF), u32(INF), value)
-    value = jnp.where(magnitude > u32(INF), u32(NAN), value)
-    return value | (bits & u32(SIGN))
+            value = jnp.where(magnitude == inf, inf, value)
+    value = jnp.where(magnitude > inf, dtype(wide.nan_code), value)
+    return value | (bits & dtype(wide.sign_code))
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """What may be cast, and the way of each source to codes and of codes to values."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,14 @@ from qtoolkit.casts._bits import (
     to_float16,
 )
 from qtoolkit.casts._elementwise import elementwise
-from qtoolkit.casts._floats import codes_of_exact, float_codes, float_values, needs_64_bits
+from qtoolkit.casts._floats import (
+    codes_of_exact,
+    float_codes,
+    float_values,
+    is_upper_part,
+    needs_64_bits,
+    upper_part,
+)
 from qtoolkit.casts._integers import (
     adds,
     codes_by_addition,
@@ -31,9 +38,11 @@ from qtoolkit.casts._integers import (
     int_codes,
     integers_by_addition,
 )
+from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
 from qtoolkit.casts._tables import table_codes, table_values
 from qtoolkit.formats import (
+    FLOAT16,
     FLOAT32,
     FORMATS,
     FloatFormat,
@@ -168,7 +177,10 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
         if by_pattern and adds(fmt, projection.saturation):
             return codes_by_addition(pattern(x), fmt, projection)
         return int_codes(_exact(x, normalized=False), fmt, projection)
-    if by_pattern and not needs_64_bits(fmt):
+    if _is_upper_part_of_float16(fmt, x.dtype, projection):
+        bits = lax.bitcast_convert_type(x, jnp.uint16)
+        codes = upper_part(bits, fmt, FLOAT16, projection) >> np.uint16(16 - fmt.bits)
+    elif by_pattern and not needs_64_bits(fmt):
         codes = float_codes(pattern(x), fmt, projection)
     else:
         wide = needs_64_bits(fmt)
@@ -182,6 +194,9 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
 
     Without checks and without a derivative: what the differentiable casts are built on.
     """
+    if _is_upper_part_of_float16(fmt, x.dtype, projection):
+        bits = lax.bitcast_convert_type(x, jnp.uint16)
+        return lax.bitcast_convert_type(upper_part(bits, fmt, FLOAT16, projection), jnp.float16)
     by_pattern = x.dtype in (jnp.float32, jnp.float16, jnp.bfloat16)
     if by_pattern and isinstance(fmt, FloatFormat) and holds(fmt, np.float32):
         bits = float_values(pattern(x), fmt, projection)
@@ -189,6 +204,17 @@ def round_values(x: jax.Array, fmt: Format, projection: Projection = NEAREST) ->
     if by_pattern and isinstance(fmt, IntFormat) and adds(fmt, projection.saturation):
         return integers_by_addition(pattern(x), fmt, projection).astype(x.dtype)
     return values_of(codes_of(x, fmt, projection), fmt, x.dtype)
+
+
+def _is_upper_part_of_float16(
+    fmt: Format, dtype: DTypeLike, projection: Projection
+) -> TypeGuard[FloatFormat]:
+    """Whether float16 is rounded as it is, without widening: to E5M2, 16 bits instead of 32 go
+    through every operation. Stochastic rounding may take more random bits than 16.
+    """
+    if dtype != jnp.float16 or isinstance(projection.rounding, Stochastic):
+        return False
+    return isinstance(fmt, FloatFormat) and is_upper_part(fmt, FLOAT16)
 
 
 @elementwise
