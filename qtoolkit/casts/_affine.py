@@ -49,7 +49,7 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @elementwise
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    return _ieee_quotient(settled(a), b)
+    return ieee_quotient(settled(a), b)
 
 
 def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
@@ -168,6 +168,7 @@ def _quotient_elsewhere(a: jax.Array, b: jax.Array) -> jax.Array:
     return _division(a, b) if a.dtype == jnp.float64 else _corrected_quotient(a, b)
 
 
-_ieee_quotient = by_platform(
+# `quotient` of an `a` that is no product or quotient, which XLA might merge with this; one shape.
+ieee_quotient = by_platform(
     "ieee_quotient", cpu=_division, others=_quotient_elsewhere, aval=lambda a, _: a
 )

@@ -110,9 +110,22 @@ def _does(
 def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Array]:
     """The operation. Programs are lowered outside of the `jax.enable_x64` that they were traced in,
     where constants would lose 32 of their 64 bits.
+
+    Arrays of one element are computed as numbers: XLA moves the reshape of a [1, 1, 1] through a
+    chain of operations by one of them in each round of its simplifications, of the whole program.
     """
+    shape = arrays[0].shape
+    is_number = bool(shape) and all(n == 1 for n in shape) and not _is_sharded(arrays[0])
     with jax.enable_x64(True) if x64 else nullcontext():
-        return _replayed(*arrays, jaxpr=jaxpr)
+        if not is_number:
+            return _replayed(*arrays, jaxpr=jaxpr)
+        numbers = (lax.reshape(x, ()) for x in arrays)
+        return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
+
+
+def _is_sharded(x: jax.Array) -> bool:
+    """Whether `x` lies along an axis of an Explicit mesh."""
+    return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 
 def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:

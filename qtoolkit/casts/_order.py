@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import exact_float32
+from qtoolkit.casts._elementwise import elementwise
 
 
 def ordinal(x: jax.Array) -> jax.Array:
@@ -62,6 +63,7 @@ def magnitude_ordinal(x: jax.Array) -> jax.Array:
     return bits & unsigned.type(2 ** (8 * unsigned.itemsize - 1) - 1)
 
 
+@elementwise
 def from_magnitude_ordinal(place: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The number of `dtype`, not negative, whose `magnitude_ordinal` is `place`."""
     return lax.bitcast_convert_type(place, dtype)

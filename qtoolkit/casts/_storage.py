@@ -18,7 +18,7 @@ from qtoolkit.formats import FLOAT32, FloatFormat, format
 
 def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 rounded to nearest even to float16, bfloat16 or float32; infinite on overflow."""
-    return from_pattern(pattern(rounded_to(x, dtype)), dtype)
+    return x if dtype == x.dtype else from_pattern(pattern(rounded_to(x, dtype)), dtype)
 
 
 def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:

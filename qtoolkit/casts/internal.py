@@ -1,9 +1,16 @@
 """What the packages above need of casts and users do not; most of it checks no arguments."""
 
-from qtoolkit.casts._affine import is_zero, kept_from_zero, product, quotient, settled
+from qtoolkit.casts._affine import (
+    ieee_quotient,
+    is_zero,
+    kept_from_zero,
+    product,
+    quotient,
+    settled,
+)
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
-from qtoolkit.casts._elementwise import elementwise, on_cpu, varying_alike
+from qtoolkit.casts._elementwise import by_platform, elementwise, on_cpu, varying_alike
 from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (
     from_magnitude_ordinal,
@@ -67,6 +74,7 @@ __all__ = [
     "Domain",
     "Rounding",
     "binary_parts",
+    "by_platform",
     "cast_for",
     "check_arguments",
     "check_differentiable",
@@ -87,6 +95,7 @@ __all__ = [
     "from_ordinal",
     "from_stored",
     "holds",
+    "ieee_quotient",
     "in_dtype",
     "infinity_ordinal",
     "inside",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
 from qtoolkit.products import Learned, Operand, Recipe, Static
 from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
@@ -176,6 +177,7 @@ def value_and_grad(
         loss, grads = qtoolkit.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
+    The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is rolled, too.
     `nnx.grad` and `nnx.value_and_grad` work as well; products then scale by their own magnitudes,
     as `Current` does, and no history moves. A step with an infinity or a NaN in an operand or a
     cotangent changes no history of that product, and is counted in its `bad`.
@@ -203,12 +205,14 @@ def value_and_grad(
     """
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        wanted = nnx.All(wrt, nnx.Not(ScalingState))
+        wanted = nnx.All(wrt, nnx.Not(ScalingState), nnx.Not(bridged_state()))
         check_trainable("value_and_grad", nnx.to_pure_dict(nnx.state(model, wanted)))
-        both = nnx.DiffState(0, nnx.Any(wanted, Probe))
+        probe = nnx.Any(Probe, is_bridged_probe)
+        both = nnx.DiffState(0, nnx.Any(wanted, probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)
-        value, found = graded(model, *args, **kwargs)
-        probes, grads = nnx.split_state(found, Probe, ...)
+        with bridged_probes(model):
+            value, found = graded(model, *args, **kwargs)
+        probes, grads = nnx.split_state(found, probe, ...)
         roll(model, probes)
         return value, grads
 
@@ -234,3 +238,4 @@ def roll(model: nnx.Module, probes: Any) -> None:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, ProductState):
             module.roll(counts.get((*path, "probe")))
+    roll_bridged(model, counts)

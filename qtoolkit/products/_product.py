@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from qtoolkit.casts.internal import (
     FLOATS,
+    by_platform,
     check_differentiable,
     check_holds,
     elementwise,
@@ -628,7 +629,13 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     # Without a barrier XLA's compiler for GPUs pulls what makes the scales into the kernel of the
     # product and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
     first, second = lax.optimization_barrier(_in_safe_order(first, second))
+    x = _kept_in_shape(x)
     return _times_both(x, jnp.broadcast_to(first, x.shape), jnp.broadcast_to(second, x.shape))
+
+
+_kept_in_shape = by_platform(
+    "kept_in_shape", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
+)
 
 
 @elementwise

@@ -195,8 +195,12 @@ def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> 
     Compared as integers, so that subnormals count. Zero where nothing is finite; where
     `nan_wins`, NaN where one is among the elements.
     """
-    largest = _max(_finite(view, nan_wins), axes, explicit_spec(view))
-    return from_magnitude_ordinal(largest, view.dtype)
+    return from_magnitude_ordinal(largest_ordinal(view, axes, nan_wins=nan_wins), view.dtype)
+
+
+def largest_ordinal(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:
+    """The `magnitude_ordinal` of `magnitude_max`."""
+    return _max(_finite(view, nan_wins), axes, explicit_spec(view))
 
 
 @elementwise
@@ -220,7 +224,7 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.A
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(x.shape))
     known = [axis for axis in axes if isinstance(x.shape[axis], int)]  # not symbolic
     if not known:
-        return jnp.max(x, axis=axes, initial=0).reshape(shape)
+        return lax.reduce_max(x, axes).reshape(shape)
     axis = known[-1] if known[-1] == x.ndim - 1 else max(known, key=lambda axis: x.shape[axis])
     is_last = axis == x.ndim - 1
     step = _divisor(x.shape[axis], _VECTOR if is_last else _STAGE + 1)
@@ -234,7 +238,9 @@ def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.A
         within = sum(map(len, parts[:axis])) + (not is_last)
         short = x.reshape([n for part in parts for n in part])
         x = lax.optimization_barrier(jnp.max(short, axis=within))
-    return jnp.max(x, axis=axes, initial=0).reshape(shape)
+    if all(n == 1 for n in shape):
+        axes = tuple(range(x.ndim))
+    return lax.reduce_max(x, axes).reshape(shape)
 
 
 def _factors(n: int) -> list[int]:

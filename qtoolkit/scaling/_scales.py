@@ -14,6 +14,7 @@ from qtoolkit.casts.internal import (
     binary_parts,
     elementwise,
     from_stored,
+    ieee_quotient,
     is_zero,
     power_from_stored,
     power_of_two,
@@ -204,7 +205,7 @@ def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.
     divisor = np.float32(float(largest))
     bound = np.float32(float(max(least * Fraction(float(divisor)), _LEAST)))
     dividend = jnp.where(is_zero(amax), divisor, jnp.maximum(amax, bound))
-    return quotient(dividend, jnp.full_like(amax, divisor))
+    return ieee_quotient(dividend, jnp.full_like(amax, divisor))
 
 
 def kept_range(spec: BlockFormat) -> tuple[float, float]:

@@ -1,0 +1,70 @@
+"""Modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX`: their state is rolled with nnx's.
+
+`ToNNX` keeps the collection "qtoolkit" as nested dictionaries of variables, whose type nnx makes
+from the collection's name. A product of it takes a probe beside its history for the time of one
+`value_and_grad`, as `qtoolkit.linen.value_and_grad` gives it one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from qtoolkit.scaling.internal import BUCKETS, rolled
+
+Path = tuple[Any, ...]
+
+
+def bridged_state() -> type[nnx.Variable[Any]]:
+    """The type of variables in the collection "qtoolkit"."""
+    return nnx.variable_type_from_name("qtoolkit", allow_register=True)
+
+
+def is_bridged_probe(path: Path, variable: Any) -> bool:
+    """A filter of nnx."""
+    kind = getattr(variable, "type", type(variable))
+    return path[-1] == "probe" and issubclass(kind, bridged_state())
+
+
+@contextmanager
+def bridged_probes(model: nnx.Module) -> Iterator[None]:
+    """Within it products of linen modules in `model` have probes."""
+    for _, node in _products(model):
+        if "history" in node:
+            shape = (*node["history"].shape[:-1], BUCKETS)
+            node["probe"] = bridged_state()(jnp.zeros(shape, jnp.float32))
+    try:
+        yield
+    finally:
+        for _, node in _products(model):  # nnx may have put other dictionaries in their place
+            node.pop("probe", None)
+
+
+def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
+    """After a step that observed `counts`, the gradients of the probes by their paths."""
+    for path, node in _products(model):
+        found = counts.get((*path, "probe"))
+        if found is not None:
+            history, bad = node["history"], node["bad"]
+            history[...], bad[...] = rolled(history[...], bad[...], found)
+        if "key" in node:
+            node["key"][...] = node["key"][...] + jnp.array([0, 1], jnp.uint32)
+
+
+def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """What is kept for each product of the linen modules in `model`, by its path."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.bridge.ToNNX):
+            for name, child in vars(module).items():
+                yield from _within(child, (*path, name))
+
+
+def _within(node: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if not isinstance(node, dict):
+        return
+    if any(isinstance(node.get(name), bridged_state()) for name in ("history", "key")):
+        yield path, node
+    for name, child in node.items():
+        yield from _within(child, (*path, name))

@@ -1,0 +1,96 @@
+"""Linen modules inside `nnx.bridge.ToNNX`: wrapped ones are rolled, others are in the report."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit.casts import Projection
+
+HYBRID = qt.recipes.te_delayed_hybrid
+STOCHASTIC = dataclasses.replace(
+    HYBRID,
+    dgrad=(dataclasses.replace(HYBRID.dgrad[0], projection=Projection("stochastic")), None),
+)
+
+
+class Hidden(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.relu(nn.Dense(8)(x)))
+
+
+class Mixed(nnx.Module):
+    def __init__(self, inner: nn.Module, x: jax.Array) -> None:
+        self.first = nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+        self.inner = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(0)).lazy_init(x)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(self.first(x))
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("recipe", [HYBRID, STOCHASTIC], ids=["delayed", "delayed, stochastic"])
+def test_a_wrapped_linen_module_is_rolled_as_by_linen(recipe):
+    """Oracle: `qtoolkit.linen.value_and_grad` of the same module, for four steps."""
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    module = qt.linen.wrap(Hidden(), recipe)
+    model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)
+    graph = nnx.split(model)[0]
+    variables = module.init(jax.random.key(0), x)
+    kept = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    variables = {**variables, "params": {name: kept[name] for name in variables["params"]}}
+    by_nnx = nnx.jit(qt.nnx.value_and_grad(loss))
+    by_linen = jax.jit(qt.linen.value_and_grad(lambda v, x: (module.apply(v, x) ** 2).mean()))
+    for step in range(1, 5):
+        value, grads = by_nnx(model, step * x)
+        expected, expected_grads, state = by_linen(variables, step * x)
+        variables = {**variables, "qtoolkit": state}
+        assert value == expected
+        found = nnx.to_pure_dict(nnx.state(model))
+        for layer, products in state.items():
+            jax.tree.map(np.testing.assert_array_equal, dict(products), _of(found[layer], products))
+        for layer, wanted in expected_grads.items():
+            got = nnx.to_pure_dict(grads)[layer]
+            jax.tree.map(np.testing.assert_array_equal, dict(wanted), dict(got))
+    assert nnx.split(model)[0] == graph  # no probe stays behind, and jit traces once
+
+
+def _of(found, products):
+    return {name: {key: found[name][key] for key in kept} for name, kept in products.items()}
+
+
+def test_it_is_rolled_inside_a_wrapped_model_beside_nnx_layers():
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = qt.nnx.wrap(Mixed(qt.linen.wrap(Hidden(), HYBRID), x), HYBRID)
+    assert not qt.nnx.report(model, x).left
+    inner = np.abs(model.first(x)).max()
+    qt.nnx.value_and_grad(loss)(model, x)
+    found = nnx.to_pure_dict(nnx.state(model))["inner"]["Dense_1"]["__call__.0"]["history"]
+    assert inner <= found[0, 0] <= inner * 1.125  # known to 12.5 %
+    assert np.all(found[:, 1:] == 0)
+
+
+def test_a_step_that_fails_leaves_no_probe_behind():
+    x = jnp.ones((4, 16))
+    model = nnx.bridge.ToNNX(qt.linen.wrap(Hidden(), HYBRID), rngs=nnx.Rngs(0)).lazy_init(x)
+    graph = nnx.split(model)[0]
+    with pytest.raises(ZeroDivisionError):
+        qt.nnx.value_and_grad(lambda model, x: model(x).sum() / (1 // 0))(model, x)
+    assert nnx.split(model)[0] == graph
+
+
+def test_what_wrap_cannot_reach_is_in_the_report():
+    x = jnp.ones((4, 16))
+    report = qt.nnx.report(qt.nnx.wrap(Mixed(Hidden(), x)), x)
+    left = [line for line in report.left if line.part == "forward"]
+    assert len(left) == 2
+    assert all(line.where.startswith("test_bridge.py") for line in left)
