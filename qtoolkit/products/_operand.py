@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     codes_of,
+    dtype_from_codes,
     elementwise,
     exact_float32,
     ordinal,
@@ -20,7 +21,7 @@ from qtoolkit.casts.internal import (
     to_stored,
     values_of,
 )
-from qtoolkit.formats import E4M3FN, BlockFormat, Format, IntFormat, Overflow
+from qtoolkit.formats import E4M3FN, BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.gradients.internal import differentiable_widened
 from qtoolkit.products._bilinear import Axes
@@ -348,6 +349,9 @@ def restored(operand: Kept | Rounded) -> Rounded:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
     dtype = jnp.float32 if how.axis is not None else carrier.dtype
+    if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
+        # As exact as `values_of`, a tenth slower, and one operation to compile instead of seventeen.
+        return dtype_from_codes(codes, fmt).astype(dtype)
     return values_of(codes, fmt, jnp.float32).astype(dtype)
 
 
