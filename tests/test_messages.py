@@ -187,6 +187,38 @@ PYTHON = {
         lambda: q().astype(jnp.float32), AttributeError,
         "QArray has no attribute 'astype'", "write", ".dequantize().astype",
     ),
+    "axes of a QArray": (
+        lambda: q().transpose(1, 2), ValueError,
+        "transpose(1, 2)", "expected each of them once", "2 axes",
+    ),
+    "a text for a shape": (
+        lambda: q().reshape("abc"), TypeError,
+        "reshape('abc')", "expected integers", "QArray",
+    ),
+    "another size": (
+        lambda: q().reshape(5, 5), ValueError,
+        "reshape(5, 5)", "expected lengths whose product is 32", "may be -1",
+    ),
+    "p3109 by texts": (
+        lambda: qt.p3109("8", 3), TypeError,
+        "bits='8'", "expected an integer", "p3109(8, 3)",
+    ),
+    "no dimension numbers": (
+        lambda: qt.dot_general(X, X.T, None), TypeError,
+        "dimension_numbers=None", "expected the contracted", "(((1,), (0,)), ((), ()))",
+    ),
+    "subscripts of numbers": (
+        lambda: qt.einsum([1, 2], X, X.T), TypeError,
+        "subscripts=[1, 2]", "expected a text", "'btd,df->btf'",
+    ),
+    "an axis by name": (
+        lambda: qt.gradients.lsq_scale(X, "int8", axis="rows"), TypeError,
+        "axis='rows'", "expected None, an integer", "lsq_scale",
+    ),
+    "an axis too many": (
+        lambda: qt.gradients.lsq_scale(X, "int8", axis=2), ValueError,
+        "axis=2 of an array with 2 axes", "expected different axes", "from -2 to 1",
+    ),
     "a scalar in blocks": (
         lambda: qt.quantize(jnp.float32(1), "mxfp4"), ValueError,
         "got a scalar", "expected 1 or more axes", "use 'e2m1fn'",

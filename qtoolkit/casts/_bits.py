@@ -30,11 +30,13 @@ def u32(value: int) -> np.uint32:
 
 
 class Exact(NamedTuple):
-    """Numbers (-1)**negative * significand * 2**(exponent - width + 3), and what is none.
+    """Numbers (-1)**negative * significand * 2**(exponent - top), and what is none.
 
-    `significand` is unsigned, of `width` bits, its leading one at bit width - 3 or, where it is not
-    normalized, below; its last bit is set where lower bits were cut off (rounding to odd). So a
-    later rounding to at most width - 4 bits is that of the exact number.
+    `significand` is unsigned, its leading one at bit `top` or, where it is not normalized, below.
+    With two spare bits above it there is room to add to it. Then its last bit is set where lower
+    bits were cut off (rounding to odd), so that a later rounding is that of the exact number, but
+    for stochastic rounding: that reads the bit for what it is worth, 1 where 1/4 was cut off from
+    2**31 + 1, and rounds up four times too often. It adds nothing, and takes no spare bits.
     """
 
     negative: jax.Array
@@ -42,11 +44,12 @@ class Exact(NamedTuple):
     exponent: jax.Array  # int32
     is_inf: jax.Array | bool = False
     is_nan: jax.Array | bool = False
+    spare: int = 2
 
     @property
     def top(self) -> int:
         """The place of a normalized significand's leading one."""
-        return 8 * self.significand.dtype.itemsize - 3
+        return 8 * self.significand.dtype.itemsize - 1 - self.spare
 
 
 def pattern(x: jax.Array) -> jax.Array:
@@ -173,14 +176,14 @@ def exact_from_float64(x: jax.Array) -> Exact:
     )
 
 
-def exact_from_integer(x: jax.Array) -> Exact:
+def exact_from_integer(x: jax.Array, spare: int = 2) -> Exact:
     """Integers of any width as `Exact` numbers of 32 bits, from 64-bit ones of 64."""
     width = 64 if x.dtype.itemsize == 8 else 32
     unsigned = jnp.uint64 if width == 64 else jnp.uint32
     negative = x < 0 if jnp.issubdtype(x.dtype, jnp.signedinteger) else jnp.zeros(x.shape, bool)
     magnitude = x.astype(unsigned)
     magnitude = jnp.where(negative, -magnitude, magnitude)
-    return _normalized(negative, magnitude, jnp.zeros(x.shape, jnp.int32))
+    return _normalized(negative, magnitude, jnp.zeros(x.shape, jnp.int32), spare=spare)
 
 
 def widened(x: Exact) -> Exact:
@@ -196,16 +199,20 @@ def _normalized(
     exponent: jax.Array,
     is_inf: jax.Array | bool = False,
     is_nan: jax.Array | bool = False,
+    spare: int = 2,
 ) -> Exact:
     """`magnitude * 2**exponent` with its leading one moved into place; zero has a low exponent."""
     dtype = magnitude.dtype.type
     width = 8 * magnitude.dtype.itemsize
     zeros = lax.clz(magnitude)
     shifted = magnitude << jnp.minimum(zeros, dtype(width - 1))
-    significand = (shifted >> dtype(2)) | ((shifted & dtype(3)) != 0).astype(magnitude.dtype)
+    significand = shifted
+    if spare:
+        cut = shifted & dtype((1 << spare) - 1)
+        significand = (shifted >> dtype(spare)) | (cut != 0).astype(magnitude.dtype)
     leading = exponent + np.int32(width - 1) - zeros.astype(jnp.int32)
     leading = jnp.where(magnitude == 0, np.int32(-(2**20)), leading)
-    return Exact(negative, significand, leading, is_inf, is_nan)
+    return Exact(negative, significand, leading, is_inf, is_nan, spare)
 
 
 def exact_from_codes(codes: jax.Array, fmt: FloatFormat) -> Exact:

@@ -201,9 +201,10 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
       Array([1.953125e-03, 4.480000e+02,          nan], dtype=float32)
     """
     fmt = format(fmt)
-    target = None if dtype is None else np.dtype(dtype)  # numpy takes None for float64
+    target = _dtype_of(dtype)
     if target is None or target not in SOURCES:
-        raise TypeError(f"decode: got dtype {target}, expected a float or integer dtype of JAX")
+        given = dtype if target is None else target
+        raise TypeError(f"decode: got dtype {given!r}, expected a float or integer dtype of JAX")
     check_holds("decode", fmt, target)
     check_target("decode", fmt)
     check_target("decode", format(target))
@@ -217,6 +218,14 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
             + (f", or {fmt.dtype}" if fmt.dtype is not None else "")
         )
     return _decode(jnp.asarray(codes), fmt, target)
+
+
+def _dtype_of(dtype: Any) -> np.dtype | None:
+    """NumPy's, which takes None for float64; None for what is none."""
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        return None
 
 
 def encode_for(

@@ -172,7 +172,15 @@ def codes_of_exact(x: Exact, fmt: FloatFormat, projection: Projection) -> jax.Ar
     code = (binade << dtype(mantissa)) + quotient
     if not fmt.has_zero:
         code -= dtype(1 << mantissa)
-    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, projection)
+    outside = None
+    if not fmt.signed and fmt.bits == 8 * code.dtype.itemsize:
+        # A code beyond the largest has wrapped round, and so has one below the lowest.
+        end = fmt.max_code + (0 if fmt.has_zero else 1 << mantissa)
+        last = (end >> mantissa) - 1
+        is_beyond = (binade == dtype(last)) & (quotient > dtype(end - (last << mantissa)))
+        is_below = (binade == 0) & (quotient < dtype(1 << mantissa))
+        outside = is_below, is_beyond | (binade > dtype(last))
+    return _finished(code, x.negative, x.is_inf, x.is_nan, fmt, projection, outside)
 
 
 def needs_64_bits(fmt: FloatFormat) -> bool:
@@ -187,11 +195,20 @@ def _finished(
     is_nan: jax.Array | bool,
     fmt: FloatFormat,
     projection: Projection,
+    outside: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Codes of magnitudes, rounded as if there were no largest one, with limits, sign and NaN."""
+    """Codes of magnitudes, rounded as if there were no largest one, with limits, sign and NaN.
+
+    Args:
+      outside: Where codes lie below those of a format without zero, and beyond the largest; None
+        where the codes themselves say it.
+    """
     dtype = code.dtype.type
     largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
-    is_below = code > dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize) - 1)
+    if outside is None:
+        below_zero = dtype(-(1 << fmt.mantissa_bits) % 2 ** (8 * code.dtype.itemsize))
+        outside = code >= below_zero, code > largest
+    is_below, is_beyond = outside
     is_below &= jnp.logical_not(is_inf)
     limit = largest
     if projection.saturation != "finite":
@@ -199,13 +216,13 @@ def _finished(
             projection.rounding, negative, fmt
         )
         limit = jnp.where(jnp.logical_or(is_inf, jnp.logical_not(stays)), overflow, largest)
-    code = jnp.where((code > largest) | is_inf, limit, code)
+    code = jnp.where(is_beyond | is_inf, limit, code)
     if not fmt.signed:
-        outside = dtype(
+        lowest = dtype(
             fmt.nan_code if projection.saturation == "none" and fmt.nan_code is not None else 0
         )
-        is_outside = negative & (code != 0) if fmt.has_zero else negative | is_below
-        code = jnp.where(is_outside, outside, code)
+        is_lower = negative & (code != 0) if fmt.has_zero else negative | is_below
+        code = jnp.where(is_lower, lowest, code)
     if fmt.nan_code is None:
         sign = jnp.where(negative, dtype(fmt.sign_code), dtype(0))
         return jnp.where(is_nan, largest, code | sign)

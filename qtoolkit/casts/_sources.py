@@ -184,7 +184,8 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
         codes = float_codes(pattern(x), fmt, projection)
     else:
         wide = needs_64_bits(fmt)
-        codes = codes_of_exact(_exact(x, wide=wide), fmt, projection)
+        spare = 0 if isinstance(projection.rounding, Stochastic) else 2
+        codes = codes_of_exact(_exact(x, wide=wide, spare=spare), fmt, projection)
     return codes.astype(fmt.code_dtype)
 
 
@@ -224,7 +225,9 @@ def values_of(codes: jax.Array, fmt: Format, dtype: DTypeLike) -> jax.Array:
     if isinstance(fmt, IntFormat):
         return _values_of_integers(codes, fmt, target)
     if isinstance(fmt, TableFormat):
-        wide = np.dtype(np.float32 if holds(fmt, np.float32) else np.float64)
+        # Subnormals of float32 would not survive being widened.
+        fits = holds(fmt, np.float32) and target.bits <= 32
+        wide = np.dtype(np.float32 if fits else np.float64)
         return _converted(table_values(codes, fmt, wide), target)
     assert isinstance(target, FloatFormat)
     if holds(fmt, np.float32) and target.bits <= 32:
@@ -260,12 +263,13 @@ def _converted(x: jax.Array, target: Format) -> jax.Array:
     return dtype_from_codes(codes_of(x, target, UNCLAMPED), target)
 
 
-def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False) -> Exact:
+def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False, spare: int = 2) -> Exact:
     fmt = format(x.dtype)
     if x.dtype == jnp.float64:
         return exact_from_float64(x)
     if isinstance(fmt, IntFormat) and not holds(fmt, np.float32):
-        return exact_from_integer(x.astype(jnp.int64) if wide and x.dtype.itemsize < 8 else x)
+        is_narrow = wide and x.dtype.itemsize < 8
+        return exact_from_integer(x.astype(jnp.int64) if is_narrow else x, spare)
     return exact_from_pattern(pattern(x), normalized)
 
 
@@ -288,11 +292,13 @@ def check_table(where: str, fmt: Format, dtype: Any) -> None:
     """TypeError where integers of `dtype` between the values of a table are not exact floats."""
     if not isinstance(fmt, TableFormat) or not isinstance(format(dtype), IntFormat):
         return
-    if holds(format(dtype), np.float32):
+    has_float64 = x64_enabled() or np.dtype(dtype).itemsize == 8
+    if holds(format(dtype), np.float64 if has_float64 else np.float32):
         return
     ends = [abs(float(v)) for v in (fmt.max_finite, fmt.lowest, fmt.beyond or 0)]
-    if max(ends) > 2 ** (53 if x64_enabled() or np.dtype(dtype).itemsize == 8 else 24):
+    if max(ends) > 2 ** (53 if has_float64 else 24):
+        hint = "" if has_float64 else f"enable 64-bit types with {_ENABLE_X64}, or "
         raise TypeError(
             f"{where}: x has dtype {np.dtype(dtype)} and {fmt.name} reaches to {max(ends)}, beyond "
-            f"what is exact; enable 64-bit types with {_ENABLE_X64}, or convert x to a float dtype"
+            f"what is exact as a float{64 if has_float64 else 32}; {hint}convert x to a float dtype"
         )

@@ -248,7 +248,7 @@ class BlockFormat:
                     f"{len(self.axes)} axes, {self.axes}, for a block with {len(self.block)} "
                     f"lengths, {self.block}; expected one axis for each length"
                 )
-        if self.other_axes not in (1, None):
+        if not (self.other_axes is None or (_is_int(self.other_axes) and self.other_axes == 1)):
             raise self._error(f"other_axes={self.other_axes!r}, expected 1 or None")
         if not self.block and self.other_axes == 1 and self.scale is not None:
             raise self._error(

@@ -18,7 +18,8 @@ def p3109(bits: int, precision: int, *, signed: bool = True, extended: bool = Tr
       The format, named "binary8p3se" for `p3109(8, 3)`. One zero, one NaN, subnormals.
 
     Raises:
-      ValueError: `bits` or `precision` is out of range.
+      TypeError: `bits` or `precision` is no integer.
+      ValueError: One is out of range.
 
     Source: IEEE P3109 Interim Report v4.0.
 
@@ -30,6 +31,9 @@ def p3109(bits: int, precision: int, *, signed: bool = True, extended: bool = Tr
       >>> finite.name, float(finite.max_finite), finite.has_inf  # one more number
       ('binary8p3sf', 57344.0, False)
     """
+    for argument, value in (("bits", bits), ("precision", precision)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"p3109: {argument}={value!r}, expected an integer, as in p3109(8, 3)")
     name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
     if not 3 <= bits <= 16 or not 1 <= precision <= bits - signed:
         raise ValueError(

@@ -46,10 +46,9 @@ class TableFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field in ("values_by_code", "ties"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, tuple(map(_one_nan, getattr(self, field))))
-        where, count = f"TableFormat {self.name!r}", len(self.values_by_code)
+        where = f"TableFormat {self.name!r}"
+        self._check_numbers(where)
+        count = len(self.values_by_code)
         if count < 2 or count > 2**16 or count & (count - 1):
             raise ValueError(
                 f"{where}: {count} values, expected one for each code of 1 to 16 bits: 2, 4, 8 ..."
@@ -82,6 +81,18 @@ class TableFormat:
                 f"{where}: beyond={self.beyond}, expected more than the largest value, "
                 f"{float(self.max_finite)}"
             )
+
+    def _check_numbers(self, where: str) -> None:
+        for field, may_be_none in (("values_by_code", False), ("ties", True), ("beyond", True)):
+            value = getattr(self, field)
+            if may_be_none and value is None:
+                continue
+            try:
+                numbers = tuple(map(_one_nan, (value,) if field == "beyond" else value))
+            except (TypeError, ValueError):
+                expected = "a number" if field == "beyond" else "a sequence of numbers"
+                raise TypeError(f"{where}: {field}={value!r}, expected {expected}") from None
+            object.__setattr__(self, field, numbers[0] if field == "beyond" else numbers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

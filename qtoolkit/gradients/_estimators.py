@@ -135,7 +135,11 @@ def estimator(where: str, gradient: str | Estimator) -> Estimator:
 
 
 def slope(rule: Estimator, x: jax.Array, fmt: Format) -> jax.Array:
-    return rule.slope(x, float(fmt.lowest), float(fmt.max_finite), fmt)
+    return rule.slope(x, *_ends(fmt), fmt)
+
+
+def _ends(fmt: Format) -> tuple[float, float]:
+    return float(fmt.lowest), float(fmt.max_finite)
 
 
 def times_slope(slope: jax.Array, factor: jax.Array) -> jax.Array:
@@ -144,17 +148,28 @@ def times_slope(slope: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def tangent(
-    rule: Estimator, x: jax.Array, q: jax.Array, x_dot: jax.Array, fmt: Format
+    rule: Estimator,
+    x: jax.Array,
+    q: jax.Array,
+    x_dot: jax.Array,
+    fmt: Format,
+    ends: tuple[float, float] | None = None,
 ) -> jax.Array:
     """The tangent of `q`, the rounding of `x` to `fmt`, for the tangent `x_dot` of `x`.
 
     Linear in `x_dot`; what its transpose does is up to the estimator.
+
+    Args:
+      ends: Of the range; None for those of `fmt`.
     """
-    d = slope(rule, x, fmt)
+    ends = _ends(fmt) if ends is None else ends
+    d = rule.slope(x, *ends, fmt)
     if not isinstance(rule, CotangentEstimator):
         return times_slope(d, x_dot)
     residuals = (d, x, lax.stop_gradient(q))
-    return linear_with_transpose(_slope_times_tangent, _Cotangent(rule, fmt), residuals, x_dot)
+    return linear_with_transpose(
+        _slope_times_tangent, _Cotangent(rule, fmt, ends), residuals, x_dot
+    )
 
 
 def _slope_times_tangent(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> jax.Array:
@@ -165,8 +180,8 @@ def _slope_times_tangent(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> 
 class _Cotangent:
     rule: CotangentEstimator
     fmt: Format
+    ends: tuple[float, float]
 
     def __call__(self, residuals: tuple[jax.Array, ...], g: jax.Array) -> jax.Array:
         _, x, q = residuals
-        lower, upper = float(self.fmt.lowest), float(self.fmt.max_finite)
-        return self.rule.cotangent(g, x, q, lower, upper, self.fmt)
+        return self.rule.cotangent(g, x, q, *self.ends, self.fmt)

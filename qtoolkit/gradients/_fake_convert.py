@@ -78,6 +78,9 @@ def fake_convert(
     shift are computed and summed in float32. What a NaN or infinite element adds to them is 0 where
     its cotangent is 0: a masked loss.
 
+    Data, scales and values of `fmt` that are subnormal in float32 (the least of E8M0 is) may count
+    as zero.
+
     Source: OpenVINO FakeConvert-13, exactly rounded (its own arithmetic goes through float16).
 
     Examples:

@@ -89,14 +89,15 @@ def _fake_quantize_jvp(
     scales, _ = find_scales(x, spec, given)
     u = scaled_values(x, spec, scales)
     q = element_values(u, spec, projection.drawn(x.shape), None)
-    u = _unclamped(u, spec)
-    y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), spec.element)
+    ends = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
+    u = _unclamped(u, spec, ends)
+    y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), spec.element, ends)
     return y, y_dot.astype(x.dtype)
 
 
-def _unclamped(u: jax.Array, spec: BlockFormat) -> jax.Array:
+def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:
     """Scaled values, those that rounding brings back to the ends of the range as these ends."""
-    lowest, largest = (np.float32(float(v)) for v in (spec.element.lowest, spec.element.max_finite))
+    lowest, largest = map(np.float32, ends)
     first, last = map(np.float32, kept_range(spec))
     u = jnp.where((u < lowest) & (u >= first), lowest, u)
     return jnp.where((u > largest) & (u <= last), largest, u)

@@ -16,6 +16,7 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._learned import LEAST, check_data_format
+from qtoolkit.scaling.internal import check_axes
 
 _KINDS = ("activations", "weights")
 
@@ -34,7 +35,7 @@ def lsq_scale(x: ArrayLike, fmt: FormatLike, axis: int | Sequence[int] | None = 
       None. 1 where all of x is zero, else at least 2**-126.
 
     Raises:
-      TypeError, ValueError: As `lsq`.
+      TypeError, ValueError: As `lsq`; `axis` is no axis of `x`, or comes twice.
 
     Gradient: none; the scale is a constant of `x`.
 
@@ -46,7 +47,7 @@ def lsq_scale(x: ArrayLike, fmt: FormatLike, axis: int | Sequence[int] | None = 
       '0.588'
     """
     x, fmt = check_data_format("lsq_scale", x, fmt)
-    return _lsq_scale(x, fmt, _axes(axis))
+    return _lsq_scale(x, fmt, check_axes("lsq_scale", axis, x.ndim))
 
 
 def lsq_plus_scale_offset(
@@ -103,18 +104,14 @@ def lsq_plus_scale_offset(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
     if of == "weights":
-        return _of_weights(x, fmt, _axes(axis))
-    return _of_activations(x, fmt, _axes(axis), steps)
-
-
-def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
-    return axis if axis is None or isinstance(axis, int) else tuple(axis)
+        return _of_weights(x, fmt, check_axes(where, axis, x.ndim))
+    return _of_activations(x, fmt, check_axes(where, axis, x.ndim), steps)
 
 
 class _Finite:
     """The finite elements of an array, and their sums over `axis`."""
 
-    def __init__(self, x: jax.Array, axis: int | tuple[int, ...] | None):
+    def __init__(self, x: jax.Array, axis: tuple[int, ...] | None):
         x = exact_float32(lax.stop_gradient(x))
         self.axis, self.keepdims = axis, axis is not None
         self.is_finite = jnp.isfinite(x)
@@ -144,7 +141,7 @@ def _positive(scale: jax.Array, is_zero: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis"))
-def _lsq_scale(x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None) -> jax.Array:
+def _lsq_scale(x: jax.Array, fmt: Format, axis: tuple[int, ...] | None) -> jax.Array:
     finite = _Finite(x, axis)
     mean = finite.mean(jnp.abs(finite.values))
     return _positive(mean * (2 / math.sqrt(fmt.max_finite)), mean == 0)
@@ -152,7 +149,7 @@ def _lsq_scale(x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None) ->
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis"))
 def _of_weights(
-    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None
+    x: jax.Array, fmt: Format, axis: tuple[int, ...] | None
 ) -> tuple[jax.Array, jax.Array]:
     finite = _Finite(x, axis)
     mean = finite.mean(finite.values)
@@ -164,7 +161,7 @@ def _of_weights(
 
 @functools.partial(jax.jit, static_argnames=("fmt", "axis", "steps"))
 def _of_activations(
-    x: jax.Array, fmt: Format, axis: int | tuple[int, ...] | None, steps: int
+    x: jax.Array, fmt: Format, axis: tuple[int, ...] | None, steps: int
 ) -> tuple[jax.Array, jax.Array]:
     finite = _Finite(x, axis)
     n, p = float(fmt.lowest), float(fmt.max_finite)

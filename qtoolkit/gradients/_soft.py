@@ -99,7 +99,7 @@ class DSQ:
         _check(self, "alpha", "a number between 0 and 1", lambda alpha: 0 < alpha < 1)
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
-        steepness = math.log(2 - self.alpha) - math.log(self.alpha)  # k * D
+        steepness = 2 * math.atanh(1 - self.alpha)  # k * D = log(2 / alpha - 1)
         # sech**2 by a decaying exponential: no difference of nearly equal numbers.
         decay = jnp.exp(-steepness * jnp.abs(_position(x, lower, upper, fmt)))
         peak = steepness / (2 * (1 - self.alpha))
@@ -120,7 +120,7 @@ class EWGS:
     transposes it back to `Clipped`. The paper has none.
 
     Attributes:
-      delta: The paper's scaling factor, at least 0; 0 is `Clipped`. The paper fixes it, or
+      delta: The paper's scaling factor, from 0 to 2**64; 0 is `Clipped`. The paper fixes it, or
         updates it from the trace of the Hessian; here it is a constant. A factor for errors in the
         units of x is this one over `upper - lower`.
 
@@ -137,7 +137,7 @@ class EWGS:
     delta: float = 1e-3
 
     def __post_init__(self) -> None:
-        _check(self, "delta", "a finite number of at least 0", lambda delta: delta >= 0)
+        _check(self, "delta", "a number from 0 to 2**64", lambda delta: 0 <= delta <= 2.0**64)
 
     def slope(self, x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
         return inside(x, lower, upper).astype(x.dtype)
@@ -172,7 +172,8 @@ class ReSTE:
     since f' has a pole at 0. The generalisation to a grid, ours: z is the distance of x from the
     midpoint of its neighbours in units of half their distance, so that it runs from -1 to 1 between
     them, where f meets the step for every o. Beyond the range z keeps growing with the outermost
-    neighbours. On a format of the two values -1 and 1, z is x and the slope is the paper's.
+    neighbours. On a format of the two values -1 and 1, z is x, rounded in float32, and the slope is
+    the paper's.
 
     Attributes:
       o: The power, at least 1: at 1 the straight-through estimator, the greater the closer to the

@@ -192,15 +192,23 @@ def ragged_dot(
 
 
 def dot_function(dimension_numbers: Any, precision: Any, out_sharding: Any) -> DotGeneral:
-    (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
-    numbers = (
-        (_integers(contract_l), _integers(contract_r)),
-        (_integers(batch_l), _integers(batch_r)),
-    )
+    try:
+        (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
+        numbers = (
+            (_integers(contract_l), _integers(contract_r)),
+            (_integers(batch_l), _integers(batch_r)),
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"dot_general: dimension_numbers={dimension_numbers!r}, expected the contracted and "
+            "the batch axes of both operands, as in (((1,), (0,)), ((), ())) for a matrix product"
+        ) from None
     return DotGeneral(numbers, _hashable(precision), out_sharding)
 
 
 def einsum_function(subscripts: str, precision: Any, out_sharding: Any) -> Einsum:
+    if not isinstance(subscripts, str):
+        raise TypeError(f"einsum: subscripts={subscripts!r}, expected a text such as 'btd,df->btf'")
     return Einsum(subscripts, _hashable(precision), out_sharding)
 
 

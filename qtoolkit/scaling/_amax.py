@@ -1,6 +1,8 @@
 """The largest finite magnitude of an array."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -20,7 +22,7 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
       float32: the rank of `x`, reduced axes with length 1; a scalar where `axis` is None.
 
     Raises:
-      TypeError: `x` has another dtype.
+      TypeError: `x` has another dtype; `axis` is something else.
       ValueError: An axis is out of range, or comes twice.
 
     Examples:
@@ -33,11 +35,29 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
              [0.5]], dtype=float32)
     """
     x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
-    if any(not -x.ndim <= a < x.ndim for a in axes) or len({a % x.ndim for a in axes}) < len(axes):
+    axes = check_axes("amax", axis, x.ndim)
+    found = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
+    return exact_float32(found.reshape(()) if axes is None else found)
+
+
+def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
+    """The axes that `axis` names, from 0 up and rising; None for all.
+
+    Raises:
+      TypeError: `axis` is neither None nor an integer nor a sequence of integers.
+      ValueError: An axis is out of range, or comes twice.
+    """
+    if axis is None:
+        return None
+    try:
+        axes = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    except TypeError:
+        raise TypeError(
+            f"{where}: axis={axis!r}, expected None, an integer or several of them"
+        ) from None
+    if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) < len(axes):
         raise ValueError(
-            f"amax: axis={axis} of an array with {x.ndim} axes, expected different axes from "
-            f"{-x.ndim} to {x.ndim - 1}"
+            f"{where}: axis={axis} of an array with {ndim} axes, expected different axes from "
+            f"{-ndim} to {ndim - 1}"
         )
-    found = magnitude_max(x, tuple(sorted(a % x.ndim for a in axes)), nan_wins=False)
-    return exact_float32(found.reshape(()) if axis is None else found)
+    return tuple(sorted(a % ndim for a in axes))

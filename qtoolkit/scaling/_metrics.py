@@ -40,7 +40,7 @@ from qtoolkit.scaling._scales import kept_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
 _LARGEST = float(np.finfo(np.float32).max)
-_LIFT = 60  # arrays below 2**-60 are measured in units of it
+_LIFT = 60  # arrays below 2**60 are measured in units of 2**-60, in which nothing is subnormal
 _LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
@@ -108,7 +108,7 @@ def metrics(
 
     y is the float32 value of `quantize(x, spec, ...)`, before any rounding to the dtype of `x`.
     Sums are compensated: right to 1e-6 of their value for up to 2**32 elements of any magnitudes,
-    SQNR to 1e-4 dB. Counts are exact.
+    SQNR to 1e-4 dB; in arrays that reach 2**60, errors below 2**-126 count as 0. Counts are exact.
 
     Args:
       x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
@@ -273,13 +273,13 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     finite = jnp.where(is_finite, x, np.float32(0))
     x, y = (jnp.where(compared, a, np.float32(0)) for a in (x, y))
     places = _maxima(*map(magnitude_ordinal, (finite, x, y)))
-    is_tiny = jnp.maximum(*places[1:]) < magnitude_ordinal(jnp.float32(2.0**-_LIFT))
-    x, y = _lifted(x, is_tiny), _lifted(y, is_tiny)
+    has_room = jnp.maximum(*places[1:]) < magnitude_ordinal(jnp.float32(2.0**_LIFT))
+    x, y = _lifted(x, has_room), _lifted(y, has_room)
     error = settled(x) - y
     largest = jnp.stack(_maxima(*map(jnp.abs, (x, y, error))))
     powers = jnp.clip(floor_log2(largest), -126, 126)  # their reciprocals are normal
     x, y, noise = (a * unit for a, unit in zip((x, y, error), power_of_two(-powers), strict=True))
-    lift = jnp.where(is_tiny, np.int32(_LIFT), np.int32(0))
+    lift = jnp.where(has_room, np.int32(_LIFT), np.int32(0))
     exponents = powers[np.array([0, 2, 1, 0])] + powers[np.array([0, 2, 1, 1])] - 2 * lift
     counts, sums = _sums(tuple(counted.values()), (x * x, noise * noise, y * y, x * y))
     return Comparison(
@@ -302,11 +302,11 @@ def _maxima(*arrays: jax.Array) -> list[jax.Array]:
     return list(lax.reduce(arrays, zeros, larger, tuple(range(arrays[0].ndim))))
 
 
-def _lifted(x: jax.Array, is_tiny: jax.Array) -> jax.Array:
-    """`x` in units of 2**-_LIFT where `is_tiny`; float arithmetic takes subnormals for zero."""
+def _lifted(x: jax.Array, has_room: jax.Array) -> jax.Array:
+    """`x` in units of 2**-_LIFT where it `has_room`; float arithmetic takes subnormals for zero."""
     subnormal = ordinal(x).astype(jnp.float32) * np.float32(2.0 ** (_LIFT - 149))
     is_normal = jnp.abs(x) >= _LEAST_NORMAL
-    return jnp.where(is_tiny, jnp.where(is_normal, x * np.float32(2.0**_LIFT), subnormal), x)
+    return jnp.where(has_room, jnp.where(is_normal, x * np.float32(2.0**_LIFT), subnormal), x)
 
 
 def _sums(

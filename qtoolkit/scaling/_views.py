@@ -52,10 +52,14 @@ def indexed(array: "QArray", index: Any) -> "QArray":
 
 
 def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
-    order = tuple(range(array.ndim))[::-1] if axes in ((), (None,)) else _flat(axes)
+    is_reversed = not axes or (len(axes) == 1 and axes[0] is None)
+    order = tuple(range(array.ndim))[::-1] if is_reversed else _flat("transpose", axes)
     in_range = all(-array.ndim <= axis < array.ndim for axis in order)
     if not in_range or sorted(axis % array.ndim for axis in order) != list(range(array.ndim)):
-        raise ValueError(f"QArray: transpose{order} of an array with {array.ndim} axes")
+        raise ValueError(
+            f"QArray: transpose{order} of an array with {array.ndim} axes, expected each of them "
+            "once"
+        )
     order = tuple(axis % array.ndim for axis in order)
     batch = getattr(array.tensor_scale, "ndim", 0)
     if sorted(order[:batch]) != list(range(batch)):
@@ -75,7 +79,7 @@ def transposed(array: "QArray", axes: tuple[Any, ...]) -> "QArray":
 
 
 def reshaped(array: "QArray", shape: tuple[Any, ...]) -> "QArray":
-    wanted = _resolved(array, _flat(shape))
+    wanted = _resolved(array, _flat("reshape", shape))
     blocks = array.blocks.reshaped(wanted)
     batch = getattr(array.tensor_scale, "ndim", 0)
     if wanted[:batch] != array.shape[:batch]:
@@ -137,7 +141,10 @@ def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
             )
     missing = array.ndim - sum(item is not Ellipsis for item in items)
     if missing < 0 or sum(item is Ellipsis for item in items) > 1:
-        raise IndexError(f"QArray: index {index!r} of an array with {array.ndim} axes")
+        raise IndexError(
+            f"QArray: index {index!r} of an array with {array.ndim} axes, expected no more than "
+            "these, and '...' at most once"
+        )
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
     items[at : at + 1] = [slice(None)] * missing
     for axis, item in enumerate(items):
@@ -145,7 +152,8 @@ def _index_of_each_axis(array: "QArray", index: Any) -> list[int | slice]:
             continue
         if not -array.shape[axis] <= item < array.shape[axis]:
             raise IndexError(
-                f"QArray: index {item} of axis {axis} with {array.shape[axis]} elements"
+                f"QArray: index {item} of axis {axis} with {array.shape[axis]} elements, expected "
+                f"{-array.shape[axis]} to {array.shape[axis] - 1}"
             )
         items[axis] = int(item) % array.shape[axis]
     return items
@@ -156,14 +164,21 @@ def _resolved(array: "QArray", shape: tuple[int, ...]) -> tuple[int, ...]:
     if shape.count(-1) == 1 and known and array.size % known == 0:
         shape = tuple(array.size // known if n == -1 else n for n in shape)
     if math.prod(shape) != array.size or min(shape, default=1) < 1:
-        raise ValueError(f"QArray: reshape{shape} of an array of shape {array.shape}")
+        raise ValueError(
+            f"QArray: reshape{shape} of an array of shape {array.shape}, expected lengths whose "
+            f"product is {array.size}, one of which may be -1"
+        )
     return shape
 
 
-def _flat(given: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+def _flat(where: str, given: tuple[Any, ...]) -> tuple[int, ...]:
     """Integers that were given one by one, or in one sequence."""
     nested = (item if isinstance(item, Sequence) else (item,) for item in given)
-    return tuple(operator.index(n) for items in nested for n in items)
+    try:
+        return tuple(operator.index(n) for items in nested for n in items)
+    except TypeError:
+        shown = ", ".join(map(repr, given))
+        raise TypeError(f"QArray: {where}({shown}), expected integers") from None
 
 
 def _view(

@@ -1,5 +1,6 @@
 """What the packages above need of scaling and users do not: the engine that quantizes."""
 
+from qtoolkit.scaling._amax import check_axes
 from qtoolkit.scaling._blocks import Blocks, explicit_spec, magnitude_max
 from qtoolkit.scaling._engine import (
     Scales,
@@ -41,6 +42,7 @@ __all__ = [
     "block_codes",
     "block_values",
     "blocks_of",
+    "check_axes",
     "check_quantize",
     "effective",
     "element_values",

@@ -11,7 +11,6 @@ the objects that the casts take. The same rule is written down three times:
 `test_casts_exact.py` checks them against one another. Table formats are looked up by comparison.
 """
 
-import bisect
 import dataclasses
 import functools
 import math
@@ -685,8 +684,10 @@ def fraction_code(
             value = min(max(value, spec.lowest), spec.highest)
         return value % 2**spec.bits
     first = 0 if spec.zero else -1
-    every = range(first, spec.max_code + 2)
-    low = first + bisect.bisect_right(every, abs(x), key=spec.fraction) - 1
+    low, above_all = first - 1, spec.max_code + 2  # `bisect` takes no range beyond 2**63
+    while above_all - low > 1:
+        middle = (low + above_all) // 2
+        low, above_all = (low, middle) if spec.fraction(middle) > abs(x) else (middle, above_all)
     if low > spec.max_code:
         size = low
     else:

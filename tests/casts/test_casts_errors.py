@@ -383,7 +383,7 @@ def test_decode_refuses_other_codes(codes, fmt, got):
         qt.decode(codes, fmt)
 
 
-@pytest.mark.parametrize("dtype", [np.complex64, "<U1", object, "M8[s]", np.longdouble])
+@pytest.mark.parametrize("dtype", [np.complex64, "<U1", object, "M8[s]", np.longdouble, "abc", -1])
 def test_decode_refuses_other_target_dtypes(dtype):
     expected = r"^decode: got dtype .*, expected a float or integer dtype of JAX"
     with pytest.raises(TypeError, match=expected):

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casts_oracle import SPECS, assert_same_bits, bits_of, p3109, stochastic_codes
+from casts_oracle import (
+    SPECS,
+    assert_same_bits,
+    bits_of,
+    fraction_code,
+    p3109,
+    stochastic_codes,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -283,6 +290,61 @@ def test_integers_round_up_as_often_as_they_should(name, saturation):
         spread = np.sqrt(REPEATS * p * (1 - p))
         statistics += list(((counts - REPEATS * p) / spread)[~clamped])
     assert np.max(np.abs(statistics)) < bound(len(statistics))
+
+
+WIDE = [
+    ("int32", "float32", 16),
+    ("uint32", "float32", 24),
+    ("int32", "bfloat16", 23),
+    ("int64", "float64", 11),
+    ("uint64", "float64", 24),
+    ("int64", "float32", 24),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("source", "name", "bits"), WIDE)
+def test_integers_that_fill_their_words_round_up_exactly_as_often(source, name, bits, variant):
+    """Oracle: rational arithmetic, at the random numbers where the decision changes.
+
+    Two bits of 2**31 + 1 that were cut off as one sticky bit made it round up four times as often.
+    """
+    info, spec = np.iinfo(source), SPECS[name]
+    top, width = int(info.max), info.bits
+    values = [top, top - 1, top - 2, (top >> 1) + 2, (top >> 1) + 3, (top >> 1) + (1 << width // 3)]
+    values += [-v for v in values if info.min < 0] + [info.min + 1 if info.min else 2**24 + 3]
+    values += [
+        int(v) for v in np.random.default_rng(0).integers(info.max // 2, info.max, 6, source)
+    ]
+    x, random, expected = [], [], []
+    for value in values:
+        ups = [0, 1, 2**bits - 2, 2**bits - 1]
+        ups += _changes(Fraction(value), spec, variant, bits)
+        for r in ups:
+            x.append(value)
+            random.append(r)
+            expected.append(
+                fraction_code(Fraction(value), spec, "finite", random=(variant, bits, r))
+            )
+    with jax.enable_x64(True):
+        codes = qt.encode(
+            np.array(x, source),
+            name,
+            rounding=qt.Stochastic(variant, bits=bits),
+            random_bits=np.array(random, np.uint32),
+        )
+    np.testing.assert_array_equal(np.asarray(codes), np.array(expected, codes.dtype))
+
+
+def _changes(value, spec, variant, bits):
+    """The largest random number that rounds `value` as 0 does, and the next."""
+    at_zero = fraction_code(value, spec, "finite", random=(variant, bits, 0))
+    low, high = 0, 2**bits - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        same = fraction_code(value, spec, "finite", random=(variant, bits, middle)) == at_zero
+        low, high = (middle, high) if same else (low, middle - 1)
+    return [low, min(low + 1, 2**bits - 1)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

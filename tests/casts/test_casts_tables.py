@@ -8,6 +8,7 @@ import itertools
 import math
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 from casts_oracle import (
@@ -16,6 +17,7 @@ from casts_oracle import (
     SPECS,
     TABLES,
     VARIANTS,
+    Float,
     Table,
     assert_same_bits,
     assert_same_variants,
@@ -23,6 +25,7 @@ from casts_oracle import (
     every_code,
     float32_inputs,
     float64_inputs,
+    fraction_code,
     in_one_jit,
     integer_inputs,
     values64,
@@ -236,6 +239,65 @@ def test_what_lies_beyond_a_table_is_checked(beyond):
             overflow=qt.formats.Overflow.NAN,
             beyond=beyond,
         )
+
+
+def test_subnormals_of_float32_survive_in_float64():
+    fmt = qt.TableFormat(name="small", values_by_code=(0.0, 2.0**-149, 2.0**-127, 1.0))
+    with jax.enable_x64(True):
+        decoded = qt.decode(np.arange(4, dtype=np.uint8), fmt, np.float64)
+        rounded = qt.round_to_format(np.array([2.0**-149, 2.0**-127, 0.9]), fmt)
+    np.testing.assert_array_equal(decoded, fmt.values())
+    np.testing.assert_array_equal(rounded, fmt.values()[1:])
+
+
+def test_integers_to_tables_that_reach_further_than_floats_are_exact():
+    fmt = qt.TableFormat(name="far", values_by_code=(0.0, 2.0**31 - 1, 1e20, -3.0))
+    x = np.array([5, 2**30, 2**31 - 1, -(2**31)], np.int32)
+    with pytest.raises(TypeError, match=r"exact as a float32; enable 64-bit types .*, or convert"):
+        qt.encode(x, fmt)
+    with jax.enable_x64(True):  # float64 holds every int32
+        np.testing.assert_array_equal(qt.encode(x, fmt), [0, 1, 1, 3])
+        with pytest.raises(TypeError, match=r"exact as a float64; convert x to a float dtype$"):
+            qt.encode(x.astype(np.int64), fmt)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("values_by_code", None, "a sequence of numbers"),
+        ("values_by_code", "abcd", "a sequence of numbers"),
+        ("ties", 3, "a sequence of numbers"),
+        ("beyond", "far", "a number"),
+    ],
+)
+def test_fields_of_tables_that_are_no_numbers(field, value, expected):
+    fields = {"values_by_code": (0.0, 1.0), field: value}
+    with pytest.raises(TypeError, match=f"'odd': {field}=.*, expected {expected}$"):
+        qt.TableFormat(name="odd", **fields)
+
+
+WORDS = [(6, 58, 1, True), (6, 58, 1, False), (9, 55, 255, False), (9, 23, 255, False)]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("saturation", ["finite", "none"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "toward_zero", "toward_positive"])
+@pytest.mark.parametrize("kind", ["fn", "ieee"])
+@pytest.mark.parametrize(("exponent", "mantissa", "bias", "zero"), WORDS)
+def test_unsigned_formats_that_fill_a_word(
+    exponent, mantissa, bias, zero, kind, rounding, saturation
+):
+    """Codes beyond the largest have no room there. Oracle: rational arithmetic."""
+    overflow = {"fn": "nan", "ieee": "inf"}[kind]
+    spec = Float(exponent, mantissa, bias, kind, overflow, signed=False, zero=zero)
+    fmt = spec.as_format("word")
+    x = [float(spec.fraction(spec.max_code) / d) for d in (1, 2, Fraction(4, 3), Fraction(1, 2))]
+    x += [float(spec.fraction(code)) for code in (0, 1, 2**mantissa, spec.max_code // 2)]
+    x += [x[0] * 0.999, x[0] * 1.0001, 1.0, 1.7e308, -1.0]
+    with jax.enable_x64(True):
+        codes = qt.encode(np.array(x), fmt, rounding=rounding, saturation=saturation)
+    expected = [fraction_code(Fraction(v), spec, saturation, rounding) for v in x]
+    assert [int(code) for code in codes] == expected
 
 
 def test_infinity_beyond_a_format_without_zero():

@@ -140,6 +140,15 @@ def test_sqnr_beside_an_outlier_that_hides_all_squares():
     np.testing.assert_allclose(sqnr_db(x, y), expected, rtol=1e-6)
 
 
+def test_errors_that_are_subnormal_count_beside_larger_numbers():
+    """Everything but the ones becomes zero: XLA takes their differences for zero, too."""
+    x = np.where(np.arange(24 * 130) % 64 == 0, 1, 1e-40).astype(np.float32).reshape(24, 130)
+    got = metrics(x, "e4m3fn")
+    check(got, x, quantize(x, "e4m3fn"))
+    assert got.max_error == np.float32(1e-40)
+    assert 750 < got.sqnr_db < 800
+
+
 def test_what_is_exact_zero_or_nowhere_finite():
     shape = (24, 130)
     exact = metrics(np.resize(np.array([1, -0.5, 0, 2.0**-8], np.float32), shape), "e4m3fn")
