@@ -103,14 +103,14 @@ def _stored_jitted(
         if operand.is_learned:
             assert scale is not None  # `check_storable` has seen it
             return stored_by_learned_scale(x, operand, scale)
-        return _stored(x, operand, axes, amax, key)
+        return _by_own_scale(x, operand, axes, amax, key)
 
     for _ in range(stacked):
         one = jax.vmap(one)
     return one(x, amax, key, scale)
 
 
-def _stored(
+def _by_own_scale(
     x: Array, operand: Operand, axes: Axes, delayed: Array | None, key: Array | None
 ) -> QArray:
     how = cut(operand, axes, x.shape, ())
