@@ -266,7 +266,11 @@ def _write(
     work: Work,
     shard: Shard | None,
 ) -> tuple[str, ...]:
-    """Writes the files of a shard that are not there; returns the names of those that are."""
+    """Writes the files of a shard that are not there yet.
+
+    Returns:
+      The names of those that were: whole, of this plan, and not older than the source.
+    """
     index, count = shard or (0, 1)
     mine = dict(zip(job["files"], cut, strict=True))
     mine = {name: mine[name] for name in job["files"][index::count]}
@@ -281,29 +285,39 @@ def _write(
         if name in kept:
             work.reports += kept[name]
             continue
-        _check_under_way(place, job)
-        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
-        file, done = join(place.content, name), len(work.reports)
-        # A record never outlives the file that it is of.
-        storage(place.parts).remove(join(place.parts, f"{name}.json"))
-        write_safetensors(file, outputs, work.chunks(tensors), plan.metadata, overwrite=True)
-        reports = work.reports[done:]
-        _check_under_way(place, job)
-        if work.accepts(reports):
-            place.write(
-                place.parts,
-                f"{name}.json",
-                {
-                    "made": job["made"],
-                    "shards": count,
-                    "bytes": place.size(name),
-                    "tensors": [dataclasses.asdict(report) for report in reports],
-                },
-            )
-        else:
-            storage(file).remove(file)
+        _write_file(place, job, name, tensors, plan.metadata, work, count)
     work.finish()
     return tuple(kept)
+
+
+def _write_file(
+    place: Place,
+    job: Mapping[str, Any],
+    name: str,
+    tensors: Sequence[TensorPlan],
+    metadata: Mapping[str, str],
+    work: Work,
+    count: int,
+) -> None:
+    """Writes one file and its record, which says that the file is whole; `count` is of shards."""
+    _check_under_way(place, job)
+    outputs = placed(entry for tensor in tensors for entry in tensor.entries)
+    file, done = join(place.content, name), len(work.reports)
+    # A record never outlives the file that it is of.
+    storage(place.parts).remove(join(place.parts, f"{name}.json"))
+    write_safetensors(file, outputs, work.chunks(tensors), metadata, overwrite=True)
+    reports = work.reports[done:]
+    _check_under_way(place, job)
+    if not work.accepts(reports):  # `work.finish` raises for it when all others are written
+        storage(file).remove(file)
+        return
+    record = {
+        "made": job["made"],
+        "shards": count,
+        "bytes": place.size(name),
+        "tensors": [dataclasses.asdict(report) for report in reports],
+    }
+    place.write(place.parts, f"{name}.json", record)
 
 
 def _copy_others(place: Place, source: Folder, only_missing: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._dequantized import DequantizedSource, folder_of
+from qtoolkit.checkpoints._dequantized import folder_of
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._pytrees import remaining_arrays
@@ -250,8 +250,6 @@ class _Planner:
         self.layout = layout
         self.scaling = scaling
         self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
-        if isinstance(source, DequantizedSource):
-            self.config = source.config
         self.roles = Roles(source.tensors, self.config, channel_axis)
         self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
         self.input_scales = input_scales

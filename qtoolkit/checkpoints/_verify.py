@@ -12,6 +12,7 @@ from qtoolkit.checkpoints._convert import entries, tasks_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
+from qtoolkit.checkpoints._report import Progress
 from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
@@ -20,8 +21,6 @@ from qtoolkit.formats import format as resolve
 
 _COPY = 2**22
 _WIDE = ("F32", "F16", "BF16")
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
