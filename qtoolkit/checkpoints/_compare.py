@@ -78,6 +78,9 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       a, b: Folders or files of any kind that `convert` reads.
       progress: Called with (name, elements compared, elements in all).
 
+    Returns:
+      How each tensor that both hold differs, and the names that one alone holds.
+
     Raises:
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
         tensor in common.

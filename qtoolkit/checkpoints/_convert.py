@@ -146,6 +146,9 @@ def dequantize_checkpoint(
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
 
+    Returns:
+      What was done, tensor by tensor.
+
     Raises:
       CheckpointError: Nothing in `src` is quantized; or as `convert`.
       OSError, ValueError, TypeError: As `convert`.

@@ -7,6 +7,7 @@ are sampled. Behind a URL nothing can be renamed: there, files have their final 
 start, and index and config.json, without which no loader opens them, come last.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -108,27 +109,13 @@ def write_folder(
         is_new = there is None or there.get("made") != job["made"]
         if is_new:
             _check_other(place, there, job, overwrite)
-        try:
+        # What others have written for this plan stays.
+        with _tidied(place, job, is_own=is_new and shard is None):
             if is_new:
                 _begin(place, there, job, overwrite)
             resumed = _write(place, source, job, cut, plan, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
-        except CheckpointError:
-            if shard is None and is_new:  # what others have written for this plan stays
-                place.remove(job)
-            raise
-        except BaseException as error:  # an interrupt, a full disk
-            whole = [name for name in job["files"] if _reports(place, job, name) is not None]
-            if whole:
-                error.add_note(
-                    f"{len(whole)} of {len(job['files'])} files {'are' if len(whole) > 1 else 'is'}"
-                    " whole and kept for a rerun with the same options; to remove what is there: "
-                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
-                )
-            elif shard is None and is_new:
-                place.remove(job)
-            raise
     return dataclasses.replace(
         report,
         files=tuple(job["files"][shard[0] :: shard[1]]),
@@ -136,6 +123,33 @@ def write_folder(
         resumed=resumed,
         tensors=tuple(work.reports),
     )
+
+
+@contextlib.contextmanager
+def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[None]:
+    """Removes after a failure what was written, or notes what is kept for a rerun.
+
+    Args:
+      place, job: Of the conversion.
+      is_own: Whether all that is there was written by this run.
+    """
+    try:
+        yield
+    except CheckpointError:  # which a rerun meets again
+        if is_own:
+            place.remove(job)
+        raise
+    except BaseException as error:  # an interrupt, a full disk
+        whole = [name for name in job["files"] if _reports(place, job, name) is not None]
+        if whole:
+            error.add_note(
+                f"{len(whole)} of {len(job['files'])} files {'are' if len(whole) > 1 else 'is'}"
+                " whole and kept for a rerun with the same options; to remove what is there: "
+                f"qtoolkit finalize --discard {shlex.quote(str(place.path))}"
+            )
+        elif is_own:
+            place.remove(job)
+        raise
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:

@@ -53,6 +53,9 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       converted: What came of it, by any program that quantizes in one of the layouts.
       progress: Called with (name, bytes compared, bytes in all) of `src`.
 
+    Returns:
+      What was compared, and a line for each difference.
+
     Raises:
       CheckpointError: One of them is no checkpoint, or damaged.
       OSError: A file cannot be read; it names the file.
