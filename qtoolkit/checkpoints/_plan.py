@@ -88,7 +88,7 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of what is written for it."""
+        """Bytes of what is written for it."""
         return sum(entry.nbytes for entry in self.entries)
 
 

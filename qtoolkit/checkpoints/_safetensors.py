@@ -28,7 +28,7 @@ from qtoolkit.checkpoints._storage import Path, is_url, naming, storage
 
 
 class Closing:
-    """What is closed at the end of a `with`."""
+    """A context manager that calls its own `close` at the end of the `with`."""
 
     def __enter__(self) -> Self:
         return self

@@ -116,7 +116,7 @@ class _Check:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
         elif 0 in info.shape:
-            pass  # no bytes; scales of nothing mean nothing
+            pass  # no elements, and scales of nothing may be any
         elif name in self.stored:
             stored, reader = self._written(name), functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))

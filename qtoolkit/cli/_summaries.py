@@ -322,7 +322,7 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
 
 
 def stats_rows(source: Source) -> Iterator[list[str]]:
-    """Of every tensor of floats its range and what is odd in it; quantized ones dequantized."""
+    """A row for every tensor of floats, as `STATS_HEADER` says; quantized ones are dequantized."""
     wide = dequantized(source)
     for tensor in wide.tensors.values():
         if tensor.dtype in ("F32", "F16", "BF16", "F64") and tensor.size:

@@ -121,7 +121,14 @@ class Summary:
 
 
 def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
-    """Of a pure function from pytrees to a pytree, whose floats depend on the products."""
+    """What one run of a pure function holds in its products.
+
+    Args:
+      bins: Of the histograms; None for none.
+      function: From pytrees to a pytree whose floats depend on the products: what no float depends
+        on is not seen.
+      arguments: Of the function.
+    """
     found = tapped(_SummaryTap(bins), total_of(function), *arguments)
     rows = tuple(found.sums[place] for place in found.recipes)
     return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
@@ -158,11 +165,14 @@ class Calibration:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the layers that were calibrated."""
+        """The paths of the layers that were calibrated."""
         return tuple(dict.fromkeys(path for path, *_ in self.keys))
 
     def amaxes(self, path: str) -> dict[str, jax.Array]:
-        """For each product of a layer, float32[3]: of lhs, rhs, and 0; 0 where nothing is known."""
+        """For each product of a layer float32[3], as it keeps them: amax of lhs, of rhs, and 0.
+
+        0 where nothing is known.
+        """
         found: dict[str, list[jax.Array]] = {}
         for (where, name, side), state in zip(self.keys, self.states, strict=True):
             if where == path:
@@ -181,7 +191,7 @@ class Calibration:
         )
 
     def merge(self, other: "Calibration") -> "Calibration":
-        """What both saw.
+        """The calibration by the batches of both.
 
         Raises:
           TypeError, ValueError: An operand has observers of other kinds.
@@ -195,7 +205,7 @@ class Calibration:
         return Calibration(tuple(states.values()), tuple(states), unreached)
 
     def merge_across(self, axis_name: str | tuple[str, ...]) -> "Calibration":
-        """What all devices along axes of `jax.shard_map` saw, the same on each."""
+        """The calibration by the batches of all devices along axes of `jax.shard_map`."""
         states = tuple(state.merge_across(axis_name) for state in self.states)
         return dataclasses.replace(self, states=states)
 

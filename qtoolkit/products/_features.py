@@ -16,9 +16,11 @@ from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._recipe import Operand, Recipe
 
 LAST = -1
-# Of a product of two activations, such as the scores of attention: last, wherever it is moved.
+# Of what a product of two activations gives, such as the scores of attention: which axis of these
+# holds features nobody knows. It is taken to be the last one, also after a transposition.
 UNKNOWN = 0
-# They keep the order of axes, though not their lengths; others follow from equal shapes.
+# Primitives that keep the order of axes, though not their lengths. Of others that are not treated
+# below, operands of the shape of the result say where its features lie.
 _PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
 
 

@@ -399,7 +399,11 @@ def _residual(
     operands: tuple[Rounded, Rounded],
     state: State,
 ) -> Kept | Rounded:
-    """The other operand: that of the forward product, where it is rounded in the same way."""
+    """What the gradient of one side multiplies the cotangent by: the other operand.
+
+    It is the one of the forward product, where this rounds it in the same way; else it is rounded
+    again.
+    """
     other = 1 - side
     how = plan.other(side, *given)
     x, operand = given[other], operands[other]
@@ -411,7 +415,8 @@ def _residual(
 
 
 def _seen(given: tuple[Given, Given]) -> Any:
-    nothing = jnp.zeros((), jnp.float32)  # of a stored operand, whose scales do not move
+    """What `amax_of` gives of lhs and of rhs; 0 of stored operands, whose scales do not move."""
+    nothing = jnp.zeros((), jnp.float32)
     return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
 
 
@@ -455,10 +460,12 @@ def _kept_by_tap(plan: _Plan, role: int, x: Array, operand: Rounded, how: Cut) -
 
 
 def _roles(plan: _Plan) -> tuple[int, ...]:
+    """The operands that a tap looks at, as places in `ROLES`."""
     return () if plan.tap is None else plan.tap.roles
 
 
 def _stacked(plan: _Plan, rows: dict[int, Array]) -> Array:
+    """float32[len(ROLES), size]: what a tap keeps, by role; zeros for the roles without a row."""
     assert plan.tap is not None
     nothing = jnp.zeros((plan.tap.size,), jnp.float32)
     return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
@@ -503,7 +510,7 @@ class _Tangent:
 
 @dataclasses.dataclass(frozen=True)
 class _Cotangent:
-    """Its transpose: dgrad and wgrad, of the cotangent as each of them rounds it."""
+    """The transpose of `_Tangent`: dgrad and wgrad, of the cotangent as each of them rounds it."""
 
     facts: _Facts
 
@@ -529,7 +536,9 @@ class _Cotangent:
         return tuple(outs)
 
     def _tapped(self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
-        """What the tap keeps; of the cotangent once, where both products take it alike."""
+        """What the tap keeps of all operands; the cotangent's once, where both products take it
+        alike.
+        """
         facts, rows = self.facts, {}
         for side, role in ((0, 2), (1, 5)):
             how = facts.plan.cotangent(side, *facts.given, cotangent)

@@ -203,7 +203,10 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       rhs: [k] or [..., k, n].
       precision: As for `jax.numpy.dot`.
 
-    Gradient: as `dot_general`.
+    Returns:
+      The shape and dtype of `jax.numpy.dot`.
+
+    Raises, Gradient: As `dot_general`.
 
     Examples:
       >>> class Layer(nnx.Module):

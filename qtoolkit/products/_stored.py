@@ -145,7 +145,9 @@ def check_trainable(where: str, tree: Any) -> None:
 
 
 def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
-    """Of the second operand of an einsum, whatever the shape of the first."""
+    """The axes of a kernel, the second operand of an einsum, which the first one's lengths leave
+    as they are; only its rank counts.
+    """
     first = subscripts.split(",")[0]
     rank = len(first.replace(".", "")) + ("..." in first)
     return Einsum(subscripts, None, None).axes((1,) * rank, kernel)[1]
