@@ -255,7 +255,7 @@ def float_pattern(codes: jax.Array, fmt: FloatFormat) -> jax.Array:
     magnitude = codes & u32(fmt.magnitude_count - 1)
     shift = FLOAT32_MANTISSA - fmt.mantissa_bits
     bits = (magnitude << np.uint32(shift)) + u32((127 - fmt.bias) << FLOAT32_MANTISSA)
-    if fmt.has_zero and fmt.min_exponent != -126:  # else its subnormals are float32's own
+    if fmt.has_zero and fmt.min_exponent != -126:  # at -126 its subnormals are float32's own
         step_exponent = fmt.min_exponent - fmt.mantissa_bits
         subnormal = magnitude < u32(1 << fmt.mantissa_bits)
         bits = jnp.where(subnormal, scaled_integer(magnitude, step_exponent), bits)

@@ -353,7 +353,9 @@ def _cast(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
 
 @_cast.defjvp
 def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Of floats to floats of 16 bits and more; `_cast_to` refuses all others."""
+    """1 in the range of `fmt`, else 0. Floats to floats of 16 bits and more: `_cast_to` refuses the
+    derivatives of all other casts.
+    """
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
     if isinstance(format(x.dtype), IntFormat):

@@ -72,9 +72,10 @@ def binary_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _normalized(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of patterns without sign: 2**23 <= significand < 2**24, uint32, and int32 exponent field.
+    """Significand, uint32 from 2**23 to below 2**24, and exponent field, int32, of a magnitude.
 
-    The field of a subnormal number is below 1. Of zero it is -23.
+    Magnitudes are float32 patterns without sign. The field of a subnormal number is below 1, that
+    of zero -23.
     """
     shift = jnp.maximum(lax.clz(magnitude), np.uint32(8)) - np.uint32(8)  # of subnormals
     significand = ((magnitude & u32(_HIDDEN - 1)) << shift) | u32(_HIDDEN)

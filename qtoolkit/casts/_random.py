@@ -67,6 +67,14 @@ def check_draw(
         )
     if random_bits is None:
         return Draw(key_words(where, key), _offset_words(where, index_offset), None)
+    _check_random_bits(where, shape, rounding, random_bits)
+    return Draw(None, None, jnp.asarray(random_bits))
+
+
+def _check_random_bits(
+    where: str, shape: tuple[int, ...], rounding: Stochastic, random_bits: ArrayLike
+) -> None:
+    """Raises where these are no random bits for a rounding of an array of that shape."""
     dtype = getattr(random_bits, "dtype", None)
     if dtype not in _UNSIGNED:
         raise TypeError(
@@ -88,10 +96,15 @@ def check_draw(
             f"{where}: random_bits has shape {got}, expected one that broadcasts to that of x, "
             f"{shape}"
         )
-    return Draw(None, None, jnp.asarray(random_bits))
 
 
 def key_words(where: str, key: Any) -> jax.Array:
+    """uint32[2] or uint32[4]: the words of a key of `jax.random`, new style or old.
+
+    Raises:
+      TypeError: `key` is none.
+      ValueError: It holds several keys.
+    """
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
@@ -196,7 +209,7 @@ Word = np.uint32 | jax.Array
 
 
 def _strides(shape: tuple[int, ...]) -> list[tuple[Word, Word]]:
-    """For each axis the elements from one index to the next: low and high word."""
+    """The stride of each axis, in elements, as low and high word."""
     strides: list[tuple[Word, Word]] = []
     stride: int | tuple[jax.Array, jax.Array] = 1
     for size in reversed(shape):

@@ -171,7 +171,7 @@ def codes_of(x: jax.Array, fmt: Format, projection: Projection = NEAREST) -> jax
     if isinstance(fmt, IntFormat) and is_integer:
         return codes_of_integers(x, fmt, projection.saturation)
     if isinstance(fmt, TableFormat):
-        return table_codes(_as_float(x, fmt), fmt, projection)
+        return table_codes(_as_float(x), fmt, projection)
     by_pattern = holds(format(x.dtype), np.float32)
     if isinstance(fmt, IntFormat):
         if by_pattern and adds(fmt, projection.saturation):
@@ -273,8 +273,8 @@ def _exact(x: jax.Array, *, normalized: bool = True, wide: bool = False, spare: 
     return exact_from_pattern(pattern(x), normalized)
 
 
-def _as_float(x: jax.Array, fmt: TableFormat) -> jax.Array:
-    """`x` as float32 or float64, which lies between the same values of the table as `x` does."""
+def _as_float(x: jax.Array) -> jax.Array:
+    """`x` as float32 or float64, which lies between the same values of a table as `x` does."""
     source = format(x.dtype)
     if x.dtype == jnp.float64:
         return x

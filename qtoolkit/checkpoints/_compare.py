@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._report import decibels
+from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import Source, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
@@ -17,8 +17,6 @@ from qtoolkit.formats import FloatFormat, IntFormat
 
 _CHUNK = 2**20  # elements
 _FLOATS = ("F32", "F16", "BF16", "F64")
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +77,9 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     Args:
       a, b: Folders or files of any kind that `convert` reads.
       progress: Called with (name, elements compared, elements in all).
+
+    Returns:
+      How each tensor that both hold differs, and the names that one alone holds.
 
     Raises:
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no

@@ -18,7 +18,7 @@ from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorIn
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
 from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
-from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._report import Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import Folder, Source, open_source
@@ -33,8 +33,6 @@ _INFINITIES = {
     dtype: np.array([np.inf, -np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
     for dtype in ("F64", "F32", "F16", "BF16")
 }
-
-Progress = Callable[[str, int, int], None]
 
 
 def convert(
@@ -147,6 +145,9 @@ def dequantize_checkpoint(
         GGUF is quantized, too.
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
+
+    Returns:
+      What was done, tensor by tensor.
 
     Raises:
       CheckpointError: Nothing in `src` is quantized; or as `convert`.
@@ -389,13 +390,13 @@ class _Work:
             )
         return self._amaxes.get(group)
 
-    def _report(self, tensor: TensorPlan, sums: Sums | None = None) -> None:
+    def _report(self, tensor: TensorPlan, sums: Sums) -> None:
+        """Adds the report of a tensor that is written."""
         is_quantized = tensor.action == "quantize"
         weights = getattr(self._source, "stored", {})
         before = tensor.source.nbytes
         if tensor.name in weights:
             before = sum(entry.nbytes for entry in weights[tensor.name].entries)
-        made = sums if is_quantized else None
         has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
             TensorReport(
@@ -406,9 +407,9 @@ class _Work:
                 format=tensor.format.name if is_quantized and tensor.format else "",
                 bytes_before=before,
                 bytes_after=tensor.nbytes,
-                max_scale=made.max_scale if made and has_scale else None,
-                sqnr_db=made.sqnr_db if made else None,
-                nonfinite=sums.nonfinite if sums else 0,
-                overflowed=sums.overflowed if sums else 0,
+                max_scale=sums.max_scale if has_scale else None,
+                sqnr_db=sums.sqnr_db if is_quantized else None,
+                nonfinite=sums.nonfinite,
+                overflowed=sums.overflowed,
             )
         )

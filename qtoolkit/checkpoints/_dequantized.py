@@ -1,6 +1,7 @@
 """Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -62,10 +63,8 @@ class DequantizedSource:
         for name, info in source.tensors.items():
             if name in by_codes:
                 weight = by_codes[name]
-                size = 4
-                for length in weight.shape:
-                    size *= length
-                self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, size)
+                nbytes = 4 * math.prod(weight.shape)
+                self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, nbytes)
             elif name not in gone and name not in beside:
                 self.tensors[name] = info
 
@@ -73,7 +72,8 @@ class DequantizedSource:
         if name not in self._values:
             self.source.read_into(name, start, buffer)
             return
-        if name != self._current and self._current:  # let the scales of the last one go
+        # Scales are read once for a weight and kept while it is read; those of the last one go.
+        if name != self._current and self._current:
             self._values[self._current] = Values(self.stored[self._current], self.source.read_into)
         self._current = name
         self._values[name].read_into(start, memoryview(buffer))

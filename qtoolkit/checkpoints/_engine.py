@@ -321,7 +321,7 @@ def _unit_amaxes(tile: _Tile, axis: int, nan_wins: bool) -> np.ndarray:
 
 def _raise(found: np.ndarray, blocks: np.ndarray, amax: np.ndarray) -> None:
     """Raises the amaxes of these blocks to at least those of their units."""
-    with np.errstate(invalid="ignore"):  # of NaN, which wins
+    with np.errstate(invalid="ignore"):  # NumPy warns of a NaN, which is the largest
         np.maximum.at(found, blocks, amax)
 
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
@@ -84,16 +84,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """
     place, target = storage(path), _real(path)
     if not is_url(path):
-        if os.path.ismount(target):
-            raise CheckpointError(
-                f"{path}: is a mount point, and the folder that is written gets its name by a "
-                f"rename; give a folder in it: {join(path, 'NAME')}"
-            )
-        parent = os.path.dirname(target)
-        if not os.path.isdir(parent):
-            raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
+        _check_nameable(path, target)
     kind = place.kind(target)
     if kind not in ("folder", ""):
         raise CheckpointError(
@@ -107,6 +98,27 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
             f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace "
             "it, or choose another name"
         )
+    _check_replaceable(path, target, found, own)
+
+
+def _check_nameable(path: Path, target: str) -> None:
+    """Raises where no folder on this machine can get this name by a rename."""
+    if os.path.ismount(target):
+        raise CheckpointError(
+            f"{path}: is a mount point, and the folder that is written gets its name by a "
+            f"rename; give a folder in it: {join(path, 'NAME')}"
+        )
+    parent = os.path.dirname(target)
+    if not os.path.isdir(parent):
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
+    if not os.access(parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
+
+
+def _check_replaceable(
+    path: Path, target: str, found: Mapping[str, bool], own: Container[str]
+) -> None:
+    """Raises where a folder, in which `found` lies, is not a checkpoint and nothing else."""
     folders = [name for name, is_folder in found.items() if is_folder and name not in own]
     if folders or not any(name.endswith(".safetensors") for name in found):
         what = f"holds the folder {shown(folders[0])}" if folders else "holds no safetensors"

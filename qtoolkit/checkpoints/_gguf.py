@@ -1,5 +1,6 @@
 """GGUF files as sources: llama.cpp's blocks become float32. Needs the package `gguf`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,7 @@ class GgufFile(ArraySource):
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-            from gguf.quants import dequantize
-        except ImportError as error:
-            raise CheckpointError(
-                f"{path}: a GGUF file, which the package gguf reads; write pip install gguf"
-            ) from error
-        try:
-            reader = GGUFReader(str(path))
-        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
-            ) from error
-        field = reader.fields.get("split.count")
-        count = 1 if field is None else int(field.contents())
-        if count > 1:
-            raise CheckpointError(
-                f"{path}: one of {count} files of a GGUF that was split, expected the whole; join "
-                "them first, with llama.cpp's gguf-split --merge FIRST WHOLE, FIRST the file "
-                f"00001-of-{count:05}"
-            )
+        reader, dequantize = _opened(path)
         found = {tensor.name: tensor for tensor in reader.tensors}
 
         def values(name: str) -> np.ndarray:
@@ -64,6 +45,32 @@ class GgufFile(ArraySource):
         }
         super().__init__(path, described, values)
         self.is_quantized = any(_plain_dtype(tensor) is None for tensor in reader.tensors)
+
+
+def _opened(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
+    """The reader of a whole GGUF file, and what makes float32 numbers of its blocks."""
+    try:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: a GGUF file, which the package gguf reads; write pip install gguf"
+        ) from error
+    try:
+        reader = GGUFReader(str(path))
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
+        ) from error
+    field = reader.fields.get("split.count")
+    count = 1 if field is None else int(field.contents())
+    if count > 1:
+        raise CheckpointError(
+            f"{path}: one of {count} files of a GGUF that was split, expected the whole; join "
+            "them first, with llama.cpp's gguf-split --merge FIRST WHOLE, FIRST the file "
+            f"00001-of-{count:05}"
+        )
+    return reader, dequantize
 
 
 def _plain_dtype(tensor: Any) -> np.dtype | None:

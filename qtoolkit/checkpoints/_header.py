@@ -123,6 +123,12 @@ def shown(name: str) -> str:
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
     """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
 
+    Args:
+      tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
+
+    Returns:
+      One `TensorInfo` for each, in the order of the data: wide elements first, then by name.
+
     Examples:
       >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
       >>> [(info.name, info.start, info.stop) for info in placed]

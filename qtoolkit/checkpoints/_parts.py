@@ -7,6 +7,7 @@ are sampled. Behind a URL nothing can be renamed: there, files have their final 
 start, and index and config.json, without which no loader opens them, come last.
 """
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -108,27 +109,13 @@ def write_folder(
         is_new = there is None or there.get("made") != job["made"]
         if is_new:
             _check_other(place, there, job, overwrite)
-        try:
+        # What others have written for this plan stays.
+        with _tidied(place, job, is_own=is_new and shard is None):
             if is_new:
                 _begin(place, there, job, overwrite)
             resumed = _write(place, source, job, cut, plan, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
-        except CheckpointError:
-            if shard is None and is_new:  # what others have written for this plan stays
-                place.remove(job)
-            raise
-        except BaseException as error:  # an interrupt, a full disk
-            whole = [name for name in job["files"] if _reports(place, job, name) is not None]
-            if whole:
-                error.add_note(
-                    f"{len(whole)} of {len(job['files'])} files {'are' if len(whole) > 1 else 'is'}"
-                    " whole and kept for a rerun with the same options; to remove what is there: "
-                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
-                )
-            elif shard is None and is_new:
-                place.remove(job)
-            raise
     return dataclasses.replace(
         report,
         files=tuple(job["files"][shard[0] :: shard[1]]),
@@ -136,6 +123,33 @@ def write_folder(
         resumed=resumed,
         tensors=tuple(work.reports),
     )
+
+
+@contextlib.contextmanager
+def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[None]:
+    """Removes after a failure what was written, or notes what is kept for a rerun.
+
+    Args:
+      place, job: Of the conversion.
+      is_own: Whether all that is there was written by this run.
+    """
+    try:
+        yield
+    except CheckpointError:  # which a rerun meets again
+        if is_own:
+            place.remove(job)
+        raise
+    except BaseException as error:  # an interrupt, a full disk
+        whole = [name for name in job["files"] if _reports(place, job, name) is not None]
+        if whole:
+            error.add_note(
+                f"{len(whole)} of {len(job['files'])} files {'are' if len(whole) > 1 else 'is'}"
+                " whole and kept for a rerun with the same options; to remove what is there: "
+                f"qtoolkit finalize --discard {shlex.quote(str(place.path))}"
+            )
+        elif is_own:
+            place.remove(job)
+        raise
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
@@ -266,7 +280,11 @@ def _write(
     work: Work,
     shard: Shard | None,
 ) -> tuple[str, ...]:
-    """Writes the files of a shard that are not there; returns the names of those that are."""
+    """Writes the files of a shard that are not there yet.
+
+    Returns:
+      The names of those that were: whole, of this plan, and not older than the source.
+    """
     index, count = shard or (0, 1)
     mine = dict(zip(job["files"], cut, strict=True))
     mine = {name: mine[name] for name in job["files"][index::count]}
@@ -281,29 +299,39 @@ def _write(
         if name in kept:
             work.reports += kept[name]
             continue
-        _check_under_way(place, job)
-        outputs = placed(entry for tensor in tensors for entry in tensor.entries)
-        file, done = join(place.content, name), len(work.reports)
-        # A record never outlives the file that it is of.
-        storage(place.parts).remove(join(place.parts, f"{name}.json"))
-        write_safetensors(file, outputs, work.chunks(tensors), plan.metadata, overwrite=True)
-        reports = work.reports[done:]
-        _check_under_way(place, job)
-        if work.accepts(reports):
-            place.write(
-                place.parts,
-                f"{name}.json",
-                {
-                    "made": job["made"],
-                    "shards": count,
-                    "bytes": place.size(name),
-                    "tensors": [dataclasses.asdict(report) for report in reports],
-                },
-            )
-        else:
-            storage(file).remove(file)
+        _write_file(place, job, name, tensors, plan.metadata, work, count)
     work.finish()
     return tuple(kept)
+
+
+def _write_file(
+    place: Place,
+    job: Mapping[str, Any],
+    name: str,
+    tensors: Sequence[TensorPlan],
+    metadata: Mapping[str, str],
+    work: Work,
+    count: int,
+) -> None:
+    """Writes one file and its record, which says that the file is whole; `count` is of shards."""
+    _check_under_way(place, job)
+    outputs = placed(entry for tensor in tensors for entry in tensor.entries)
+    file, done = join(place.content, name), len(work.reports)
+    # A record never outlives the file that it is of.
+    storage(place.parts).remove(join(place.parts, f"{name}.json"))
+    write_safetensors(file, outputs, work.chunks(tensors), metadata, overwrite=True)
+    reports = work.reports[done:]
+    _check_under_way(place, job)
+    if not work.accepts(reports):  # `work.finish` raises for it when all others are written
+        storage(file).remove(file)
+        return
+    record = {
+        "made": job["made"],
+        "shards": count,
+        "bytes": place.size(name),
+        "tensors": [dataclasses.asdict(report) for report in reports],
+    }
+    place.write(place.parts, f"{name}.json", record)
 
 
 def _copy_others(place: Place, source: Folder, only_missing: bool) -> None:

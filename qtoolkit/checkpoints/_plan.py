@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._dequantized import DequantizedSource, folder_of
+from qtoolkit.checkpoints._dequantized import folder_of
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._pytrees import remaining_arrays
@@ -88,7 +88,7 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of what is written for it."""
+        """Bytes of what is written for it."""
         return sum(entry.nbytes for entry in self.entries)
 
 
@@ -250,8 +250,6 @@ class _Planner:
         self.layout = layout
         self.scaling = scaling
         self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
-        if isinstance(source, DequantizedSource):
-            self.config = source.config
         self.roles = Roles(source.tensors, self.config, channel_axis)
         self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
         self.input_scales = input_scales
@@ -259,15 +257,7 @@ class _Planner:
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
         is_plain = not isinstance(given, Rules)
-        patterns = [_compiled(p) for p in (skip if not isinstance(skip, str) else (skip,))]
-        unused = unused_patterns(patterns, self.source.tensors)
-        if unused:
-            some = ", ".join(map(shown, list(self.source.tensors)[:3])) or "nothing"
-            raise CheckpointError(
-                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
-                f"found in the name of a tensor; there is {some}"
-                + (f" and {len(self.source.tensors) - 3} more" * (len(self.source.tensors) > 3))
-            )
+        patterns = self._patterns(skip)
         tensors = tuple(
             self._tensor(info, *self._choice(info, rules, is_plain, patterns))
             for info in self.source.tensors.values()
@@ -278,22 +268,9 @@ class _Planner:
         for tensor in tensors:
             if tensor.scheme is not None:
                 used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
-        if not used and self.layout.linear_only and format is not None:
-            reasons = [tensor.reason for tensor in tensors if tensor.reason]
-            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
-            raise CheckpointError(
-                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
-                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
-                "and --rules take others"
-            )
-        if len(used) > 1 and not self.layout.is_mixed:
-            raise CheckpointError(
-                f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
-                "compressed-tensors holds several"
-            )
-        words = {word_of(tensor.scheme) for tensor in tensors if tensor.scheme is not None}
-        scaled = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
-        word = words.pop() if len(words) == 1 else (self.scaling or "tensor") if scaled else "none"
+        if format is not None:
+            self._check_schemes(used, tensors)
+        word = self._scaling_word(used, rules)
         kept = _kept_modules(tensors) if used else []
         if used:
             self._check_loadable(tensors)
@@ -308,7 +285,48 @@ class _Planner:
             dequantizes=getattr(self.source, "layout", ""),
         )
 
+    def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
+        """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
+        patterns = [_compiled(p) for p in (skip if not isinstance(skip, str) else (skip,))]
+        names = list(self.source.tensors)
+        unused = unused_patterns(patterns, self.source.tensors)
+        if unused:
+            some = ", ".join(map(shown, names[:3])) or "nothing"
+            raise CheckpointError(
+                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
+                f"found in the name of a tensor; there is {some}"
+                + (f" and {len(names) - 3} more" * (len(names) > 3))
+            )
+        return patterns
+
+    def _check_schemes(
+        self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
+    ) -> None:
+        """Raises where the layout would hold nothing, or schemes that it cannot hold together."""
+        if not used and self.layout.linear_only:
+            reasons = [tensor.reason for tensor in tensors if tensor.reason]
+            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
+            raise CheckpointError(
+                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
+                "and --rules take others"
+            )
+        if len(used) > 1 and not self.layout.is_mixed:
+            raise CheckpointError(
+                f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
+                "compressed-tensors holds several"
+            )
+
+    def _scaling_word(self, used: Iterable[Scheme], rules: Rules[Any]) -> str:
+        """`Plan.scaling`: that of all schemes, or what was asked for where they differ."""
+        words = {word_of(scheme) for scheme in used}
+        if len(words) == 1:
+            return words.pop()
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        return (self.scaling or "tensor") if has_scales else "none"
+
     def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
+        """Raises where loaders of the layout are known to fail at a tensor of this name."""
         for tensor in tensors:
             for pattern, reason in self.layout.refused.items():
                 if re.search(pattern, tensor.name):
@@ -335,7 +353,7 @@ class _Planner:
         return rules, rules
 
     def _target(self, of: SpecLike) -> Format | BlockFormat:
-        """The format, which the layout can hold."""
+        """The format of this spelling; raises where the layout cannot hold it."""
         target = resolve_target(of)
         scheme_of(self.layout, target, self.scaling)
         return target
@@ -381,7 +399,7 @@ class _Planner:
         scheme = scheme_of(self.layout, fmt, self.scaling)
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
-        stored = self._stored(info, scheme)
+        stored = self._entries(info, scheme)
         shares = stored.spec.tensor_scale is not None
         return TensorPlan(
             source=info,
@@ -394,7 +412,8 @@ class _Planner:
             group=fused_group(info.name) if shares else "",
         )
 
-    def _stored(self, info: TensorInfo, scheme: Scheme) -> Stored:
+    def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:
+        """What the layout writes for a tensor; raises where it cannot hold it."""
         by_channel = word_of(scheme) == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
@@ -426,6 +445,7 @@ class _Planner:
             )
 
     def _input_scale(self, info: TensorInfo, scheme: Scheme) -> float | None:
+        """The activation scale for a tensor's module, None where its scheme has none."""
         given = self.input_scales
         if isinstance(given, Mapping):
             given = given.get(module_of(info.name), given.get(info.name))
@@ -473,6 +493,7 @@ class _Planner:
             )
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
+        """A tensor that is not quantized: copied, or cast to another wide dtype."""
         wanted = self.keep_dtype if info.dtype in _SOURCES else None
         stored = getattr(self.source, "stored", {})
         if wanted is None and info.name in stored:

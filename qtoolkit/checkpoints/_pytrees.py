@@ -134,7 +134,9 @@ def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, Any]] | None:
-    """Of a container with their keys, of a variable of nnx what it holds; None for an array."""
+    """The children of a container with their keys, or, under the key "", what a variable of nnx
+    holds; None for an array.
+    """
     if isinstance(tree, Mapping):
         wrong = [key for key in tree if not isinstance(key, str | int) or key == ""]
         if wrong:
@@ -318,7 +320,9 @@ def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[s
 
 
 def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
-    """Of codes and float32 scales, one in all or one for each index of an axis."""
+    """A `QArray` of codes and float32 scales, one in all or one for each index of an axis; None
+    where they are others.
+    """
     import jax.numpy as jnp
 
     from qtoolkit.formats import BlockFormat, format

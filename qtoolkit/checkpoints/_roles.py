@@ -156,7 +156,9 @@ class Roles:
         return str(self._config.get("model_type", "")) in ("gpt2", "openai-gpt", "imagegpt")
 
     def _experts_outputs_last(self, info: TensorInfo) -> bool | None:
-        """Of the weights of all experts in one: [E, in, out] (Llama 4, GPT-OSS) or [E, out, in]."""
+        """Whether the weights of all experts in one tensor are [E, in, out], as Llama 4 and GPT-OSS
+        have them, or [E, out, in]; None if nothing says it.
+        """
         hidden = _hidden_size(self._config)
         if len(info.shape) != 3:
             return None
@@ -186,6 +188,6 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
 
 
 def unused_patterns(patterns: Iterable[re.Pattern[str]], names: Iterable[str]) -> list[str]:
-    """Those that are found in none of the names."""
+    """The patterns that are found in none of the names."""
     names = list(names)
     return [p.pattern for p in patterns if not any(p.search(name) for name in names)]

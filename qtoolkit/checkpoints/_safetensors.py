@@ -28,7 +28,7 @@ from qtoolkit.checkpoints._storage import Path, is_url, naming, storage
 
 
 class Closing:
-    """What is closed at the end of a `with`."""
+    """A context manager that calls its own `close` at the end of the `with`."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,7 +90,12 @@ class SafetensorsFile(Closing):
         return self.read_flat(name, 0, info.size).reshape(info.shape)
 
     def read_flat(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements `start` to `stop` of tensor `name` in C order: a new array of one dimension."""
+        """Elements `start` to `stop` of tensor `name` in C order: a new array of one dimension.
+
+        Raises:
+          IndexError: They are not all in the tensor.
+          KeyError, CheckpointError: As `read`.
+        """
         info = self.tensors[name]
         if info.numpy_dtype is None:
             raise CheckpointError(
@@ -104,13 +109,20 @@ class SafetensorsFile(Closing):
         return array
 
     def read_bytes(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes `start` to `stop` of tensor `name`, whatever its dtype."""
+        """Bytes `start` to `stop` of tensor `name`, whatever its dtype. Raises: as `read_into`."""
         data = bytearray(stop - start)
         self.read_into(name, start, data)
         return data
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
+        """Fills `buffer` from byte `start` of tensor `name` on.
+
+        Raises:
+          IndexError: The tensor ends before the buffer is full.
+          KeyError: The file has no such tensor.
+          CheckpointError: The file has shrunk.
+          OSError: It cannot be read; it names the file.
+        """
         info = self.tensors[name]
         if not 0 <= start <= start + len(buffer) <= info.nbytes:
             raise IndexError(

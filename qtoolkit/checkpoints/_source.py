@@ -107,28 +107,33 @@ class Folder(Closing):
         self.tensors: dict[str, TensorInfo] = {}
         try:
             for name in files:
-                file = self._files[name] = SafetensorsFile(join(path, name))
-                for tensor in file.tensors.values():
-                    if index is not None and tensor.name not in index:
-                        raise CheckpointError(
-                            f"{join(path, index_name)}: tensor {shown(tensor.name)} of "
-                            f"{shown(name)} is not in it, expected every tensor; fetch both again, "
-                            "or delete the index where the folder holds all weights"
-                        )
-                    if index is not None and index[tensor.name] != name:
-                        continue  # of a file that also holds others' tensors
-                    if tensor.name in self.tensors:
-                        raise CheckpointError(
-                            f"{path}: tensor {shown(tensor.name)}: it is in {name} and in another "
-                            f"file, expected one, or an index, {INDEX}, that says which"
-                        )
-                    self.tensors[tensor.name] = tensor
-                    self._home[tensor.name] = file
+                self._files[name] = SafetensorsFile(join(path, name))
+                self._take_tensors(name, index, join(path, index_name))
             _check_index(join(path, index_name), index, self.tensors)
         except BaseException:
             self.close()
             raise
         self.metadata = dict(next(iter(self._files.values())).metadata)
+
+    def _take_tensors(self, name: str, index: Mapping[str, str] | None, index_path: str) -> None:
+        """Takes the tensors of an open file that are its own by the index, or all without one."""
+        file = self._files[name]
+        for tensor in file.tensors.values():
+            if index is not None and tensor.name not in index:
+                raise CheckpointError(
+                    f"{index_path}: tensor {shown(tensor.name)} of {shown(name)} is not in it, "
+                    "expected every tensor; fetch both again, or delete the index where the "
+                    "folder holds all weights"
+                )
+            if index is not None and index[tensor.name] != name:
+                continue  # the index says that another file has it, too, and that one counts
+            if tensor.name in self.tensors:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(tensor.name)}: it is in {name} and in another "
+                    f"file, expected one, or an index, {INDEX}, that says which"
+                )
+            self.tensors[tensor.name] = tensor
+            self._home[tensor.name] = file
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._home[name].read_into(name, start, buffer)
@@ -229,28 +234,21 @@ def _modules(path: Path, names: list[str]) -> set[str]:
 
 
 def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """The safetensors files of a folder in the order of their names, and the map of the index."""
+    """The safetensors files of a folder in the order of their names, and the map of the index.
+
+    The map is {tensor: file}; None where there is no index.
+
+    Args:
+      path: The folder, for messages and the index.
+      names: Of what is in it.
+
+    Raises:
+      CheckpointError: There are none, one is missing, or nothing says which belong together.
+    """
     index_name = _index_in(names)
     if index_name is not None:
-        where = join(path, index_name)
-        index = read_json(where).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            raise CheckpointError(
-                f"{where}: no weight_map of names and files; fetch it again, or delete it where "
-                "the folder holds all weights"
-            )
-        files = sorted(set(index.values()))
-        for name in files:
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise CheckpointError(
-                    f"{where}: file {shown(name)} is not in the folder itself, expected a plain "
-                    "name"
-                )
-            if name not in names:
-                raise CheckpointError(
-                    f"{where}: file {shown(name)} is missing in {path}; fetch it again"
-                )
-        return files, index
+        index = _weight_map(path, index_name, names)
+        return sorted(set(index.values())), index
     files = [name for name in names if name.endswith(".safetensors")]
     if "model.safetensors" in files:
         return ["model.safetensors"], None
@@ -272,7 +270,29 @@ def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str
     return files, None
 
 
+def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]:
+    """{tensor: file} of an index, whose files are all in the folder."""
+    where = join(path, index_name)
+    index = read_json(where).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+        raise CheckpointError(
+            f"{where}: no weight_map of names and files; fetch it again, or delete it where "
+            "the folder holds all weights"
+        )
+    for name in sorted(set(index.values())):
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{where}: file {shown(name)} is not in the folder itself, expected a plain name"
+            )
+        if name not in names:
+            raise CheckpointError(
+                f"{where}: file {shown(name)} is missing in {path}; fetch it again"
+            )
+    return index
+
+
 def _no_weights(path: Path, names: list[str]) -> str:
+    """What to say of a folder without safetensors files: what it holds instead, and what to do."""
     steps = [name for name in names if name.isdigit()]
     if steps:
         return (

@@ -13,10 +13,11 @@ _CHUNK = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of the finite elements of a tensor; NaN where there are none.
+    """What the elements of a tensor are like.
 
     Attributes:
-      lowest, largest, mean, deviation: Of them, the deviation that of a population.
+      lowest, largest, mean, deviation: Of its finite elements, the deviation that of a population;
+        NaN where there are none.
       zeros, nans, infinities: How many elements are so.
     """
 

@@ -14,7 +14,6 @@ from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointErr
 from qtoolkit.formats import BlockFormat, IntFormat
 
 Packing = Literal["bytes", "nibbles", "words"]
-ReadArray = Callable[[str], np.ndarray]
 ReadBytes = Callable[[str, int, memoryview], None]
 
 

@@ -12,6 +12,7 @@ from qtoolkit.checkpoints._convert import entries, tasks_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
+from qtoolkit.checkpoints._report import Progress
 from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
@@ -20,8 +21,6 @@ from qtoolkit.formats import format as resolve
 
 _COPY = 2**22
 _WIDE = ("F32", "F16", "BF16")
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,9 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       src: What was converted: a folder or a file.
       converted: What came of it, by any program that quantizes in one of the layouts.
       progress: Called with (name, bytes compared, bytes in all) of `src`.
+
+    Returns:
+      What was compared, and a line for each difference.
 
     Raises:
       CheckpointError: One of them is no checkpoint, or damaged.
@@ -114,7 +116,7 @@ class _Check:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
         elif 0 in info.shape:
-            pass  # no bytes; scales of nothing mean nothing
+            pass  # no elements, and scales of nothing may be any
         elif name in self.stored:
             stored, reader = self._written(name), functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))

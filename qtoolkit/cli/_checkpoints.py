@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
@@ -15,6 +15,7 @@ from qtoolkit.checkpoints.internal import (
     SCALINGS,
     AxisChoice,
     Folder,
+    Source,
     byte_count,
     check_destination,
     check_quantized,
@@ -109,6 +110,64 @@ _SRC = typer.Argument(
 _DST = typer.Argument(
     metavar="DST", help="The folder to write; of a file, the safetensors file. Or its URL."
 )
+_FORMAT = typer.Option(
+    "--format",
+    metavar="NAME",
+    callback=_known_target,
+    autocompletion=_complete(target_names()),
+    show_default="e4m3fn",
+    help=f"Number format: {', '.join(target_names())}.",
+)
+_LAYOUT = typer.Option(
+    metavar="NAME",
+    callback=_one_of("--layout", tuple(LAYOUTS)),
+    autocompletion=_complete(tuple(LAYOUTS)),
+    show_default="compressed-tensors of a folder with config.json, where that holds the "
+    "format; else plain, which no loader of models opens",
+    help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
+)
+_RULES = typer.Option(
+    metavar="FILE",
+    help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
+    "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
+    "is left out by default.",
+)
+_SCALING = typer.Option(
+    metavar="WORD",
+    callback=_one_of("--scaling", SCALINGS),
+    autocompletion=_complete(SCALINGS),
+    show_default="what the layout has first",
+    help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
+    "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
+)
+_SKIP = typer.Option(
+    metavar="REGEX",
+    help="Leave out tensors in whose names this is found; may be given more than once. "
+    "Embeddings, heads, norms, biases, routers, vision towers, vectors and anything that "
+    "is not float32, float16 or bfloat16 are left out anyway.",
+)
+_KEEP_DTYPE = typer.Option(
+    metavar="NAME",
+    callback=_one_of("--keep-dtype", WIDE),
+    autocompletion=_complete(WIDE),
+    help="Round what is left out to this: float32, bfloat16 or float16.",
+)
+_CHANNEL_AXIS = typer.Option(
+    metavar="WORD",
+    callback=_one_of("--channel-axis", AXES),
+    autocompletion=_complete(AXES),
+    help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
+    "auto, by architecture and names.",
+)
+_INPUT_SCALES = typer.Option(
+    metavar="FILE",
+    help='Static activation scales from a calibration, {"MODULE": 0.02, ...}, which '
+    "modelopt's FP8 and NVFP4 need.",
+)
+_ALLOW_NONFINITE = typer.Option(
+    "--allow-nonfinite",
+    help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+)
 _SHARD = typer.Option(
     metavar="I/N",
     parser=_shard,
@@ -131,7 +190,7 @@ _REPORT = typer.Option(
     autocompletion=_complete(("json", "md")),
     help="json or md: print a report of every tensor, in place of the summary.",
 )
-WORKERS = typer.Option(
+_WORKERS = typer.Option(
     min=1,
     max=64,
     show_default="one for each core, at most 4",
@@ -149,95 +208,19 @@ _DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tenso
 def convert(
     src: Annotated[str, _SRC],
     dst: Annotated[str, _DST],
-    format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            callback=_known_target,
-            autocompletion=_complete(target_names()),
-            show_default="e4m3fn",
-            help=f"Number format: {', '.join(target_names())}.",
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            callback=_one_of("--layout", tuple(LAYOUTS)),
-            autocompletion=_complete(tuple(LAYOUTS)),
-            show_default="compressed-tensors of a folder with config.json, where that holds the "
-            "format; else plain, which no loader of models opens",
-            help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
-        ),
-    ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
-            "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
-            "is left out by default.",
-        ),
-    ] = None,
-    scaling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORD",
-            callback=_one_of("--scaling", SCALINGS),
-            autocompletion=_complete(SCALINGS),
-            show_default="what the layout has first",
-            help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
-            "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REGEX",
-            help="Leave out tensors in whose names this is found; may be given more than once. "
-            "Embeddings, heads, norms, biases, routers, vision towers, vectors and anything that "
-            "is not float32, float16 or bfloat16 are left out anyway.",
-        ),
-    ] = None,
-    keep_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            callback=_one_of("--keep-dtype", WIDE),
-            autocompletion=_complete(WIDE),
-            help="Round what is left out to this: float32, bfloat16 or float16.",
-        ),
-    ] = None,
-    channel_axis: Annotated[
-        str,
-        typer.Option(
-            metavar="WORD",
-            callback=_one_of("--channel-axis", AXES),
-            autocompletion=_complete(AXES),
-            help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
-            "auto, by architecture and names.",
-        ),
-    ] = "auto",
-    input_scales: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Static activation scales from a calibration, {"MODULE": 0.02, ...}, which '
-            "modelopt's FP8 and NVFP4 need.",
-        ),
-    ] = None,
+    format: Annotated[str | None, _FORMAT] = None,
+    layout: Annotated[str | None, _LAYOUT] = None,
+    rules: Annotated[Path | None, _RULES] = None,
+    scaling: Annotated[str | None, _SCALING] = None,
+    skip: Annotated[list[str] | None, _SKIP] = None,
+    keep_dtype: Annotated[str | None, _KEEP_DTYPE] = None,
+    channel_axis: Annotated[str, _CHANNEL_AXIS] = "auto",
+    input_scales: Annotated[Path | None, _INPUT_SCALES] = None,
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
-    allow_nonfinite: Annotated[
-        bool,
-        typer.Option(
-            "--allow-nonfinite",
-            help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
-        ),
-    ] = False,
+    allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
-    workers: Annotated[int | None, WORKERS] = None,
+    workers: Annotated[int | None, _WORKERS] = None,
     max_memory: Annotated[str | None, _MAX_MEMORY] = None,
     dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
@@ -254,6 +237,7 @@ def convert(
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
+    shown_as = _ShownAs.of(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
         options: dict[str, Any] = {
             "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
@@ -264,9 +248,8 @@ def convert(
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
-        as_json = as_json or report == "json"
         if dry_run:
-            _dry_run(src, dst, options, (shard, max_shard_size), overwrite, report, as_json, quiet)
+            _dry_run(src, dst, options, shard, max_shard_size, overwrite, shown_as)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
@@ -281,7 +264,7 @@ def convert(
                 progress=callback,
                 **options,
             )
-        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+        _print_report(done, shown_as)
 
 
 def dequantize(
@@ -300,7 +283,7 @@ def dequantize(
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
-    workers: Annotated[int | None, WORKERS] = None,
+    workers: Annotated[int | None, _WORKERS] = None,
     max_memory: Annotated[str | None, _MAX_MEMORY] = None,
     dry_run: Annotated[bool, _DRY_RUN] = False,
     report: Annotated[str | None, _REPORT] = None,
@@ -313,11 +296,11 @@ def dequantize(
     Any layout of `qtoolkit layouts`, and GGUF, is recognized; config.json loses what it says of
     the quantization.
     """
+    shown_as = _ShownAs.of(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
-        as_json = as_json or report == "json"
         if dry_run:
             options = {"format": None, "keep_dtype": dtype}
-            _dry_run(src, dst, options, (shard, max_shard_size), overwrite, report, as_json, quiet)
+            _dry_run(src, dst, options, shard, max_shard_size, overwrite, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
@@ -331,7 +314,7 @@ def dequantize(
                 max_memory=max_memory,
                 progress=callback,
             )
-        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+        _print_report(done, shown_as)
 
 
 def finalize(
@@ -355,8 +338,7 @@ def finalize(
             checkpoints.discard(dst)
             return
         done = checkpoints.finalize(dst, overwrite=overwrite)
-        as_json = as_json or report == "json"
-        _print_report(done, as_json=as_json, markdown=report == "md", quiet=quiet, verbose=verbose)
+        _print_report(done, _ShownAs.of(report, as_json, quiet, verbose))
 
 
 def inspect(
@@ -401,7 +383,7 @@ def layouts(
 
 
 @contextlib.contextmanager
-def _opened(src: str) -> Iterator[Any]:
+def _opened(src: str) -> Iterator[Source]:
     check_replaced(src)
     source = checkpoints.open_source(src)
     try:
@@ -419,20 +401,32 @@ def _progress(title: str, quiet: bool) -> Iterator[Any]:
         yield callback
 
 
-def _print_report(
-    done: checkpoints.Report, *, as_json: bool, markdown: bool, quiet: bool, verbose: bool
-) -> None:
-    if quiet:
+class _ShownAs(NamedTuple):
+    """How a command shows what it does: text, one JSON object, Markdown, or nothing."""
+
+    as_json: bool
+    is_markdown: bool
+    quiet: bool
+    verbose: bool
+
+    @classmethod
+    def of(cls, report: str | None, as_json: bool, quiet: bool, verbose: bool) -> "_ShownAs":
+        """From `--report`, `--json`, `--quiet` and `--verbose`."""
+        return cls(as_json or report == "json", report == "md", quiet, verbose)
+
+
+def _print_report(done: checkpoints.Report, shown_as: _ShownAs) -> None:
+    if shown_as.quiet:
         return
     what = f"shard {done.shard} of " if done.shard else ""
     with printing(f"{what}{done.target} is written and whole"):
-        if as_json:
+        if shown_as.as_json:
             typer.echo(done.to_json())
             return
-        if markdown:
+        if shown_as.is_markdown:
             typer.echo(report_markdown(done))
             return
-        if verbose:
+        if shown_as.verbose:
             table(*report_rows(done))
         for line in (*report_summary(done), *loading_lines(done)):
             typer.echo(line)
@@ -442,27 +436,22 @@ def _dry_run(
     src: str,
     dst: str,
     options: dict[str, Any],
-    part: tuple[Any, str],
+    shard: tuple[int, int] | None,
+    max_shard_size: str,
     overwrite: bool,
-    report: str | None,
-    as_json: bool,
-    quiet: bool,
+    shown_as: _ShownAs,
 ) -> None:
-    """Prints a plan with these options; `part` is a shard and the size of files."""
-    if report == "md":
+    """Prints the plan that `make_plan` makes with these options."""
+    if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
     check_destination(src, dst, overwrite)
     with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
-        shard, size = part
-        _show_plan(plan, dst, _part(opened, plan, shard, byte_count(size)), as_json, quiet)
-
-
-def _show_plan(plan: checkpoints.Plan, dst: str, part: str, as_json: bool, quiet: bool) -> None:
-    if quiet:
+        part = _part(opened, plan, shard, byte_count(max_shard_size))
+    if shown_as.quiet:
         return
-    if as_json:
+    if shown_as.as_json:
         typer.echo(json.dumps(plan_data(plan), indent=2))
         return
     table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
@@ -470,8 +459,8 @@ def _show_plan(plan: checkpoints.Plan, dst: str, part: str, as_json: bool, quiet
         typer.echo(line)
 
 
-def _part(opened: Any, plan: checkpoints.Plan, shard: Any, limit: int) -> str:
-    """What a shard would write."""
+def _part(opened: Source, plan: checkpoints.Plan, shard: tuple[int, int] | None, limit: int) -> str:
+    """What a shard would write, for the summary of a plan; nothing to say of a whole conversion."""
     if shard is None or not isinstance(opened, Folder):
         return ""
     names, count = part_names(plan, opened, limit, shard)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -111,13 +112,31 @@ def report_summary(report: Report) -> list[str]:
         ]
         counts = counts[-1:]
     lines += counts
-    if report.mean_sqnr_db is not None:
-        worst = min(
-            (tensor for tensor in report.quantized if tensor.sqnr_db is not None),
-            key=lambda tensor: tensor.sqnr_db or 0.0,
-        )
-        lines.append(f"  mean SQNR  {_decibels(report.mean_sqnr_db)}")
-        lines.append(f"  lowest     {_decibels(worst.sqnr_db or 0.0)}, {shown(worst.name)}")
+    lines += [*_errors(report), *_notes(report)]
+    if report.resumed:
+        lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
+    if report.left and not report.shard:
+        some = ", ".join(map(shown, report.left[:5]))
+        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
+        lines.append(f"  not copied {some}{more}")
+    return lines
+
+
+def _errors(report: Report) -> list[str]:
+    """The mean SQNR, and the lowest with the name of its tensor; none where none was measured."""
+    if report.mean_sqnr_db is None:
+        return []
+    measured = [(t.sqnr_db, t.name) for t in report.quantized if t.sqnr_db is not None]
+    lowest, name = min(measured, key=operator.itemgetter(0))
+    return [
+        f"  mean SQNR  {_decibels(report.mean_sqnr_db)}",
+        f"  lowest     {_decibels(lowest)}, {shown(name)}",
+    ]
+
+
+def _notes(report: Report) -> list[str]:
+    """What somebody should know of the numbers: NaNs, infinities, overflow."""
+    lines = []
     copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         lines.append(f"  note       {changed:,} elements were NaN or infinite")
@@ -130,12 +149,6 @@ def report_summary(report: Report) -> list[str]:
             f"  note       {report.overflowed:,} finite elements exceed the largest number of "
             "their new dtype and became it"
         )
-    if report.resumed:
-        lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
-    if report.left and not report.shard:
-        some = ", ".join(map(shown, report.left[:5]))
-        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
-        lines.append(f"  not copied {some}{more}")
     return lines
 
 
@@ -222,7 +235,7 @@ def _model_class(report: Report) -> str:
 
 def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
     """Header, rows and right-aligned columns: a row for every tensor, with the scales of it."""
-    stored = _stored(source)
+    stored = _quantized_weights(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
         entry.name for weight in weights.values() for entry in weight.entries
@@ -245,8 +258,8 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
     return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
 
 
-def _stored(source: Source) -> dict[str, Stored]:
-    """The quantized weights of a source; none where it is quantized in a way that is not read."""
+def _quantized_weights(source: Source) -> dict[str, Stored]:
+    """Those of a source, by name; none where it is quantized in a way that is not read."""
     try:
         wide = dequantized(source)
     except CheckpointError:
@@ -285,8 +298,8 @@ def inspect_summary(source: Source) -> list[str]:
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
-    """The same as JSON has it."""
-    stored = _stored(source)
+    """What `inspect_table` shows, and with `stats` the ranges of `stats_rows`, as JSON has it."""
+    stored = _quantized_weights(source)
     data: dict[str, Any] = {
         "path": str(source.path),
         "metadata": source.metadata,
@@ -309,7 +322,7 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
 
 
 def stats_rows(source: Source) -> Iterator[list[str]]:
-    """Of every tensor of floats its range and what is odd in it; quantized ones dequantized."""
+    """A row for every tensor of floats, as `STATS_HEADER` says; quantized ones are dequantized."""
     wide = dequantized(source)
     for tensor in wide.tensors.values():
         if tensor.dtype in ("F32", "F16", "BF16", "F64") and tensor.size:

@@ -130,21 +130,32 @@ class BlockFormat:
 
     @classmethod
     def tensor(cls, element: FormatLike, **fields: Any) -> "BlockFormat":
-        """One scale for all elements."""
+        """One scale for all elements.
+
+        Args:
+          element: As the attribute; so are `fields`: scale=None, zero_point=True and so on.
+
+        Raises:
+          TypeError, ValueError: As `BlockFormat`.
+        """
         return cls(element=element, other_axes=None, **fields)
 
     @classmethod
     def channel(cls, element: FormatLike, axis: int = -1, **fields: Any) -> "BlockFormat":
-        """One scale for each index of `axis`."""
+        """One scale for each index of `axis`. Arguments and errors: as `tensor`."""
         return cls(element=element, block=(1,), axes=(axis,), other_axes=None, **fields)
 
     @classmethod
     def token(cls, element: FormatLike, axis: int = -1, **fields: Any) -> "BlockFormat":
-        """One scale for each vector along `axis`."""
+        """One scale for each vector along `axis`. Arguments and errors: as `tensor`."""
         return cls(element=element, block=(None,), axes=(axis,), **fields)
 
     def along(self, *axes: int) -> "BlockFormat":
-        """The same blocks along other axes: `spec("mxfp4").along(0)`."""
+        """The same blocks along other axes, one for each length: `spec("mxfp4").along(0)`.
+
+        Raises:
+          ValueError: Other than as many different integers as `block` has lengths.
+        """
         return dataclasses.replace(self, axes=axes)
 
     @property

@@ -95,8 +95,7 @@ class FloatFormat:
             value = getattr(self, field)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(
-                    f"FloatFormat {self.name!r}: {field}={getattr(self, field)!r}, expected "
-                    f"{kind.__name__}"
+                    f"FloatFormat {self.name!r}: {field}={value!r}, expected {kind.__name__}"
                 )
         if not 1 <= self.exponent_bits <= 16 or self.mantissa_bits < 0 or self.bits > 64:
             raise ValueError(
@@ -108,6 +107,11 @@ class FloatFormat:
             raise ValueError(
                 f"FloatFormat {self.name!r}: bias={self.bias}, expected -2**16 to 2**16"
             )
+        self._check_codes()
+        check_dtype(self)
+
+    def _check_codes(self) -> None:
+        """Raises where the fields leave no code for what they promise: NaN, infinity, a number."""
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise ValueError(
                 f"FloatFormat {self.name!r}: mantissa_bits=0 with specials=IEEE leaves no code for "
@@ -137,7 +141,6 @@ class FloatFormat:
                 f"FloatFormat {self.name!r}: overflow=NAN, but specials={self.specials.name} has "
                 "no NaN; use Overflow.MAX"
             )
-        check_dtype(self)
 
     @property
     def bits(self) -> int:
@@ -287,7 +290,11 @@ class FloatFormat:
         )
 
     def value(self, code: int) -> Fraction | float:
-        """What `code` stands for: a Fraction, or a float that is infinite, NaN or -0."""
+        """What `code` stands for: a Fraction, or a float that is infinite, NaN or -0.
+
+        Raises:
+          ValueError: `code` is negative, or 2**bits or more.
+        """
         check_code(self, code)
         if any(code in codes for codes in self.nan_ranges):
             return math.nan

@@ -19,7 +19,9 @@ def hashed_once(cls: Class) -> Class:
             known = self.__dict__["_hash"] = found(self)
         return known
 
-    def without_hash(self: Any) -> dict[str, Any]:  # another process hashes strings otherwise
+    def without_hash(
+        self: Any,
+    ) -> dict[str, Any]:  # for pickles: hashes of strings differ by process
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     for name, method in (("__hash__", kept), ("__getstate__", without_hash)):

@@ -115,7 +115,7 @@ class IntFormat:
         return ()
 
     def value(self, code: int) -> Fraction:
-        """The integer that `code` stands for."""
+        """The integer that `code` stands for. ValueError: it is negative, or 2**bits or more."""
         check_code(self, code)
         return Fraction(code - (2**self.bits if code > self.max_finite else 0))
 

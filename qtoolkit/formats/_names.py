@@ -293,7 +293,7 @@ def found(spec: Any) -> Format | None:
     """The format that `spec` names, None where there is none. ValueError as from `p3109`."""
     if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
-    if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # what every cast asks, without its name
+    if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # every cast asks this: no name is made
         return _BY_DTYPE[spec]
     name = name_of(spec)
     return None if name is None else BY_SPELLING.get(name.lower()) or _family_member(name)

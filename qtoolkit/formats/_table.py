@@ -171,7 +171,11 @@ class TableFormat:
         return len(self.finite)
 
     def value(self, code: int) -> Fraction | float:
-        """What `code` stands for: a Fraction, or an infinity or NaN as a float."""
+        """What `code` stands for: a Fraction, or an infinity or NaN as a float.
+
+        Raises:
+          ValueError: `code` is negative, or 2**bits or more.
+        """
         check_code(self, code)
         value = self.values_by_code[code]
         return Fraction(value) if math.isfinite(value) else value

@@ -77,7 +77,7 @@ def _identity(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class _Rounding:
     spec: BlockFormat
-    projection: Any  # its structure; the residuals are its leaves
+    projection: Any  # the tree structure of a `Projection`, whose leaves are the residuals
 
     def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
         projection: Projection = jax.tree.unflatten(self.projection, residuals)

@@ -243,7 +243,7 @@ def _factor(
 def _rounded(
     x: jax.Array, scale: jax.Array, offset: jax.Array | None, fmt: Format
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What is rounded, its rounding, and y in float32."""
+    """The float32 numbers u = (x - offset) / scale, its rounding q, and y = q * scale + offset."""
     wide, scale = exact_float32(x), exact_float32(scale)
     if offset is not None:
         offset = exact_float32(offset)

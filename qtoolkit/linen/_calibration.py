@@ -39,7 +39,14 @@ def calibrate(
         found = qtoolkit.linen.calibrate(wrapped, variables, batches, "percentile")
         frozen, variables = qtoolkit.linen.freeze(wrapped, variables, found)
 
-    As `qtoolkit.nnx.calibrate`; `wrapped.apply(variables, ...)` is called with each batch.
+    Args:
+      wrapped: A module from `wrap`.
+      variables: What `wrapped.apply` takes; not changed.
+      batches, observer, options: As for `qtoolkit.nnx.calibrate`: `wrapped.apply(variables, ...)`
+        is called with each batch.
+
+    Returns:
+      `Calibration`, as `qtoolkit.nnx.calibrate`.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; `batches` is
@@ -90,6 +97,14 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
     What it gives for an example does not depend, by a bit, on the others of its batch: see
     `qtoolkit.nnx.freeze`. The amaxes are in the collection "qtoolkit", for each product; layers
     that `nn.scan` stacks share one.
+
+    Args:
+      wrapped: A module from `wrap`; not changed.
+      variables: Its variables; not changed.
+      calibration: From `calibrate`, of this module.
+
+    Returns:
+      The module, and the variables with the amaxes; everything else in them is what was given.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params", or

@@ -9,7 +9,7 @@ from flax.core import lift
 from flax.linen import Module
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import Found, Origin, Standing, rewritten
+from qtoolkit.products.internal import Found, Origin, Standing, rewritten, with_values
 from qtoolkit.scaling import QArray
 
 REWRITING = "qtoolkit_rewriting"  # the name of the method inside, for interceptors
@@ -75,7 +75,7 @@ def _rewriting(
 
         def pure(variables: Any, rngs: Any, arrays: list[jax.Array]) -> Any:
             scopes = scope_of(variables, rngs)
-            args, kwargs = jax.tree.unflatten(structure, _put(leaves, places, arrays))
+            args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
             outs, out_structure = jax.tree.flatten(function(scopes, *args, **kwargs))
             found = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
             # What is no array leaves beside the trace.
@@ -97,24 +97,18 @@ def _rewriting(
         call = rewritten(pure, multiply, lambda *_: [*flags, *others])
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
         out_structure, rest, found = outside
-        return jax.tree.unflatten(out_structure, _put(rest, found, arrays)), written
+        return jax.tree.unflatten(out_structure, with_values(rest, found, arrays)), written
 
     return lift.pack(run, (True,), (True,), (True,), "qtoolkit", enable_kwargs=True)
-
-
-def _put(leaves: list[Any], places: list[int], arrays: list[jax.Array]) -> list[Any]:
-    merged = list(leaves)
-    for place, array in zip(places, arrays, strict=True):
-        merged[place] = array
-    return merged
 
 
 def _flags(
     variables: Any, own: Mapping[int, tuple[str, ...]], other_uses: set[Any] | None
 ) -> list[Any]:
-    """For each array, whether it is one of the collection "params"; or which one of the module's.
+    """A flag for each array: whether it is in the collection "params".
 
-    The arrays of a submodule's `QArray` are counted one by one.
+    Where other uses are asked for, the flag of an array of the module's own is an `Origin`, with
+    its name. The arrays of a submodule's `QArray` have a flag each.
     """
     flags: list[Any] = []
     found, _ = jax.tree_util.tree_flatten_with_path(variables, is_leaf=_is_stored)

@@ -63,7 +63,17 @@ def _sums(loss_fn: Loss, variables: Any, batch: Any) -> Sums:
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
     """Ranks the layers of a wrapped module by the loss that quantizing each alone adds.
 
-    As `qtoolkit.nnx.sensitivity`; arguments and errors as for `numerics`.
+    As `qtoolkit.nnx.sensitivity`.
+
+    Args:
+      wrapped, variables, batch, loss_fn: As for `numerics`.
+
+    Returns:
+      `Sensitivity`: `.ranking`, `.rules(keep)`, `.wide` and `.quantized`.
+
+    Raises:
+      TypeError, ValueError: As `numerics`; the module has stored kernels, from `quantize`, of which
+        no wide ones are known; or a learned scale has not been started.
 
     Examples:
       >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8)])

@@ -97,7 +97,8 @@ def quantize(
         value = _at(params, path)
         if path in kernels.other_uses or any(not _are_alike(use, uses[0]) for use in uses):
             continue
-        array = value if isinstance(value, QArray) else _stored(path, value, uses[0], variables)
+        is_stored = isinstance(value, QArray)
+        array = value if is_stored else _stored_kernel(path, value, uses[0], variables)
         if array is not None:
             params, count = _with(params, path, array), count + 1
     if not count:
@@ -130,7 +131,8 @@ def _are_alike(use: Kernel, other: Kernel) -> bool:
     return use == other or (use[:3] == other[:3] and not keeps_state)
 
 
-def _stored(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:
+def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:
+    """A parameter as the product that uses it rounds it; None where that leaves it wide."""
     lead = x.ndim - len(use.shape)
     if use.operand is None or tuple(x.shape[lead:]) != use.shape:
         return None

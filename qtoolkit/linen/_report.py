@@ -14,7 +14,7 @@ from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import Visited, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import report_of
+from qtoolkit.products.internal import report_of, with_values
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
@@ -70,6 +70,7 @@ def _reported(
     mutable: Any = _EVERY_WRITTEN,
     options: Any = None,
 ) -> tuple[Report, Visited]:
+    """`report`, and the modules that ran."""
     check_arguments("report", wrapped, variables)
     leaves, structure = jax.tree.flatten((inputs, options or {}))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
@@ -80,10 +81,7 @@ def _reported(
         rngs = {"params": jax.random.key(0)}
 
     def call(variables: Any, arrays: list[Any]) -> Any:
-        merged = list(leaves)
-        for place, leaf in zip(places, arrays, strict=True):
-            merged[place] = leaf
-        args, kwargs = jax.tree.unflatten(structure, merged)
+        args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
         given = {**variables, COLLECTION: state} if state else variables
         outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
         return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
@@ -112,7 +110,7 @@ def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
             yield key
 
 
-def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Any) -> None:
+def check_strict(wrapped: nn.Module, inputs: Any) -> None:
     """Raises where a product is left that no rule leaves, none is quantized, a rule is unused."""
     if isinstance(inputs, bool):
         raise TypeError(
@@ -124,9 +122,7 @@ def check_strict(wrapped: nn.Module, rules: Rules[Recipe], inputs: Any) -> None:
     places = [i for i, x in enumerate(arguments) if hasattr(x, "dtype")]
 
     def init(*arrays: Any) -> Any:
-        given = list(arguments)
-        for place, array in zip(places, arrays, strict=True):
-            given[place] = array
+        given = with_values(arguments, places, arrays)
         return wrapped.init({"params": jax.random.key(0)}, *given)
 
     variables = jax.eval_shape(init, *(arguments[i] for i in places))

@@ -228,6 +228,7 @@ class _Run:
         kwargs: Any,
         context: nn.module.InterceptorContext,
     ) -> Any:
+        """For `nn.intercept_methods`: a call of any method while the wrapped module runs."""
         module, name = context.module, context.method_name
         method = getattr(context.orig_method, "func", None)
         is_foreign = _active.get() is not self or module.scope is None
@@ -245,6 +246,9 @@ class _Run:
         kwargs: Any,
         context: nn.module.InterceptorContext,
     ) -> Any:
+        """The call, as the rules have it for this module: plainly, with quantized products, or,
+        while the wrapped module is initialized, with its products counted.
+        """
         module, name = context.module, context.method_name
         method = getattr(context.orig_method, "func", None)
         path = "/".join(module.path[len(self.root) :])
@@ -294,6 +298,9 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
+        """What computes the products of a method, in order: each with its state, the dtypes of its
+        operands checked, and its kernel noted where somebody asks.
+        """
         if is_in_jit and any(recipe.learned):
             raise ValueError(
                 f"wrap: {path}: the layer is under nn.jit, whose traces outlive a call, so that "
@@ -327,6 +334,7 @@ class _Run:
         return checked
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
+        """What replaces no product of a method, and notes that there is one, with its recipe."""
         numbers = itertools.count()
 
         def count(found: Found) -> None:

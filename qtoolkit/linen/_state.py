@@ -63,8 +63,13 @@ def state_of(
     rng: jax.Array | None,
     scales: Kept | None = None,
 ) -> State | None:
-    """For a product, from what is kept, a key of the step and learned scales; None where there is
-    nothing.
+    """The state of a product; None where there is nothing to keep.
+
+    Args:
+      name: Of layer and product, which is mixed into keys: "mlp:__call__.0".
+      kept: What the collection "qtoolkit" has of the product.
+      rng: uint32[2], words of a key of this step; instead of the one that is kept.
+      scales: What the collection "qtoolkit_scales" has of it.
 
     A recipe with delayed scales takes current ones where there is no history. Of the state of a
     stack that arrives whole the largest magnitudes count, and of learned scales the mean.
@@ -95,7 +100,7 @@ def state_of(
 
 
 def _learned(scales: Kept) -> Any:
-    """For lhs and rhs, scale and offset, None for what is not learned."""
+    """Scale and offset of lhs, then of rhs, None for what is not learned."""
 
     def one(name: str) -> Any:
         value: Any = scales.get(name)

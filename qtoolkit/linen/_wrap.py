@@ -111,7 +111,7 @@ def wrap(
     }
     wrapped = kind(**fields)
     if strict is not None:
-        check_strict(wrapped, rules, strict)
+        check_strict(wrapped, strict)
     return wrapped
 
 

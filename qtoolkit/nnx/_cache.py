@@ -25,7 +25,7 @@ def keep_cache(module: Any, fmt: BlockFormat) -> None:
         if variable is not None:
             metadata = variable.get_metadata()
             setattr(module, name, type(variable).from_metadata(variable.get_value(), metadata))
-    _widen(module)  # of another format before
+    _widen(module)  # it may hold codes of another format
     _narrow(module, {})
 
 
@@ -73,7 +73,7 @@ def _widen(module: Any) -> dict[str, QArray]:
 
 
 def _narrow(module: Any, before: dict[str, QArray]) -> None:
-    """The other way round, after a step."""
+    """Puts the cache of a module back into codes after a step; `before` is what `_widen` gave."""
     fmt = getattr(module, _FORMAT)
     for name in _CACHES:
         variable = getattr(module, name)

@@ -12,7 +12,13 @@ from qtoolkit.nnx._numerics import check_wrapped
 from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.nnx._wrap import attach, found_at, is_of_flax, needs_no_scale, product_states
+from qtoolkit.nnx._wrap import (
+    FoundModule,
+    attach,
+    is_of_flax,
+    needs_no_scale,
+    product_states,
+)
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
@@ -99,6 +105,9 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
         scale: a later call raises, and `attend` of an `Embed` gives NaN under `jit`. A layer of
         Flax that they never called is an error.
 
+    Returns:
+      A model of the class of `wrapped`.
+
     Raises:
       TypeError: `wrapped` is no `nnx.Module`, or `calibration` no `Calibration`.
       ValueError: The model is not wrapped, or some of its layers, or an operand of a product, were
@@ -131,17 +140,17 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
         needed = site.recipe.beside_stored(1) if _is_stored(node) else site.recipe
         if not needed.frozen().is_calibrated:
             return node
-        amaxes = calibration.amaxes(site.path)
+        amaxes, found = calibration.amaxes(site.path), FoundModule(node, [site.path])
         missing.extend(calibration.partly_known(site.path, needed))
         if not amaxes and (needs_no_scale(node) or not is_of_flax(node)):
-            attach(node, recipe, found_at(node, site.path))
+            attach(node, recipe, found)
             return node
         if not amaxes:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
         numbered = [int(name) for name in amaxes if name.isdigit()]
-        attach(node, recipe, found_at(node, site.path), count=max(numbered, default=-1) + 1)
+        attach(node, recipe, found, count=max(numbered, default=-1) + 1)
         _fill(node, amaxes)
         if "dot" in amaxes:
             node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")

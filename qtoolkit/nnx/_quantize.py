@@ -12,7 +12,7 @@ from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import methods_of
 from qtoolkit.nnx._state import LsqScale, ProductState
-from qtoolkit.nnx._wrap import Found, modules_of, rewired, stacked
+from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Axes, serving_rules, stored_kernel
 from qtoolkit.products.internal import einsum_axes as of_einsum
@@ -94,7 +94,7 @@ def quantize(
     return served
 
 
-def _store(found: Found, known: dict[Any, Any]) -> bool:
+def _store(found: FoundModule, known: dict[Any, Any]) -> bool:
     """Stores the kernel of a layer, if it has one that can be; whether it is stored now."""
     layer: Any = found.module
     axes = _kernel_axes(layer)
@@ -116,13 +116,14 @@ def _store(found: Found, known: dict[Any, Any]) -> bool:
         states = *_kept(kept), None if scale is None else scale[...]
         array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
         stored = type(kernel).from_metadata(array, kernel.get_metadata())
-        known[name] = (kernel, scale), stored  # whose identities must not pass to others
+        # Kernel and scale are held, or what is made later could have the `id` of a freed one.
+        known[name] = (kernel, scale), stored
     layer.kernel = known[name][1]
     return True
 
 
 def _product_of(layer: Any) -> ProductState | None:
-    """What a layer keeps for its product."""
+    """What a layer keeps for its product, None where it keeps nothing."""
     for value in vars(layer).values():
         if isinstance(value, StatefulProducts):
             product: ProductState = value.products[0]

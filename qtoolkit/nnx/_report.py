@@ -5,14 +5,13 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from qtoolkit.formats import Rules
 from qtoolkit.nnx._rewriting import leave, methods_of
-from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import report_of
+from qtoolkit.products import Report
+from qtoolkit.products.internal import report_of, with_values
 
 
 def hint(where: str, model: Any) -> str:
-    """What to write instead, for a model that is none of nnx."""
+    """The end of a message about a model that is none of nnx: what to write instead."""
     if isinstance(model, linen.Module):
         return f"; use qtoolkit.linen.{where}"
     if where not in ("wrap", "quantize"):
@@ -79,17 +78,14 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
     def call(state: Any, arrays: list[Any]) -> Any:
-        merged = list(leaves)
-        for place, leaf in zip(places, arrays, strict=True):
-            merged[place] = leaf
-        args, kwargs = jax.tree.unflatten(structure, merged)
+        args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
         outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
         return [out for out in outs if hasattr(out, "dtype")]
 
     return report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
 
 
-def check_strict(wrapped: nnx.Module, rules: Rules[Recipe], inputs: Any) -> None:
+def check_strict(wrapped: nnx.Module, inputs: Any) -> None:
     """Raises where a product is left that no rule leaves, or none is quantized."""
     if isinstance(inputs, bool):
         raise TypeError(

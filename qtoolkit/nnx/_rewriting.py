@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from qtoolkit.products.internal import (
     product_attributes,
     rewritten,
     scope,
+    with_values,
 )
 
 _FRAMEWORK = set(dir(nnx.Module))
@@ -95,7 +96,7 @@ def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def original_class(kind: type) -> type:
-    """What a subclass was made of."""
+    """The class that `subclass` made this one of; itself, if it is none of ours."""
     return getattr(kind, _ORIGINAL, kind)
 
 
@@ -125,14 +126,11 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
     at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
     nodes = [leaves[i] for i in at_nodes]
     graph, state = nnx.split((module, nodes))
-    # Of the result, what is no array; which variables changed; numbers and texts that changed.
-    static: list[Any] = []
+    traced: list[_Traced] = []  # filled by the one trace of `pure`
 
     def pure(state: Any, arrays: list[Any]) -> Any:
         copied, given = nnx.merge(graph, state)
-        merged = list(leaves)
-        for place, leaf in zip([*places, *at_nodes], [*arrays, *given], strict=True):
-            merged[place] = leaf
+        merged = with_values(leaves, [*places, *at_nodes], [*arrays, *given])
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
         notes = [_notes(node) for node in (copied, *given)]
@@ -144,23 +142,47 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
         ]
         pairs = zip([copied, *given], [module, *nodes], strict=True)
         originals = {id(copy): node for copy, node in pairs}
-        known = [None if _is_array(out) else (originals.get(id(out), out),) for out in outs]
-        noted = [_news(node, was) for node, was in zip((copied, *given), notes, strict=True)]
-        static[:] = [kind, known, [(path, jax.tree.structure(v)) for path, v in changed], noted]
+        traced[:] = [
+            _Traced(
+                kind,
+                [None if _is_array(out) else (originals.get(id(out), out),) for out in outs],
+                [(path, jax.tree.structure(variable)) for path, variable in changed],
+                [_news(node, was) for node, was in zip((copied, *given), notes, strict=True)],
+            )
+        ]
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
     rewriting = rewritten(pure, site.multiply(states), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
         arrays, written = rewriting(state, [leaves[i] for i in places])
-    kind, known, changed, noted = static
-    for node, news in zip((module, *nodes), noted, strict=True):
+    (found,) = traced
+    for node, news in zip((module, *nodes), found.notes, strict=True):
         for path, name, value in news:
             setattr(functools.reduce(_part, path, node), name, value)
-    for (path, variable), values in zip(changed, written, strict=True):
+    for (path, variable), values in zip(found.variables, written, strict=True):
         _write((module, nodes), path, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
-    return jax.tree.unflatten(kind, [next(remaining) if one is None else one[0] for one in known])
+    outs = [next(remaining) if other is None else other[0] for other in found.others]
+    return jax.tree.unflatten(found.structure, outs)
+
+
+class _Traced(NamedTuple):
+    """What the trace of a method gives besides arrays.
+
+    Attributes:
+      structure: The tree of its result.
+      others: For each leaf of the result None where it is an array, else the leaf in a tuple: what
+        is a copy of a module or a variable as the caller's own.
+      variables: Those that the method wrote or made: paths, and trees of their values.
+      notes: For the module and each node among the arguments, numbers and texts that changed: the
+        path of the module that holds one, its name, its value.
+    """
+
+    structure: Any
+    others: list[tuple[Any] | None]
+    variables: list[tuple[tuple[Any, ...], Any]]
+    notes: list[list[tuple[Any, str, Any]]]
 
 
 def _are_same(values: list[Any], before: list[Any] | None) -> bool:
@@ -185,6 +207,7 @@ def _notes(node: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _news(node: Any, before: dict[tuple[Any, ...], Any]) -> list[tuple[Any, str, Any]]:
+    """Those of `_notes` that are new or others than before: path, name, value."""
     return [
         (path, name, value)
         for (path, name), value in _notes(node).items()
@@ -217,7 +240,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _parameters(*args: Any) -> Any:
-    """For each array, whether it is one of a parameter."""
+    """A boolean for each array: whether it is a parameter's."""
 
     def flags(leaf: Any) -> Any:
         is_parameter = isinstance(leaf, nnx.Param)

@@ -120,8 +120,11 @@ class ProductState(nnx.Module):
                 self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]
 
     def state(self) -> State:
-        """For the product. Of a stack that arrives whole, inside a scan over something else, the
-        largest magnitudes count, and every layer of it gets what is observed.
+        """What is kept, as the product takes it.
+
+        The states of stacked layers arrive whole where a scan runs over something else than these
+        layers. Then the largest magnitudes of all count, and each layer's probe gets what the
+        product observes.
         """
         amax = probe = key = None
         if hasattr(self, "history"):
@@ -143,7 +146,7 @@ class ProductState(nnx.Module):
         return State(amax, probe, key, learned=self._learned())
 
     def _learned(self) -> Any:
-        """For lhs and rhs, scale and offset; of a stack that arrives whole, the mean."""
+        """Scale and offset of lhs, then of rhs; of a stack that arrives whole, their means."""
         if not hasattr(self, "scales"):
             return None
         pairs = zip(self.scales, self.offsets, strict=True)
@@ -223,7 +226,12 @@ def roll(model: nnx.Module, probes: Any) -> None:
     """Takes in what a step observed: `probes` is the gradient by the model's `Probe` variables.
 
     For training loops that differentiate by themselves, or add up micro-batches:
-    `value_and_grad` calls it. `probes` may be the sum or the mean over several micro-batches.
+    `value_and_grad` calls it.
+
+    Args:
+      model: From `wrap`; its histories and keys are changed.
+      probes: A state with the gradients of its `Probe`s; also the sum or the mean of those of
+        several micro-batches.
 
     Examples:
       >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)

@@ -111,7 +111,7 @@ def wrap(
     rules = _as_rules(recipe)
     wrapped = rewired("wrap", model, rules, kv_cache)
     if strict is not None:
-        check_strict(wrapped, rules, strict)
+        check_strict(wrapped, strict)
     return wrapped
 
 
@@ -128,68 +128,87 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
         )
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
+    layers = _checked_layers(where, model, modules, rules, cache)
+    recipes = {} if rules is None else _recipes(where, model, rules, layers, modules)
+
+    def inject(path: tuple[Any, ...], node: Any) -> Any:
+        shown = "/".join(map(str, path))
+        if shown in recipes and isinstance(node, nnx.Module):
+            found, recipe = recipes[shown]
+            if recipe is not None:
+                attach(node, recipe, found, where)
+            else:
+                if site_of(node) is not None:
+                    detach(node)
+                leave(node, shown)  # so that a module around it leaves its products, too
+        return node
+
+    copied = nnx.recursive_map(inject, model, graph=True)
+    if cache is not None:
+        for found in modules_of(copied):
+            if isinstance(found.module, nnx.MultiHeadAttention):
+                keep_cache(found.module, cache)
+    return copied
+
+
+def _checked_layers(
+    where: str,
+    model: nnx.Module,
+    modules: "list[FoundModule]",
+    rules: Rules[Recipe] | None,
+    cache: BlockFormat | None,
+) -> "list[FoundModule]":
+    """The modules that compute products; raises where there is nothing to do what is asked for."""
+    name = type(model).__name__
     if cache and not any(isinstance(found.module, nnx.MultiHeadAttention) for found in modules):
         raise ValueError(
-            f"{where}: kv_cache={cache.name} for {type(model).__name__}, which has no "
-            "nnx.MultiHeadAttention, expected one; leave kv_cache out"
+            f"{where}: kv_cache={cache.name} for {name}, which has no nnx.MultiHeadAttention, "
+            "expected one; leave kv_cache out"
         )
     layers = [found for found in modules if found.has_products]
     if not layers:
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in (*_HOOKS, *_REWRITTEN))
         raise ValueError(
-            f"{where}: {type(model).__name__} has no layer to quantize, expected {kinds} or a "
-            "module whose methods compute a product"
+            f"{where}: {name} has no layer to quantize, expected {kinds} or a module whose methods "
+            "compute a product"
         )
-    if rules is None:
-        if all(site_of(found.module) is None for found in layers):
-            raise ValueError(
-                f"{where}: recipe is None for {type(model).__name__}, which is not wrapped, "
-                "expected a recipe, e.g. qtoolkit.recipes.weight_only_e4m3"
-            )
-        return _with_caches(nnx.recursive_map(lambda _, node: node, model, graph=True), cache)
+    if rules is None and all(site_of(found.module) is None for found in layers):
+        raise ValueError(
+            f"{where}: recipe is None for {name}, which is not wrapped, expected a recipe, e.g. "
+            "qtoolkit.recipes.weight_only_e4m3"
+        )
+    return layers
+
+
+def _recipes(
+    where: str,
+    model: nnx.Module,
+    rules: Rules[Recipe],
+    layers: "list[FoundModule]",
+    modules: "list[FoundModule]",
+) -> "dict[str, tuple[FoundModule, Recipe | None]]":
+    """Each path of a layer, with the layer and its recipe by the rules; None leaves it as it is."""
     _check_rules(where, rules, layers, modules)
-    changes: dict[str, tuple[Found, Recipe]] = {}
-    left: set[str] = set()
+    recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
-        chosen = rules.lookup(found.paths, found.kinds)
-        if chosen is not None:
+        recipe = rules.lookup(found.paths, found.kinds)
+        if recipe is not None:
             _check_kernels(where, found)
-            changes.update(dict.fromkeys(found.paths, (found, chosen)))
         else:
             _check_left(where, found)
-            left.update(found.paths)
-    if not changes:
+        recipes.update(dict.fromkeys(found.paths, (found, recipe)))
+    if all(recipe is None for _, recipe in recipes.values()):
         raise ValueError(
             f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
-
-    def inject(path: tuple[Any, ...], node: Any) -> Any:
-        shown = "/".join(map(str, path))
-        change = changes.get(shown)
-        if change is not None and isinstance(node, nnx.Module):
-            attach(node, change[1], change[0], where)
-        elif shown in left:
-            if isinstance(node, nnx.Module) and site_of(node) is not None:
-                detach(node)
-            leave(node, shown)  # so that a module around it leaves its products, too
-        return node
-
-    return _with_caches(nnx.recursive_map(inject, model, graph=True), cache)
-
-
-def _with_caches(copied: Any, fmt: BlockFormat | None) -> Any:
-    if fmt is not None:
-        for found in modules_of(copied):
-            if isinstance(found.module, nnx.MultiHeadAttention):
-                keep_cache(found.module, fmt)
-    return copied
+    return recipes
 
 
 def attach(
     layer: Any,
     recipe: Recipe,
-    found: "Found | None" = None,
+    found: "FoundModule | None" = None,
     where: str = "wrap",
     *,
     count: int | None = None,
@@ -197,9 +216,13 @@ def attach(
     """Gives one layer its quantized products.
 
     Args:
+      layer: The layer, which is changed.
+      recipe: Of its products.
+      found: Its paths, for messages and reports; None: it is a model by itself.
+      where: Who calls, for messages.
       count: How many products a module of one's own computes that keep state; None: none.
     """
-    found = Found(layer, [""]) if found is None else found
+    found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
     for kind, (attribute, original, made, hooked) in _HOOKS.items():
@@ -328,12 +351,18 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
 
 
 @dataclasses.dataclass
-class Found:
-    """A module of a model, and all ways that lead to it."""
+class FoundModule:
+    """A module of a model, and all ways that lead to it.
+
+    Attributes:
+      module: The module itself.
+      paths: "blocks/0/mlp" and, where it is shared, its others; "" of the model.
+      kinds: Its type and those of the modules around it, on all paths: rules may name any of them.
+    """
 
     module: nnx.Module
     paths: list[str] = dataclasses.field(default_factory=list)
-    kinds: list[type] = dataclasses.field(default_factory=list)  # its own, of those around it
+    kinds: list[type] = dataclasses.field(default_factory=list)
 
     @property
     def has_products(self) -> bool:
@@ -345,9 +374,9 @@ class Found:
         return self.paths[0] or "(the model itself)"
 
 
-def modules_of(model: nnx.Module) -> list[Found]:
-    """Every module once. `nnx.iter_modules` would give of a shared one only the first path."""
-    found: dict[int, Found] = {}
+def modules_of(model: nnx.Module) -> list[FoundModule]:
+    """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
+    found: dict[int, FoundModule] = {}
 
     def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
         if any(node is outer for outer in around):
@@ -356,7 +385,7 @@ def modules_of(model: nnx.Module) -> list[Found]:
         if isinstance(node, StatefulProducts | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
-            this = found.setdefault(id(node), Found(node))
+            this = found.setdefault(id(node), FoundModule(node))
             this.paths.append("/".join(path))
             this.kinds += [type(outer) for outer in around if isinstance(outer, nnx.Module)]
         for key, child in _children(node):
@@ -367,6 +396,7 @@ def modules_of(model: nnx.Module) -> list[Found]:
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
+    """What a node holds, by its keys there."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if all(child is not node for _, child in pairs):
         return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
@@ -374,12 +404,8 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
 
 
-def found_at(layer: nnx.Module, path: str) -> Found:
-    return Found(layer, [path])
-
-
 def _check_rules(
-    where: str, rules: Rules[Recipe], layers: list[Found], modules: list[Found]
+    where: str, rules: Rules[Recipe], layers: list[FoundModule], modules: list[FoundModule]
 ) -> None:
     """A recipe must reach a layer; None may stand for what would not be quantized anyway."""
     wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
@@ -388,7 +414,7 @@ def _check_rules(
         part.check_used(where, [f.paths for f in among], [f.kinds for f in among])
 
 
-def _check_kernels(caller: str, found: Found) -> None:
+def _check_kernels(caller: str, found: FoundModule) -> None:
     """The dtypes of a layer's own parameters."""
     for name, value in vars(found.module).items():
         if not isinstance(value, nnx.Param):
@@ -410,7 +436,7 @@ def _check_kernels(caller: str, found: Found) -> None:
             )
 
 
-def _check_left(where: str, found: Found) -> None:
+def _check_left(where: str, found: FoundModule) -> None:
     """A layer that computes plainly cannot have a kernel of codes."""
     for name, value in vars(found.module).items():
         if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray):
@@ -421,7 +447,7 @@ def _check_left(where: str, found: Found) -> None:
 
 
 def _check_attribute(
-    where: str, found: Found, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
+    where: str, found: FoundModule, attribute: str, replaceable: tuple[Any, ...], ours: Any = ()
 ) -> None:
     value = getattr(found.module, attribute)
     if not (any(value is known for known in replaceable) or isinstance(value, ours)):

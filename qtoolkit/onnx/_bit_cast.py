@@ -1,7 +1,6 @@
 """BitCast."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.typing import ArrayLike
 
 from qtoolkit.casts.internal import without_derivative
 from qtoolkit.onnx._operator import Operator
-from qtoolkit.onnx._types import CAST_TYPES, DTYPES, FLOAT6, FORMATS, DataType
+from qtoolkit.onnx._types import CAST_TYPES, DTYPES, FLOAT6, FORMATS, DataType, TypeLike
 
 _TYPES: dict[DataType, int] = {
     **{t: 26 for t in CAST_TYPES if t not in (DataType.STRING, *FLOAT6)},
@@ -25,7 +24,7 @@ _BITS = {
 }
 
 
-def bit_cast(x: ArrayLike, to: Any, *, opset: int = 28) -> jax.Array:
+def bit_cast(x: ArrayLike, to: TypeLike, *, opset: int = 28) -> jax.Array:
     """Reads the bits of each element of `x` as another type of the same width.
 
     Widths are those of the type: int4 goes to uint4 and float4e2m1, not to int8. A bool has 8 bits,

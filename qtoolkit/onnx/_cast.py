@@ -19,6 +19,7 @@ from qtoolkit.onnx._types import (
     FLOAT8,
     FORMATS,
     DataType,
+    TypeLike,
     is_traced,
 )
 
@@ -28,7 +29,7 @@ _WIDE_INTEGERS = (DataType.INT32, DataType.UINT32, DataType.INT64, DataType.UINT
 
 def cast(
     x: ArrayLike | str | bytes | np.ndarray,
-    to: Any,
+    to: TypeLike,
     *,
     saturate: bool | int = True,
     round_mode: str = "up",

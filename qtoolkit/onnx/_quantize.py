@@ -28,7 +28,16 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import FLOAT32, UINT8, Format, IntFormat, format
 from qtoolkit.onnx._cast import cast_to
 from qtoolkit.onnx._operator import Operator
-from qtoolkit.onnx._types import DTYPES, FLOAT6, FLOAT8, FORMATS, DataType, is_traced, of_dtype
+from qtoolkit.onnx._types import (
+    DTYPES,
+    FLOAT6,
+    FLOAT8,
+    FORMATS,
+    DataType,
+    TypeLike,
+    is_traced,
+    of_dtype,
+)
 
 _T = DataType
 _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
@@ -56,9 +65,9 @@ def quantize_linear(
     *,
     axis: int = 1,
     block_size: int = 0,
-    output_dtype: Any = None,
+    output_dtype: TypeLike | None = None,
     saturate: bool | int = True,
-    precision: Any = None,
+    precision: TypeLike | None = None,
     opset: int = 28,
 ) -> jax.Array | np.ndarray:
     """`round(x / y_scale) + y_zero_point`, to nearest even and clamped.
@@ -150,7 +159,7 @@ def dequantize_linear(
     *,
     axis: int = 1,
     block_size: int = 0,
-    output_dtype: Any = None,
+    output_dtype: TypeLike | None = None,
     opset: int = 28,
 ) -> jax.Array:
     """`(x - x_zero_point) * x_scale`.

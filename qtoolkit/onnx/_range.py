@@ -14,7 +14,7 @@ from qtoolkit import casts
 from qtoolkit.formats import FLOAT32, IntFormat
 from qtoolkit.onnx._operator import Operator
 from qtoolkit.onnx._strings import to_odd
-from qtoolkit.onnx._types import DTYPES, FORMATS, DataType, is_traced
+from qtoolkit.onnx._types import DTYPES, FORMATS, DataType, TypeLike, is_traced
 
 _T = DataType
 _TYPES = {
@@ -28,7 +28,7 @@ def range(
     limit: ArrayLike,
     delta: ArrayLike,
     *,
-    stash_type: Any = DataType.FLOAT,
+    stash_type: TypeLike = DataType.FLOAT,
     opset: int = 28,
 ) -> jax.Array:
     """The numbers `start + i * delta` for i from 0, as long as they lie before `limit` exactly.

@@ -3,13 +3,13 @@
 import contextlib
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from qtoolkit.formats import Format, format
+from qtoolkit.formats import Format, FormatLike, format
 
 LATEST_OPSET = 28
 
@@ -56,6 +56,9 @@ class DataType(enum.IntEnum):
     FLOAT6E2M3 = 27
     FLOAT6E3M2 = 28
 
+
+# What names a type: its number, its name in ONNX, a dtype, or whatever `qtoolkit.format` takes.
+TypeLike: TypeAlias = int | FormatLike
 
 _T = DataType
 # The float types of 8 bits that Cast's tables of saturation are about.

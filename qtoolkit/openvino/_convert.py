@@ -14,7 +14,7 @@ from qtoolkit.casts.internal import (
     check_differentiable,
     check_target,
 )
-from qtoolkit.formats import FloatFormat, Format, IntFormat
+from qtoolkit.formats import FloatFormat, Format, FormatLike, IntFormat
 from qtoolkit.openvino import _reference
 from qtoolkit.openvino._types import (
     ELEMENT_TYPES,
@@ -29,7 +29,7 @@ _CORE_SOURCES = ("bf16", "f16", "f32")
 _CORE_TARGETS = ("bf16", "f16", "f32", "f8e4m3", "f8e5m2")
 
 
-def convert(x: ArrayLike, destination_type: Any, *, arithmetic: str = "exact") -> jax.Array:
+def convert(x: ArrayLike, destination_type: FormatLike, *, arithmetic: str = "exact") -> jax.Array:
     """The elements of `x` in another element type.
 
     "exact" is the written page, with one rounding where the page leaves the rounding open:

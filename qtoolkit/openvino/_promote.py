@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from qtoolkit.formats import FloatFormat, IntFormat
+from qtoolkit.formats import FloatFormat, FormatLike, IntFormat
 from qtoolkit.openvino._convert import convert_exactly
 from qtoolkit.openvino._types import ELEMENT_TYPES, element_type, element_type_of
 
@@ -21,14 +21,14 @@ _SAME_WIDTH = {
 
 
 def promoted_type(
-    type0: Any,
-    type1: Any,
+    type0: FormatLike,
+    type1: FormatLike,
     *,
     rank0: int | None = 1,
     rank1: int | None = 1,
     promote_unsafe: bool = False,
     pytorch_scalar_promotion: bool = False,
-    u64_integer_promotion_target: Any = "f32",
+    u64_integer_promotion_target: FormatLike = "f32",
 ) -> str:
     """The element type that ConvertPromoteTypes gives to inputs of two element types.
 
@@ -95,7 +95,7 @@ def convert_promote_types(
     *,
     promote_unsafe: bool = False,
     pytorch_scalar_promotion: bool = False,
-    u64_integer_promotion_target: Any = "f32",
+    u64_integer_promotion_target: FormatLike = "f32",
 ) -> tuple[jax.Array, jax.Array]:
     """Both arrays in the element type that `promoted_type` names.
 

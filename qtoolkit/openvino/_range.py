@@ -21,7 +21,15 @@ from qtoolkit.casts.internal import (
     settled,
     to_stored,
 )
-from qtoolkit.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FloatFormat, IntFormat
+from qtoolkit.formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    FloatFormat,
+    FormatLike,
+    IntFormat,
+)
 from qtoolkit.openvino._types import ELEMENT_TYPES, element_type, element_type_of
 
 _WHERE = "openvino.range"
@@ -37,7 +45,7 @@ def range(
     stop: ArrayLike,
     step: ArrayLike,
     *,
-    output_type: Any,
+    output_type: FormatLike,
     length: int | None = None,
 ) -> jax.Array:
     """Numbers from `start` to `stop`, which is left out, in steps of `step`.

@@ -61,6 +61,10 @@ def dynamic_loss_scale(
       period: Good steps until the scale grows.
       least, largest: What the scale stays between.
 
+    Returns:
+      A transform whose state is a `DynamicLossScaleState`. Updates have the dtypes that `tx` gives
+      for float32 gradients.
+
     Raises:
       ValueError: A scale or a factor is no power of two, or not in order; `period` below 1.
       TypeError: `tx` is no transform.

@@ -103,7 +103,7 @@ def quantize_state(
         words, step = jnp.uint32(seed), jnp.uint32(0)
         cut = formats(inner, rules, min_size)
         # To nearest: zeros, or constants, that every block holds; half the time to compile.
-        return QuantizedState(words, step, _stored(inner, cut, "nearest_even", words, step))
+        return QuantizedState(words, step, _with_moments(inner, cut, "nearest_even", words, step))
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
@@ -113,6 +113,8 @@ def quantize_state(
         wide = _like(state.inner, values)
         given, params = _unboxed(updates), _unboxed(params)
         found, inner = extended.update(given, wide, params, **extra)
+        # Moments are given in float32; the updates have the dtypes that the transform would give
+        # them for moments in its own.
         if any(_is_narrow(leaf.value) for leaf in kept):
             declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
             of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
@@ -121,7 +123,7 @@ def quantize_state(
         cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
         step = state.step + jnp.uint32(1)
         dtypes = [leaf.value.dtype if isinstance(leaf.value, QArray) else None for leaf in kept]
-        stored = _stored(inner, cut, rounding, state.seed, step, dtypes)
+        stored = _with_moments(inner, cut, rounding, state.seed, step, dtypes)
         return updates, QuantizedState(state.seed, step, stored)
 
     return GradientTransformationExtraArgs(init, update)
@@ -146,7 +148,7 @@ def _like(tree: Any, values: list[Any]) -> Any:
     return jax.tree.unflatten(structure, values)
 
 
-def _stored(
+def _with_moments(
     state: Any,
     cut: list[BlockFormat | None],
     rounding: str | Stochastic,
@@ -154,7 +156,13 @@ def _stored(
     step: jax.Array,
     dtypes: list[Any] | None = None,
 ) -> Any:
-    """A state with its moments quantized, as arrays of `dtypes`; None: of their own."""
+    """A state with its moments quantized.
+
+    Args:
+      cut: For each leaf what it is quantized to, None for what stays as it is.
+      seed, step: Of the random bits, with the path of each leaf.
+      dtypes: What the `QArray`s stand for, e.g. bfloat16; None: the dtypes of the leaves.
+    """
     found = leaves(state)
     if len(found) != len(cut):
         raise ValueError(
@@ -174,7 +182,12 @@ def _stored(
 def _quantized(
     x: jax.Array, fmt: BlockFormat, rounding: str | Stochastic, key: jax.Array | None, dtype: Any
 ) -> QArray:
-    """An infinity is stored as NaN, which every format keeps: what overflowed must not return."""
+    """A moment as codes and scales; of a second moment, by an unsigned format, its root.
+
+    An infinity is stored as NaN: saturated, it would come back as a finite number, and nothing
+    would say that the moment overflowed. A positive second moment never becomes 0, by which the
+    update would divide.
+    """
     wide = exact_float32(x)
     wide = jnp.where(jnp.isfinite(wide), wide, np.float32(np.nan))
     is_second = not fmt.element.signed
@@ -188,7 +201,7 @@ def _quantized(
 
 
 def _number(value: Any) -> Any:
-    """What a leaf of the state stands for; of a second moment its root is stored.
+    """What a leaf of the state stands for: numbers, where it is a `QArray`.
 
     In float32 whatever the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step
     would be rounded to where it was, before anything is rounded stochastically.
@@ -204,7 +217,7 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _declared(value: Any) -> Any:
-    """What the transform itself would hold there."""
+    """Shape and dtype of what the transform itself would hold where the state has a `QArray`."""
     is_stored = isinstance(value, QArray)
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_stored else value
 

@@ -48,6 +48,10 @@ def stochastic_round_updates(
       seed: 0 to 2**32 - 1, of all random bits, with step, path and element. Under `vmap` and in
         `shard_map` give each its own, as `state._replace(seed=...)`.
 
+    Returns:
+      A transform whose state is a `StochasticRoundState`. Updates are float32, but for those of
+      float32 weights where `fmt` is None, which stay as they are.
+
     Raises:
       ValueError: The dtype of a weight does not hold `fmt`; an unknown format or seed.
       TypeError: The update has no `params`, or they are of other types than float32, float16 and
@@ -119,6 +123,10 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
 
     Args:
       tx: Any transform of gradients whose updates are added to weights: the whole chain.
+
+    Returns:
+      A transform whose state is a `MasterWeightsState`. Updates of half-precision weights are
+      float32, others those of `tx`.
 
     Raises:
       TypeError: `tx` is no transform; the update has no `params`.

@@ -15,7 +15,7 @@ Places = tuple[int, ...]
 
 
 class Axes(NamedTuple):
-    """Of one operand in one product, in ascending preference: the last one is cut into blocks.
+    """The axes of one operand in one product. Blocks lie along the last ones of each kind.
 
     Both operands of a product name their contracted axes in the same order.
 
@@ -37,7 +37,7 @@ class Axes(NamedTuple):
         return last[0] if last and last[0] not in self.fixed else None
 
     def reordered(self, order: tuple[int, ...]) -> "Axes":
-        """Those of the array whose axes were permuted by `order`."""
+        """The same axes in the array that was permuted by `order` to make this operand."""
         contracted, kept, fixed = (tuple(order[axis] for axis in axes) for axes in self)
         return Axes(contracted, kept, frozenset(fixed))
 
@@ -55,7 +55,7 @@ class Bilinear(Protocol):
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array: ...
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
-        """Of lhs, rhs and the result in the product, for operands of these shapes.
+        """The axes of lhs, of rhs and of the result, for operands of these shapes.
 
         In dgrad the cotangent is contracted over what rhs alone has, in wgrad over what lhs alone
         has: the `kept` axes of the one are the `contracted` ones of the other. Of the result,
@@ -101,7 +101,7 @@ class Blocked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """Its operands are two arrays, or two `Blocked`, then without an `out_sharding`."""
+    """`jax.lax.dot_general` of two arrays, or, without an `out_sharding`, of two `Blocked`."""
 
     dimension_numbers: Any
     precision: Any
@@ -245,7 +245,7 @@ class RaggedDot:
 
 
 def _places(labels: str, of: list[str]) -> tuple[int, ...]:
-    """Of these labels, in their order."""
+    """The places of the labels `of` in `labels`, in the order of `of`."""
     return tuple(i for one in dict.fromkeys(of) for i, label in enumerate(labels) if label == one)
 
 
@@ -273,8 +273,10 @@ def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
 
 
 def _accumulating(precision: Any) -> Any:
-    """What `lax.Precision` was asked for. An algorithm that names other dtypes than the rounded
-    operands have, such as attention's F16_F16_F32, is left to XLA: sums are float32 anyway.
+    """`precision`, but None where it is an algorithm.
+
+    An algorithm names dtypes, such as attention's F16_F16_F32, that the rounded operands need not
+    have. Left to XLA, sums are float32 anyway.
     """
     is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
     return None if is_algorithm else precision

@@ -82,7 +82,10 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _SummaryTap:
-    """Uses, bad ones, the amax, and the histogram where there are bins."""
+    """Of one operand [uses, bad uses, marked amax, histogram]; the last where there are bins.
+
+    A use is one run of the product in the step; a bad one held a NaN or an infinity.
+    """
 
     bins: Bins | None
     roles: tuple[int, ...] = (0, 1)
@@ -118,7 +121,14 @@ class Summary:
 
 
 def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
-    """Of a pure function from pytrees to a pytree, whose floats depend on the products."""
+    """What one run of a pure function holds in its products.
+
+    Args:
+      bins: Of the histograms; None for none.
+      function: From pytrees to a pytree whose floats depend on the products: what no float depends
+        on is not seen.
+      arguments: Of the function.
+    """
     found = tapped(_SummaryTap(bins), total_of(function), *arguments)
     rows = tuple(found.sums[place] for place in found.recipes)
     return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
@@ -155,11 +165,14 @@ class Calibration:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the layers that were calibrated."""
+        """The paths of the layers that were calibrated."""
         return tuple(dict.fromkeys(path for path, *_ in self.keys))
 
     def amaxes(self, path: str) -> dict[str, jax.Array]:
-        """For each product of a layer, float32[3]: of lhs, rhs, and 0; 0 where nothing is known."""
+        """For each product of a layer float32[3], as it keeps them: amax of lhs, of rhs, and 0.
+
+        0 where nothing is known.
+        """
         found: dict[str, list[jax.Array]] = {}
         for (where, name, side), state in zip(self.keys, self.states, strict=True):
             if where == path:
@@ -178,7 +191,7 @@ class Calibration:
         )
 
     def merge(self, other: "Calibration") -> "Calibration":
-        """What both saw.
+        """The calibration by the batches of both.
 
         Raises:
           TypeError, ValueError: An operand has observers of other kinds.
@@ -192,7 +205,7 @@ class Calibration:
         return Calibration(tuple(states.values()), tuple(states), unreached)
 
     def merge_across(self, axis_name: str | tuple[str, ...]) -> "Calibration":
-        """What all devices along axes of `jax.shard_map` saw, the same on each."""
+        """The calibration by the batches of all devices along axes of `jax.shard_map`."""
         states = tuple(state.merge_across(axis_name) for state in self.states)
         return dataclasses.replace(self, states=states)
 
@@ -211,12 +224,18 @@ def calibration_of(
     observer: Any,
     options: dict[str, Any],
 ) -> Calibration:
-    """From summaries of batches.
+    """Observers of the operands of a model's products, after all batches.
 
     Args:
-      summarize: From bins and a batch to its summary.
+      summarize: From bins, None for observers without histograms, and a batch to its summary.
+      batches: One by one; none is kept.
       observer: A name of `OBSERVERS`, or a class of `qtoolkit.scaling`.
       options: For the observer's `of`.
+
+    Raises:
+      TypeError: Batches are no iterable, an option is unknown, or this runs inside of `jit`.
+      ValueError: The observer is none for products; there is no batch, no product, or an operand
+        of which every batch holds a NaN or an infinity; or the model was frozen.
     """
     kind = _observer(observer)
     if hasattr(batches, "dtype") or isinstance(batches, dict):
@@ -231,32 +250,19 @@ def calibration_of(
     number = 0
     for number, batch in enumerate(batches, start=1):  # noqa: B007
         summary = summarize(bins, batch)
-        if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
-            raise TypeError(
-                "calibrate: called inside jit, shard_map or another transformation, expected a "
-                "call outside, where it compiles by itself; batches may be sharded, and "
-                "calibrations of several runs merge: a.merge(b)"
-            )
-        if not summary.places:
-            raise ValueError(
-                "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
-            )
-        if any(recipe.is_calibrated for recipe in summary.recipes):
-            raise ValueError(
-                "calibrate: the model was frozen, and keeps its scales, expected one from wrap; "
-                "calibrate that one again, and freeze it"
-            )
-        for place, recipe, rows in zip(*_parts(summary), strict=True):
-            if any(o is not None and is_calibratable(o) for o in recipe.forward):
-                places[place] = None
+        _check_summary(summary)
+        products = zip(summary.places, summary.recipes, summary.rows, strict=True)
+        for place, recipe, rows in products:
             for side, operand in enumerate(recipe.forward):
-                row = rows[side]
-                if operand is None or not is_calibratable(operand) or not float(row[0]):
+                if operand is None or not is_calibratable(operand):
+                    continue
+                places[place] = None
+                if not float(rows[side][0]):  # no gradient reached it: nothing is known
                     continue
                 key = (*place, side)
                 state = states.get(key)
                 state = _started(kind, operand, options) if state is None else state
-                states[key] = _after(state, row)
+                states[key] = _after(state, rows[side])
     if not number:
         raise ValueError("calibrate: there are no batches, expected one or more")
     _check_seen(states)
@@ -268,8 +274,23 @@ def calibration_of(
     )
 
 
-def _parts(summary: Summary) -> tuple[Any, Any, Any]:
-    return summary.places, summary.recipes, summary.rows
+def _check_summary(summary: Summary) -> None:
+    """Raises where a batch's summary is none that a calibration could go by."""
+    if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
+        raise TypeError(
+            "calibrate: called inside jit, shard_map or another transformation, expected a "
+            "call outside, where it compiles by itself; batches may be sharded, and "
+            "calibrations of several runs merge: a.merge(b)"
+        )
+    if not summary.places:
+        raise ValueError(
+            "calibrate: no quantized product ran, expected a wrapped model; wrap it first"
+        )
+    if any(recipe.is_calibrated for recipe in summary.recipes):
+        raise ValueError(
+            "calibrate: the model was frozen, and keeps its scales, expected one from wrap; "
+            "calibrate that one again, and freeze it"
+        )
 
 
 def _observer(given: Any) -> type[Observer]:

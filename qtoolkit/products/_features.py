@@ -16,9 +16,11 @@ from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._recipe import Operand, Recipe
 
 LAST = -1
-# Of a product of two activations, such as the scores of attention: last, wherever it is moved.
+# Of what a product of two activations gives, such as the scores of attention: which axis of these
+# holds features nobody knows. It is taken to be the last one, also after a transposition.
 UNKNOWN = 0
-# They keep the order of axes, though not their lengths; others follow from equal shapes.
+# Primitives that keep the order of axes, though not their lengths. Of others that are not treated
+# below, operands of the shape of the result say where its features lie.
 _PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
 
 
@@ -86,21 +88,22 @@ def following(
 ) -> Recipe:
     """`recipe`, whose scales of tokens go along the features, wherever these lie.
 
-    What meets a kernel has its features where the product sums, as in "bct,cf->bft".
+    An input that meets a kernel has its features where the product sums: "bct,cf->bft" sums over c,
+    so that those of bct lie along axis -2, and those of the cotangent, bft, too.
 
     Args:
-      places: Of the features of the operands; last where UNKNOWN.
+      recipe: Of (input, kernel), whichever of them is lhs; of two activations, of (lhs, rhs).
+      operands, extra: What `function` takes.
+      places: Of the features of lhs and rhs, as axes from the end; last where UNKNOWN.
       kernel: Which operand is a kernel, None where both are activations.
     """
     if not any(o is not None and o.is_by_token for o in recipe.operands):
         return recipe
-    lhs, rhs, _ = function.axes(*(x.shape for x in operands))
     places, cotangent = (places[0] or LAST, places[1] or LAST), LAST
     if kernel is not None:
         side = 1 - kernel
-        of_side = (lhs, rhs)[side]
-        place = _summed(of_side.contracted, len(operands[side].shape), places[side])
-        places = (place, LAST) if kernel else (LAST, place)
+        summed = function.axes(*(x.shape for x in operands))[side].contracted
+        places = (_summed(summed, len(operands[side].shape), places[side]), LAST)
         rank = len(jax.eval_shape(function, *map(_wide, operands), *extra).shape)
         cotangent = of_result(function, (operands[0].shape, operands[1].shape), rank, kernel)
     first, second = (_at(operand, places[i]) for i, operand in enumerate(recipe.forward))

@@ -89,7 +89,14 @@ def einsum(
     key: jax.Array | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jax.numpy.einsum` of two operands rounded by `recipe`; all else as in `dot_general`.
+    """`jax.numpy.einsum` of two operands rounded by `recipe`.
+
+    Args:
+      subscripts: As for `jax.numpy.einsum`, of two operands.
+      lhs, rhs, preferred_element_type, recipe, key: As in `dot_general`.
+      precision, out_sharding: As for `jax.numpy.einsum`.
+
+    Returns, Raises, Gradient: As `dot_general`; the shape is that of `jax.numpy.einsum`.
 
     Examples:
       >>> x, w = jnp.asarray([[[0.3, 448.0]]]), jnp.asarray([[448.0], [1.0]])
@@ -121,10 +128,17 @@ def conv_general_dilated(
     key: jax.Array | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` of operands rounded by `recipe`, as in `dot_general`.
+    """`jax.lax.conv_general_dilated` of operands rounded by `recipe`.
 
     Blocks lie along the features that are summed; in wgrad, which sums over positions and examples,
     along the examples.
+
+    Args:
+      lhs, rhs, preferred_element_type, recipe, key: As in `dot_general`.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count, precision, out_sharding: As for `jax.lax.conv_general_dilated`.
+
+    Returns, Raises, Gradient: As `dot_general`; the shape is that of the function of JAX.
 
     Examples:
       >>> x = jnp.asarray([[[0.3, 1.0, 448.0]]])  # an example, a channel, three positions
@@ -164,12 +178,19 @@ def ragged_dot(
     recipe: Recipe = _DEFAULT,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot` of operands rounded by `recipe`, as in `dot_general`.
+    """`jax.lax.ragged_dot` of operands rounded by `recipe`.
 
     Args:
       lhs: [m, k], the rows of all groups after one another.
       rhs: [groups, k, n].
       group_sizes: Integers [groups], the number of rows of each.
+      precision: As for `jax.lax.ragged_dot`.
+      preferred_element_type, recipe, key: As in `dot_general`.
+
+    Returns:
+      [m, n].
+
+    Raises, Gradient: As `dot_general`.
 
     Examples:
       >>> x = jnp.asarray([[0.3], [448.0], [1.0]])

@@ -66,6 +66,9 @@ def _rounded(
     zeros: Array | None,
     side: int,
 ) -> Array:
+    """One operand as LSQ or LSQ+ rounds it, and, where a tap looks at it, what it sees added as the
+    gradient of zeros.
+    """
     (scale, offset), element = learned, operand.spec.element
     assert scale is not None
     if tap is not None:  # an instrument may look at a model before its scales are started
@@ -133,7 +136,7 @@ class _Nothing:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Its transpose: what was seen, whatever the cotangent."""
+    """The transpose of `_Nothing`: what the tap has seen, whatever the cotangent."""
 
     def __call__(self, residuals: tuple[Array, ...], cotangent: Array) -> Array:
         return residuals[0]

@@ -127,7 +127,7 @@ class Numerics:
     left: tuple[Product, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __add__(self, other: "Numerics") -> "Numerics":
-        """Of both: rows of one operand add up, all others stay."""
+        """Both reports as one: rows of the same operand add up, all others stay."""
         if not isinstance(other, Numerics):
             return NotImplemented
         rows = {row.key: row for row in self.rows}
@@ -147,7 +147,7 @@ class Numerics:
         return functools.reduce(operator.add, others, self)
 
     def merge_across(self, axis_name: str | tuple[str, ...]) -> "Numerics":
-        """That of all devices along axes of `jax.shard_map`, the same on each."""
+        """The sum over all devices along axes of `jax.shard_map`, the same on each."""
         rows = (dataclasses.replace(r, tally=r.tally.merge_across(axis_name)) for r in self.rows)
         return dataclasses.replace(self, rows=tuple(rows))
 
@@ -213,13 +213,18 @@ class Numerics:
 
         Raises:
           ImportError: matplotlib is missing; pip install matplotlib.
+          OSError: The file cannot be written.
         """
         from qtoolkit.plots import numerics_map
 
         numerics_map(self, path)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page that needs nothing else, with the histogram of every operand."""
+        """Writes one page that needs nothing else, with the histogram of every operand.
+
+        Raises:
+          OSError: The file cannot be written.
+        """
         from qtoolkit.products._numerics_page import page
 
         with open(path, "w", encoding="utf-8") as file:
@@ -324,15 +329,31 @@ class Sums:
 
 @jax.jit
 def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.Array) -> Tally:
-    """Of all rows at once. What is measured once may stand at either role: at wgrad's, where the
-    kernel is the product's lhs.
+    """Those of all rows, in one program.
+
+    Args:
+      vectors: float32[products, roles, TALLY_SIZE]: what the taps kept.
+      number, role: int[rows]: of which product and which operand a row is.
+      twin: The role of the same operand in another product, `role` itself where there is none. It
+        is measured once, in one of both: of a product whose lhs is the kernel, the cotangent in
+        that of wgrad.
     """
     other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
     return jax.vmap(tally_of)(vectors[number, role] + other)
 
 
 def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Of a pure function of pytrees that gives the loss, or (loss, aux)."""
+    """What numerics are taken of, from one step of a pure function of pytrees.
+
+    Args:
+      where: Who asks, for messages.
+      function: Gives the loss, a float scalar, or (loss, aux).
+      arguments: Of the function.
+
+    Raises:
+      TypeError: The loss is no float scalar.
+      ValueError: No quantized product ran.
+    """
 
     def loss(*arguments: Any) -> Any:
         return scalar_loss(where, function(*arguments))
@@ -376,7 +397,7 @@ def scalar_loss(where: str, out: Any) -> Any:
 def _labels(
     place: Place, recipe: Recipe, stored: Stored
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """For each row of a product its role, the one of its twin, and its names."""
+    """For each row of a product its role, that of its twin or again its own, and its names."""
     for role, operand in enumerate(recipe.operands):
         if role in recipe.twins:
             continue

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
+    UNCLAMPED,
     codes_of,
     dtype_from_codes,
     elementwise,
@@ -39,7 +40,6 @@ from qtoolkit.scaling.internal import (
 
 Array = jax.Array
 
-_UNCLAMPED = Projection(saturation="none")  # what is not finite stays so
 CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
 
 
@@ -121,7 +121,9 @@ class Cut:
         return _transformed(x, self.axis, self.operand.transform)
 
     def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
-        """What stands for the array itself: without the transform, wide; or as it is."""
+        """The rounded operand in place of the array itself: wide and transformed back where it was
+        transformed; else as it is.
+        """
         if self.operand is None or self.operand.transform is None or self.axis is None:
             return operand
         transform = self.operand.transform
@@ -145,7 +147,9 @@ class Cut:
         return dot.astype(jnp.float32) / unscaled_values(ones, operand.spec, scales)
 
     def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
-        """The scale that does not follow from `x` alone."""
+        """The scales of `x` that its own blocks do not give: static and delayed ones, and those of
+        whole tensors that shards of a `shard_map` share. None in it where `x` alone gives them.
+        """
         fmt = operand.spec
         if operand.scaling == Static():
             assert delayed is not None  # `quantized_product` has checked
@@ -337,9 +341,10 @@ def code_values(q: Array, fmt: Format) -> Array:
     A format may have a NaN, but no infinity: what an infinity does to a sum, a NaN does, too.
     """
     wide = exact_float32(q)
-    if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:  # else no infinity is clamped
+    # Other formats keep an infinity or make a NaN of it; these would clamp it.
+    if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
         wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
-    return codes_of(wide, fmt, _UNCLAMPED)
+    return codes_of(wide, fmt, UNCLAMPED)
 
 
 def restored(operand: Kept | Rounded) -> Rounded:
@@ -373,7 +378,7 @@ def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 def _codes_format(how: Cut) -> Format | None:
-    """Of the codes that derivatives keep; None where they keep the operand itself."""
+    """The format of the codes that derivatives keep; None where they keep the operand itself."""
     return None if how.operand is None else _container(how.operand.spec.element)
 
 

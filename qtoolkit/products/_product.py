@@ -103,8 +103,17 @@ def quantized_product(
     the numbers of the codes in their dtype are the operand, as LSQ's are.
 
     Args:
+      where: Of messages: "dot_general of blocks/0/mlp".
+      state: What its layer keeps for it; None where nothing is kept.
+      extra: Integer arrays that `function` takes besides.
       place: Which product this is; None for one that belongs to no layer.
       is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
+
+    Raises:
+      TypeError: `recipe` is none, an operand or `dtype` is no float of 16 or 32 bits, or codes are
+        differentiated by.
+      ValueError: A dtype does not hold a format's finite values, or the recipe needs scales that
+        `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
     operands, learned = [lhs, rhs], recipe.learned
@@ -143,17 +152,8 @@ def _computed(
     extra: tuple[Array, ...],
     tap: Tap | None,
 ) -> Array:
-    if recipe.is_delayed and (state is None or state.amax is None):
-        raise ValueError(
-            f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
-            "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
-        )
-    if recipe.is_calibrated and (state is None or state.amax is None):
-        raise ValueError(
-            f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
-            "from calibrate and freeze (of qtoolkit.nnx or qtoolkit.linen) with batches that reach "
-            "it, or give Static a number"
-        )
+    """`quantized_product`, its arguments checked; recipe and state are those of (lhs, rhs)."""
+    _check_kept(where, recipe, state)
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
         for x in (lhs, rhs)
@@ -162,7 +162,7 @@ def _computed(
         wide = (None, None)
         recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
         state = tap = None
-    dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = jnp.dtype(lhs.dtype if dtype is None else dtype)
     if dtype not in FLOATS:
         raise TypeError(
             f"{where}: preferred_element_type is {dtype}, expected float32, float16 or bfloat16"
@@ -176,7 +176,7 @@ def _computed(
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
         state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
-    plan = _Plan(function, recipe, jnp.dtype(dtype), tap)
+    plan = _Plan(function, recipe, dtype, tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
     return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
@@ -186,8 +186,25 @@ def _stopped(x: Array | None) -> Array | None:
     return None if x is None else lax.stop_gradient(x)
 
 
-def _check_held(where: str, recipe: Recipe, *dtypes: Any) -> None:
-    lhs, rhs, out = dtypes
+def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
+    """Raises where a layer must keep scales for the recipe, and there are none."""
+    if state is not None and state.amax is not None:
+        return
+    if recipe.is_delayed:
+        raise ValueError(
+            f"{where}: the recipe has Delayed scaling, which keeps state from step to step; "
+            "expected a layer of a model from qtoolkit.nnx.wrap or qtoolkit.linen.wrap"
+        )
+    if recipe.is_calibrated:
+        raise ValueError(
+            f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
+            "from calibrate and freeze (of qtoolkit.nnx or qtoolkit.linen) with batches that reach "
+            "it, or give Static a number"
+        )
+
+
+def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> None:
+    """Raises where one of these dtypes does not hold what the recipe rounds that array to."""
     for pair, held in (
         (recipe.forward, (lhs, rhs)),
         (recipe.dgrad, (out, rhs)),
@@ -223,7 +240,7 @@ class _Plan:
         return self._cut(operand, axes if is_kept else axes.turned(), x)
 
     def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
-        """And how the cotangent is."""
+        """How the cotangent is cut in the product that gives the gradient of one side."""
         *_, of_out = self.function.axes(lhs.shape, rhs.shape)
         if side:
             return self._cut(self.recipe.wgrad[1], of_out.turned(), cotangent)
@@ -235,8 +252,11 @@ class _Plan:
     def contracted(
         self, side: int | None, lhs: Any, rhs: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which axes both operands sum: of the product, or, cotangent and other operand, of the one
-        that gives the gradient of one side.
+        """Which axes of its first and of its second operand a product sums over.
+
+        Args:
+          side: None: of the product of lhs and rhs. 0 or 1: of the one that gives the gradient of
+            lhs or rhs, whose operands are the cotangent and the other one.
         """
         of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
         if side is None:
@@ -302,11 +322,16 @@ def _product(
 
 
 def _product_jvp(plan: _Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """By what was given; the tangents of operands are for second derivatives alone, and
-    where codes are kept there are none.
+    """The result, and its tangent: a linear function of those of lhs, rhs, probe and taps.
 
-    Where nobody differentiates by the probe, nobody rolls the state, whose scales would go stale:
-    then all scales are current ones.
+    The tangents of lhs and rhs are those of `given`, of which dgrad and wgrad are the transpose.
+    Those of `operands`, the same arrays rounded, are not read here: rounding counts as the
+    identity. Second derivatives take them from the residuals, or, where these are codes, from the
+    carrier beside the codes.
+
+    Delayed scales stay true only while somebody differentiates by the probe and so learns this
+    step's amaxes. Where nobody does, as in `jax.grad` without `qtoolkit.nnx.value_and_grad`, they
+    would go stale: then operands are rounded again, by current scales.
     """
     given: tuple[Given, Given]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
@@ -374,7 +399,11 @@ def _residual(
     operands: tuple[Rounded, Rounded],
     state: State,
 ) -> Kept | Rounded:
-    """The other operand: that of the forward product, where it is rounded in the same way."""
+    """What the gradient of one side multiplies the cotangent by: the other operand.
+
+    It is the one of the forward product, where this rounds it in the same way; else it is rounded
+    again.
+    """
     other = 1 - side
     how = plan.other(side, *given)
     x, operand = given[other], operands[other]
@@ -386,7 +415,8 @@ def _residual(
 
 
 def _seen(given: tuple[Given, Given]) -> Any:
-    nothing = jnp.zeros((), jnp.float32)  # of a stored operand, whose scales do not move
+    """What `amax_of` gives of lhs and of rhs; 0 of stored operands, whose scales do not move."""
+    nothing = jnp.zeros((), jnp.float32)
     return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
 
 
@@ -405,7 +435,7 @@ def _moves(given: Given, dot: Any) -> bool:
 def _tapped(
     plan: _Plan, given: tuple[Given, Given], operands: tuple[Rounded, Rounded], state: State
 ) -> Array:
-    """What the tap keeps of lhs and rhs, and of both as dgrad and wgrad take them, if otherwise."""
+    """What the tap keeps of lhs and rhs; also as dgrad and wgrad round them, where these differ."""
     amaxes = _amaxes(state)
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}
@@ -430,10 +460,12 @@ def _kept_by_tap(plan: _Plan, role: int, x: Array, operand: Rounded, how: Cut) -
 
 
 def _roles(plan: _Plan) -> tuple[int, ...]:
+    """The operands that a tap looks at, as places in `ROLES`."""
     return () if plan.tap is None else plan.tap.roles
 
 
 def _stacked(plan: _Plan, rows: dict[int, Array]) -> Array:
+    """float32[len(ROLES), size]: what a tap keeps, by role; zeros for the roles without a row."""
     assert plan.tap is not None
     nothing = jnp.zeros((plan.tap.size,), jnp.float32)
     return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
@@ -478,7 +510,7 @@ class _Tangent:
 
 @dataclasses.dataclass(frozen=True)
 class _Cotangent:
-    """Its transpose: dgrad and wgrad, of the cotangent as each of them rounds it."""
+    """The transpose of `_Tangent`: dgrad and wgrad, of the cotangent as each of them rounds it."""
 
     facts: _Facts
 
@@ -504,7 +536,9 @@ class _Cotangent:
         return tuple(outs)
 
     def _tapped(self, residuals: _Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
-        """What the tap keeps; of the cotangent once, where both products take it alike."""
+        """What the tap keeps of all operands; the cotangent's once, where both products take it
+        alike.
+        """
         facts, rows = self.facts, {}
         for side, role in ((0, 2), (1, 5)):
             how = facts.plan.cotangent(side, *facts.given, cotangent)
@@ -604,7 +638,11 @@ def _native(
     second: Rounded,
     contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> Array:
-    """The same of arrays of the operands' own formats, where there are such; else emulated."""
+    """`_combined`, but multiplied by XLA in the dtypes of the operands' formats where it can be.
+
+    Args:
+      contracted: Which axes of both are summed; None where `function` is no plain `dot_general`.
+    """
     native = native_operands(first, second, contracted)
     if native is None:
         return _combined(function, first, second)
@@ -614,7 +652,9 @@ def _native(
 
 @_native.defjvp
 def _native_jvp(contracted: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """For second derivatives: codes have none, and `lax.scaled_dot` neither."""
+    """The tangent of the emulated product, for second derivatives: codes and `lax.scaled_dot` have
+    none.
+    """
     return _native(*primals, contracted), jax.jvp(_combined, primals, tangents)[1]
 
 

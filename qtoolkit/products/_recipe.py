@@ -227,13 +227,17 @@ class Operand:
                 f"Operand: {found.name} has zero points, which products do not take; use a "
                 "symmetric format, or qtoolkit.fake_quantize on the operand"
             )
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        """Raises where the format, or what else is asked for, cannot have this scaling."""
+        found = self.spec
         has_calibrated_second = self.scaling == Static() and bool(found.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
             raise ValueError(
                 f"Operand: {found.name} has no single scale of float32 for the tensor, which "
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {found.element.name!r}"
             )
-
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(
                 "Operand: Delayed scaling observes what is given, not its transform, which may be "
@@ -377,22 +381,9 @@ class Recipe:
             "dgrad": (cotangent, rhs) if dgrad is _UNSET else _pair("dgrad", dgrad),
             "wgrad": (lhs, cotangent) if wgrad is _UNSET else _pair("wgrad", wgrad),
         }
-        for name, pair in pairs.items():
-            transforms = [None if operand is None else operand.transform for operand in pair]
-            if transforms[0] != transforms[1]:
-                raise ValueError(
-                    f"Recipe: {name} transforms its operands by {transforms[0]} and "
-                    f"{transforms[1]}, expected the same for both: the product would be another"
-                )
-            object.__setattr__(self, name, pair)
+        self._check_transforms(pairs)
         self._check_learned(pairs)
-        scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
-        lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
-        if len(lengths) > 1:
-            raise ValueError(
-                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
-                "expected one length for all operands, which share a history"
-            )
+        self._check_histories(pairs)
         if arithmetic not in ARITHMETIC:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
@@ -401,8 +392,8 @@ class Recipe:
             raise TypeError(
                 f"Recipe: axis_names={axis_names!r}, expected a tuple of names of mesh axes"
             )
-        object.__setattr__(self, "arithmetic", arithmetic)
-        object.__setattr__(self, "axis_names", axis_names)
+        for name, value in {**pairs, "arithmetic": arithmetic, "axis_names": axis_names}.items():
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """The operands as reports show them: not every detail, which `recipes.to_json` has."""
@@ -413,6 +404,28 @@ class Recipe:
         parts += [] if self.arithmetic == "emulate" else [self.arithmetic]
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
+
+    @staticmethod
+    def _check_transforms(pairs: dict[str, Pair]) -> None:
+        """(x H)(H w) = x w needs the H of both operands."""
+        for name, pair in pairs.items():
+            transforms = [None if operand is None else operand.transform for operand in pair]
+            if transforms[0] != transforms[1]:
+                raise ValueError(
+                    f"Recipe: {name} transforms its operands by {transforms[0]} and "
+                    f"{transforms[1]}, expected the same for both: the product would be another"
+                )
+
+    @staticmethod
+    def _check_histories(pairs: dict[str, Pair]) -> None:
+        """A layer keeps one array of amaxes, steps by operands: all histories have one length."""
+        scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
+        lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
+                "expected one length for all operands, which share a history"
+            )
 
     @staticmethod
     def _check_learned(pairs: dict[str, Pair]) -> None:
@@ -434,15 +447,15 @@ class Recipe:
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
-        """All six."""
+        """All six: lhs, rhs, dgrad's cotangent and rhs, wgrad's lhs and cotangent."""
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     @property
     def twins(self) -> dict[int, int]:
-        """Places in `operands` of what is rounded just as another one is, and the place of that.
+        """Places in `operands` of arrays that are rounded just as at an earlier place, and that.
 
-        In dgrad and wgrad the same array is rounded again; where that is the same rounding, it is
-        the same operand.
+        {3: 1} says that dgrad's rhs is rounded as the forward product's rhs was, to the same
+        numbers: it is not reported twice.
         """
         lhs, rhs = self.forward
         pairs = (

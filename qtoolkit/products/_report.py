@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.products._recipe import Learned
-from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs
+from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._site import Scope, place_of
 from qtoolkit.products._stored import STORED
 from qtoolkit.products._taps import MODEL
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def unexplained(self) -> tuple[Product, ...]:
-        """Of those that are left, the ones that no rule and no recipe leaves."""
+        """The products that are left though no rule and no recipe says so."""
         known = (BY_RULE, BY_RECIPE)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
@@ -127,9 +127,7 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
     def total(floats: list[Any]) -> Any:
-        merged = list(leaves)
-        for place, leaf in zip(places, floats, strict=True):
-            merged[place] = leaf
+        merged = with_values(leaves, places, floats)
         outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
         return sum((jnp.sum(out.astype(jnp.float32)) for out in outs if _is_float(out)), 0.0)
 
@@ -155,7 +153,8 @@ def _is_float(x: Any) -> bool:
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     """The products of a forward and backward pass without those of the forward pass.
 
-    Beside f itself, a custom_vjp has a function for its value under derivatives: lines may differ.
+    They are matched by path and operands, not by lines: where a custom_vjp is differentiated, JAX
+    traces its `fwd` in place of the function itself, which computes the same at another line.
     """
     remaining = collections.Counter((p.path, p.operands) for p in forward)
     kept = []
@@ -215,7 +214,10 @@ _OPAQUE = {
 
 
 def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
-    """Of the transposed product: its parameter `forward` is our function of the cotangent."""
+    """The products dgrad and wgrad, which are one equation: the transpose of a product's tangent.
+
+    Its parameter `forward` is `_Cotangent`, whose plan says how operands are rounded.
+    """
     function = eqn.params["forward"]
     while hasattr(function, "function"):
         function = function.function
@@ -228,7 +230,8 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
         labels = ["wide" if operand is None else str(operand) for operand in pair]
-        # Dgrad takes rhs and wgrad lhs as the forward product did, where that was none of its own.
+        # Stored and learned operands are rounded before the product: its recipe has None for them.
+        # Dgrad takes rhs, and wgrad lhs, as the forward product did, whose label names them.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]

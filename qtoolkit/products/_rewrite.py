@@ -21,7 +21,7 @@ from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-SCALED = "scaled_dot"  # of operands that somebody has rounded: nothing to replace
+SCALED = "scaled_dot"  # takes elements and scales, which somebody has rounded: nothing to replace
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
 SCOPE, LEFT = "qtoolkit=", "plainly.="  # in name stacks: layers with a recipe, and without one
 # What moves the elements of a parameter, and of its wide original alike.
@@ -188,6 +188,14 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
             if hasattr(jaxpr, "eqns"):
                 found.append(jaxpr)
     return found
+
+
+def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """A copy of `leaves` with other ones at these places, as many as there are places."""
+    merged = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        merged[place] = value
+    return merged
 
 
 def _evaluate(
@@ -426,7 +434,9 @@ def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]
 
 
 def _sliceable(value: _Value) -> _Value:
-    """A stack of kernels, each with scales of its own; numbers in place of any other QArray."""
+    """What a scan slices: a stack of kernels, each with scales of its own, stays codes; any other
+    QArray is dequantized, since a slice of it would tear blocks or lack a scale.
+    """
     array = value.array
     if isinstance(array, QArray):
         has_one = array.tensor_scale is not None and array.tensor_scale.ndim == 0
@@ -436,7 +446,7 @@ def _sliceable(value: _Value) -> _Value:
 
 
 def _carried(value: _Value) -> _Value:
-    """A loop may give back what has its features elsewhere."""
+    """What a loop carries: its features count as last, as each round may leave them elsewhere."""
     return value._replace(features=LAST)
 
 

@@ -129,7 +129,17 @@ class _Choosing:
 
 
 def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sensitivity:
-    """Of a pure function of pytrees that gives the loss, or (loss, aux)."""
+    """The sensitivity of each layer that runs in a pure function of pytrees.
+
+    Args:
+      where: Who asks, for messages.
+      function: Gives the loss, a float scalar, or (loss, aux).
+      arguments: Of the function.
+
+    Raises:
+      TypeError: The loss is no float scalar, or an argument holds stored kernels.
+      ValueError: No quantized product ran.
+    """
 
     def loss(*arguments: Any) -> Any:
         return scalar_loss(where, function(*arguments))

@@ -57,29 +57,36 @@ class Site:
         kernel: int | None = 1,
         features: tuple[int, int] = (LAST, LAST),
     ) -> jax.Array:
-        """One product.
+        """`function(lhs, rhs, *extra)`, as `quantized_product` computes it by this recipe.
+
+        The recipe's lhs is the layer's input and its rhs the kernel, on whichever side the product
+        has that; two activations are both rounded as inputs.
 
         Args:
+          where: The function that was called, for messages.
+          dtype: Of the result; None for that of `lhs`.
+          state: Of (input, kernel, cotangent), where the layer keeps some.
+          extra: Integer arrays that `function` takes besides.
           name: That of the product in its layer.
           kernel: Which operand is a kernel: 0, 1, or None where both are activations.
-          features: Where those of the operands lie.
+          features: Along which axes of lhs and rhs features lie, counted from the end: -1, -2 ...
         """
         named = f"{where} of {self.path}" if self.path else where
-        is_swapped = kernel == 0
         recipe = self.recipe.of_activations() if kernel is None else self.recipe
-        recipe = recipe.swapped() if is_swapped else recipe
         recipe = following(recipe, function, (lhs, rhs), extra, features, kernel)
+        is_swapped = kernel == 0
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
+            shown = recipe.swapped() if is_swapped else recipe  # reports name lhs first
             stored = (stored_label(lhs), stored_label(rhs))
-            named_scope = jax.named_scope(scope(self.path, recipe, stored))
+            named_scope = jax.named_scope(scope(self.path, shown, stored))
         with named_scope:
             return quantized_product(
                 named,
                 function,
                 lhs,
                 rhs,
-                recipe.swapped() if is_swapped else recipe,
+                recipe,
                 dtype,
                 state,
                 extra,
@@ -196,7 +203,10 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       rhs: [k] or [..., k, n].
       precision: As for `jax.numpy.dot`.
 
-    Gradient: as `dot_general`.
+    Returns:
+      The shape and dtype of `jax.numpy.dot`.
+
+    Raises, Gradient: As `dot_general`.
 
     Examples:
       >>> class Layer(nnx.Module):

@@ -10,20 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import exact_float32
+from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._calibration import total_of
 from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Learned, Operand
 from qtoolkit.products._taps import tapped
 from qtoolkit.scaling.internal import extreme, marked, marked_size
 
-_BITS = 3
+_BITS = 3  # of the fraction, by which the ends of several runs of a product are told apart
 _MARKED = marked_size(_BITS)
-_LEAST = np.float32(2.0**-126)
 
 
 @dataclasses.dataclass(frozen=True)
 class _StartTap:
-    """Uses, the mean magnitude, and how far the elements reach below and above zero."""
+    """Of one operand [uses, sum of mean magnitudes, marked reach below zero, and above it].
+
+    A use is one run of the product in the step; marks of several runs add, see `marked`.
+    """
 
     roles: tuple[int, ...] = (0, 1)
     size: int = 2 + 2 * _MARKED
@@ -52,7 +55,7 @@ class FirstScales:
 
 
 def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
-    """Of the operands with learned scales, in a pure function from pytrees to a pytree."""
+    """The first values of learned scales, from one run of a pure function of pytrees."""
     found = tapped(_StartTap(), total_of(function), *arguments)
     values: dict[tuple[str, str, int], jax.Array] = {}
     for place, recipe in found.recipes.items():
@@ -63,7 +66,11 @@ def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
 
 
 def _first(row: jax.Array, operand: Operand) -> jax.Array:
-    """LSQ: 2 mean(|x|) / sqrt(Qp). LSQ+: the range of x and zero, over that of the format."""
+    """float32[2]: scale and offset; NaN where the product was not used.
+
+    LSQ: 2 mean(|x|) / sqrt(Qp), and no offset. LSQ+: the range of x and zero, over that of the
+    format, and the offset that puts the lowest x at the lowest value.
+    """
     element = operand.spec.element
     uses = row[0]
     scale = row[1] / jnp.maximum(uses, 1) * np.float32(2 / math.sqrt(element.max_finite))
@@ -75,5 +82,5 @@ def _first(row: jax.Array, operand: Operand) -> jax.Array:
         steps = np.float32(float(element.max_finite - element.lowest))
         scale = above / steps + below / steps
         offset = -below - np.float32(float(element.lowest)) * scale
-    scale = jnp.where(scale > 0, jnp.maximum(scale, _LEAST), np.float32(1))
+    scale = jnp.where(scale > 0, jnp.maximum(scale, LEAST), np.float32(1))
     return jnp.where(uses > 0, jnp.stack([scale, offset]), np.float32(np.nan))

@@ -103,14 +103,14 @@ def _stored_jitted(
         if operand.is_learned:
             assert scale is not None  # `check_storable` has seen it
             return stored_by_learned_scale(x, operand, scale)
-        return _stored(x, operand, axes, amax, key)
+        return _by_own_scale(x, operand, axes, amax, key)
 
     for _ in range(stacked):
         one = jax.vmap(one)
     return one(x, amax, key, scale)
 
 
-def _stored(
+def _by_own_scale(
     x: Array, operand: Operand, axes: Axes, delayed: Array | None, key: Array | None
 ) -> QArray:
     how = cut(operand, axes, x.shape, ())
@@ -145,7 +145,9 @@ def check_trainable(where: str, tree: Any) -> None:
 
 
 def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
-    """Of the second operand of an einsum, whatever the shape of the first."""
+    """The axes of a kernel, the second operand of an einsum, which the first one's lengths leave
+    as they are; only its rank counts.
+    """
     first = subscripts.split(",")[0]
     rank = len(first.replace(".", "")) + ("..." in first)
     return Einsum(subscripts, None, None).axes((1,) * rank, kernel)[1]

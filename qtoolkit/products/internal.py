@@ -13,18 +13,17 @@ from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
-from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._product import State
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
-    MARKER,
     PRODUCTS,
     Found,
     Origin,
     Standing,
-    inner_jaxprs,
     is_quantized,
     rewritten,
+    with_values,
 )
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, scope
@@ -33,7 +32,6 @@ from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rule
 from qtoolkit.products._taps import Place, instrument
 
 __all__ = [
-    "MARKER",
     "NUMERICS_HEADER",
     "PRODUCTS",
     "Axes",
@@ -58,11 +56,9 @@ __all__ = [
     "einsum_axes",
     "enclosing",
     "first_scales",
-    "inner_jaxprs",
     "instrument",
     "is_quantized",
     "product_attributes",
-    "quantized_product",
     "report_of",
     "rewritten",
     "scope",
@@ -73,4 +69,5 @@ __all__ = [
     "stored_kernel",
     "summary_of",
     "sums_of",
+    "with_values",
 ]

@@ -36,6 +36,7 @@ from qtoolkit.formats import (
     UINT32,
     FloatFormat,
     Format,
+    FormatLike,
     IntFormat,
     Overflow,
     Specials,
@@ -108,7 +109,7 @@ _INTEGRAL = FloatFormat(
 
 def cast(
     input: ArrayLike,
-    dtype: Any,
+    dtype: FormatLike,
     mode: CastMode = CastMode.CAST_NONE,
     satmode: SaturationMode = SaturationMode.ON,
     *,

@@ -49,7 +49,8 @@ Map = Callable[[Array], Array]
 Made = TypeVar("Made")  # an array or several
 # What integers are rounded to before their zero point is added: room for both.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
-_DIRECTED = ("toward_positive", "toward_negative", "to_odd")  # where next to nothing is not zero
+# Roundings that make no 0 of a tiny number: toward_positive makes E4M3FN's 2**-9 of 2**-140.
+_DIRECTED = ("toward_positive", "toward_negative", "to_odd")
 
 
 class Scales(NamedTuple):
@@ -76,14 +77,17 @@ def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
 def find_scales(
     x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN, *, holds_nan: bool | None = None
 ) -> tuple[Scales, Array | None]:
-    """The scales of `x`, those of `given` as they are, and which blocks have an amax above zero.
+    """The scales of `x`, and which blocks have an amax above zero.
 
     Args:
+      given: Scales that are used as they are.
       holds_nan: Whether a NaN stays that of its own element. If not, it makes the scale of its
         block NaN. None: where the element format has a NaN.
 
     Returns:
-      The latter in the view's shape; None where scales were given, and where there are none.
+      scales: As stored.
+      nonzero: bool, a place for each block in an array that broadcasts to the view. None where
+        scales were given, where there are none, and where there are zero points.
     """
     if spec.scale is None or given.scale is not None:
         return given, None
@@ -167,7 +171,8 @@ def operand_values(
         elements = _elements(x, blocks, projection, scales)
         return blocks.join(_of_elements(_operands, elements, spec, scales, blocks))
 
-    if spec.has_powers or scales.scale is None:  # a branch already, or no division
+    # Without scales nothing is divided; by powers of two `_of_elements` divides in a branch itself.
+    if spec.has_powers or scales.scale is None:
         return everything(), scales
     if nonzero is None:
         nonzero = ~is_zero(effective(scales.scale, scales.tensor_scale, spec))
@@ -196,14 +201,14 @@ def _is_one(x: Array) -> bool:
 
 @elementwise
 def _zeros_rounded(x: Array, fmt: Format) -> Array:
-    """`x` without finite elements but zeros, as values of `fmt`, infinities and NaNs."""
+    """`x`, whose finite elements are all zeros, as values of `fmt`; infinities and NaNs stay."""
     if isinstance(fmt, FloatFormat) and fmt.has_negative_zero:
         return x
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """What `q * scale` is, of what `operand_values` gave, float32."""
+    """float32 `q * scale`, of what `operand_values` gave."""
     blocks = blocks_of(q, spec)
     return blocks.join(_of_elements(_unscaled, blocks.split(q), spec, scales, blocks))
 
@@ -281,9 +286,9 @@ class _Elements(NamedTuple):
 
     Attributes:
       view: The numbers, or their codes.
-      projection: Drawn.
+      projection: Drawn: with a number of random bits for each element, where it is stochastic.
       zero_point: int32, None where there is none.
-      dtype: For all of them: that of the result.
+      dtype: What all results are rounded to.
     """
 
     view: Array
@@ -347,7 +352,11 @@ def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) ->
 
 
 def _scaled(x: _Elements, divide: Map) -> Array:
-    """What is rounded: the elements, divided; next to nothing is not zero where that matters."""
+    """What is rounded: elements, divided by their scales.
+
+    A quotient that float32 cannot hold as a normal number may be 0 to XLA. Directed roundings must
+    not take it for 0: 1e-45 / 448, toward positive, is E4M3FN's least value, 2**-9.
+    """
     wide = exact_float32(x.view)
     u = divide(wide)
     return kept_from_zero(u, wide) if x.projection.rounding in _DIRECTED else u
@@ -361,11 +370,17 @@ def _of_elements(
     blocks: Blocks,
     nonzero: Array | None = None,
 ) -> Made:
-    """What `compute` makes of elements in the view and two functions: one divides by their scales,
-    the other one multiplies. One operation; on CPU, where scales are powers of two, a branch: XLA
-    writes out what enters and leaves it, so that `compute` should read the elements as they lie in
-    memory and make the result in its own dtype (MXFP8 of bfloat16 took 4.7 times as long with
-    float32 there).
+    """`compute(elements, spec, divide, multiply)`, by the scales of the elements' blocks.
+
+    It is one elementwise operation. Where scales are powers of two it is one of two branches on
+    CPU: float products where all of them are exact, integer arithmetic on exponents elsewhere. XLA
+    writes to memory what enters and leaves a branch. So `compute` takes the elements in their own
+    dtype and gives the result in its own: MXFP8 of bfloat16 took 4.7 times as long with float32 on
+    both sides.
+
+    Args:
+      elements: A pytree of arrays in the shape of the view.
+      nonzero: As `find_scales` gives it: scales of blocks of zeros need not be exact.
     """
     shape = jax.tree.leaves(elements)[0].shape
 
@@ -431,7 +446,11 @@ def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def _tensor_amax(x: Array, amax: Array) -> Array:
-    """The largest finite |x| of all, from those of the blocks, some of which may be NaN."""
+    """The largest finite |x| of all, from the amaxes of blocks.
+
+    A block's amax is NaN where it holds a NaN. Its finite elements count all the same: then `x` is
+    read once more.
+    """
     poisoned = jnp.isnan(amax)
 
     def anew() -> Array:

@@ -144,7 +144,7 @@ def equalize(
 
     Raises:
       TypeError: Another dtype.
-      ValueError: An axis is out of range, or as long as `factors` is not.
+      ValueError: An axis is out of range, or its length is not that of `factors`.
 
     Gradient: that of the quotient and of the product, also with respect to `factors`.
 

@@ -94,7 +94,10 @@ class Bins:
         return np.concatenate([np.zeros(1, np.float32), edges, [np.finfo(np.float32).max]])
 
     def index(self, x: Array) -> Array:
-        """The bins that the magnitudes of `x`, float32, lie in: int32."""
+        """The bins that the magnitudes of `x`, float32, lie in: int32 in its shape.
+
+        0 for zeros; what lies above all edges, infinities and NaNs are in the last bin.
+        """
         magnitude = magnitude_ordinal(x)
         place = ((magnitude - np.uint32(1)) >> np.uint32(self._shift)).astype(jnp.int32)
         index = jnp.clip(
@@ -363,7 +366,7 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
 
 
 def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
-    """What amax is multiplied with; 1 comes first."""
+    """The factors of amax that make the candidates; 1 comes first."""
     if spec.rule == "amax":
         exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
     else:
@@ -391,7 +394,7 @@ def _unit(amax: Array) -> Array:
 
 
 def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
-    """Of the clipped histogram from what quantizing leaves of it."""
+    """The divergence of the clipped histogram from what quantizing leaves of it."""
     low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
     high = high.at[-1].set(jnp.maximum(amax, low[-1]))
     is_kept = low < scale * np.float32(float(element.max_finite))

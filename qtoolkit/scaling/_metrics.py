@@ -206,7 +206,9 @@ def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
 
 
 class Comparison(NamedTuple):
-    """Of an array x that became y. Counts are uint32 scalars; sums are over the elements compared.
+    """What an array x and what became of it, y, have in common, and in what they differ.
+
+    Counts are uint32 scalars; sums are over the elements compared.
 
     Attributes:
       compared: Finite in x and y.
@@ -253,7 +255,7 @@ class Comparison(NamedTuple):
 
 
 def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
-    """Of float32 arrays and a mask in one shape.
+    """Compares float32 arrays x and y; a mask of their shape says which elements saturated.
 
     Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
     x - y are each divided by the power of two of their largest magnitude.

@@ -52,7 +52,10 @@ def added(a: Array, b: Array) -> Array:
 
 
 def _added_across(counts: Array, axis_name: AxisNames) -> Array:
-    """The same over fewer than 2**16 devices; halves of counts, so that no sum wraps."""
+    """The sum of uint32 counts of fewer than 2**16 devices, 2**32 - 1 where it is more.
+
+    16 bits of each are summed at a time, so that no sum wraps.
+    """
     low = lax.psum(counts & np.uint32(0xFFFF), axis_name)
     high = lax.psum(counts >> np.uint32(16), axis_name) + (low >> np.uint32(16))
     total = (high << np.uint32(16)) | (low & np.uint32(0xFFFF))
@@ -78,11 +81,14 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def pytree(kind: Kind) -> Kind:
-    """Registers a dataclass of states as `jax.tree_util.register_dataclass` does, by its name too.
+    """Registers a dataclass as a pytree whose structure is not that of any other class.
 
-    JAX (0.10 to 0.12) takes structures of two dataclasses for equal where their static fields are:
-    those of `MSE` and `Entropy`, so that `jax.jit`, where hashes met, gave a state of the other
-    class. Nodes of one's own are told apart.
+    JAX (0.10 to 0.12) takes structures of two classes from `jax.tree_util.register_dataclass` for
+    equal where their static fields are. Those of `MSE` and `Entropy` are, so that `jax.jit`, where
+    their hashes met, gave a state of the other class. It tells apart nodes of one's own.
+
+    Other dataclasses stay with `register_dataclass`, which flattens in C++ and so is sooner
+    dispatched: no two of them with equal static fields are arguments of one jitted function.
     """
     fields = dataclasses.fields(kind)
     static = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -316,7 +322,8 @@ def start(
     if fmt.zero_point != zero_point:
         has, use = ("a", "MinMax") if fmt.zero_point else ("no", "AbsMax")
         raise ValueError(f"{where}: {fmt.name} has {has} zero point; use {use}")
-    count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))  # one buffer could not be donated
+    # Two arrays: one that is there twice could not be donated.
+    count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
     return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": count, "bad": bad}
 
 

@@ -103,7 +103,7 @@ class QArray:
 
     @property
     def sharding(self) -> Any:
-        """That of the codes."""
+        """The sharding of the codes."""
         return self.codes.sharding
 
     @property
@@ -135,6 +135,9 @@ class QArray:
         Args:
           dtype: float32, float16 or bfloat16; None for that of the array. Infinite where that
             overflows, as a scale that was rounded up may make the largest numbers of float32.
+
+        Returns:
+          `dtype`, in the shape of the array.
 
         Raises:
           TypeError: Another dtype.
@@ -194,7 +197,12 @@ class QArray:
         return views.indexed(self, index)
 
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
-        """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes."""
+        """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes.
+
+        Raises:
+          ValueError: No permutation of the axes; one that moves the last axis of packed codes, or
+            mixes axes that have tensor scales of their own with others.
+        """
         return views.transposed(self, axes)
 
     @property

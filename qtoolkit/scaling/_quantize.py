@@ -70,6 +70,10 @@ def quantize(
       rounding, saturation, key, random_bits, index_offset: As in `encode`, for the elements.
         Integers with a zero point always clamp.
 
+    Returns:
+      A `QArray` of the shape and dtype of `x`: codes in `spec.element.code_dtype`, or packed into
+      uint8; scales in the dtype of `spec.scale`, in the shape `spec.scale_shape(x.shape)`.
+
     Raises:
       TypeError: `x` has another dtype, or is differentiated: use `fake_quantize`.
       ValueError: Unknown `spec` or one that does not fit the shape of `x`; an empty `x`; scales or

@@ -162,7 +162,9 @@ def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array]:
-    """Of scales that are powers of two: the exponent of an element's unit, and which are NaN."""
+    """For scales that are powers of two: e, where an element q stands for q * 2**e, and which of
+    them are NaN.
+    """
     assert spec.scale is not None
     exponent, is_nan = power_from_stored(scale, spec.scale)
     return exponent + np.int32(spec.element_exponent), is_nan

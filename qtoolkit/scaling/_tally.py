@@ -70,7 +70,7 @@ class Tally:
         return self._merged(lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
 
     def merge_across(self, axis_name: AxisNames) -> Self:
-        """That of all devices along mesh axes, as `Observer.merge_across`."""
+        """The sum over all devices along mesh axes, as `Observer.merge_across`."""
         return self._merged(lambda merge, name: merge.across(getattr(self, name), axis_name))
 
     def _merged(self, value: Any) -> Self:
@@ -97,12 +97,12 @@ class Tally:
 
     @property
     def saturated_fraction(self) -> float:
-        """Of all elements."""
+        """How many of all elements were clamped, as a fraction."""
         return float(self.saturated) / max(float(self.elements), 1.0)
 
     @property
     def flushed_fraction(self) -> float:
-        """Of the elements that were finite and not zero."""
+        """How many of the elements that were finite and not zero became zero, as a fraction."""
         return float(self.flushed) / max(float(self.alive), 1.0)
 
     def _sums(self) -> list[float]:
@@ -164,7 +164,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
 
 
 def tally_of(vector: Array) -> Tally:
-    """What a sum of such vectors says: float32[TALLY_SIZE]."""
+    """The tally of a sum of vectors from `tally_vector`."""
     values: dict[str, Any] = {
         name: vector[_STARTS[name] : _STOPS[name]] if size > 1 else vector[_STARTS[name]]
         for name, size in _SIZES.items()
@@ -187,7 +187,7 @@ def _scales_in_use(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> 
 
 
 def _least_and_largest(values: Array) -> list[Array]:
-    """Of finite numbers, infinity and 0 where there are none; in one reduction."""
+    """The least and the largest finite number, by one reduction; infinity and 0 without any."""
 
     def further(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])

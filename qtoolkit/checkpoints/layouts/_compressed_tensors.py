@@ -150,31 +150,46 @@ def _read_bytes(tensors: Tensors, name: str, where: str, block: Sequence[int] | 
 def _read_packed(
     tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
 ) -> Stored:
+    """A weight_packed: FP4 where its bytes are U8, integers where they are words of I32."""
+    if info.dtype == "U8" and len(info.shape) == 2:
+        return _read_fp4(tensors, info, beside, where)
+    if info.dtype == "I32" and len(info.shape) == 2:
+        return _read_integers(tensors, info, beside, where, widths)
+    raise CheckpointError(
+        f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
+        "matrix of I32 or U8; it cannot be read"
+    )
+
+
+def _read_fp4(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> Stored:
+    """MXFP4, or NVFP4 where there is a second scale."""
     name = f"{beside}weight"
     codes = Entry(info.name, info.dtype, info.shape)
-    if info.dtype == "U8" and len(info.shape) == 2:
-        shape = (info.shape[0], 2 * info.shape[1])
-        if beside + _DIVIDED not in tensors:
-            scale = check_entry(tensors, f"{beside}weight_scale", ("U8", "F8_E8M0"), where)
-            return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
-        scale = check_entry(tensors, f"{beside}weight_scale", ("F8_E4M3",), where)
-        second = check_entry(tensors, beside + _DIVIDED, ("F32",), where)
-        return read_groups(
-            name,
-            shape,
-            NVFP4,
-            codes,
-            scale,
-            where,
-            packing="nibbles",
-            second=second,
-            second_divides=True,
-        )
-    if info.dtype != "I32" or len(info.shape) != 2:
-        raise CheckpointError(
-            f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
-            "matrix of I32 or U8; it cannot be read"
-        )
+    shape = (info.shape[0], 2 * info.shape[1])
+    if beside + _DIVIDED not in tensors:
+        scale = check_entry(tensors, f"{beside}weight_scale", ("U8", "F8_E8M0"), where)
+        return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
+    scale = check_entry(tensors, f"{beside}weight_scale", ("F8_E4M3",), where)
+    second = check_entry(tensors, beside + _DIVIDED, ("F32",), where)
+    return read_groups(
+        name,
+        shape,
+        NVFP4,
+        codes,
+        scale,
+        where,
+        packing="nibbles",
+        second=second,
+        second_divides=True,
+    )
+
+
+def _read_integers(
+    tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
+) -> Stored:
+    """Integers in groups: of the first width, (bits, length of a group), that the scales fit."""
+    name = f"{beside}weight"
+    codes = Entry(info.name, info.dtype, info.shape)
     scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
     rows, words = info.shape
     # The numbers in weight_shape are not in the header; its columns follow from words and scales.
@@ -182,7 +197,7 @@ def _read_packed(
         columns = words * 32 // bits
         if scale.shape == (rows, columns // group) and columns % group == 0:
             spec = BlockFormat(
-                element=IntFormatOf[bits], block=(group,), scale=scale_format(scale.dtype)
+                element=_INTEGERS[bits], block=(group,), scale=scale_format(scale.dtype)
             )
             shape = (rows, columns)
             weight = read_groups(name, shape, spec, codes, scale, where, packing="words")
@@ -203,7 +218,7 @@ def _read_packed(
     )
 
 
-IntFormatOf: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
+_INTEGERS: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
 
 
 # Bits and group sizes of packed integers that no config tells; `dequantized` checks the shape.
@@ -245,7 +260,7 @@ def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[i
     for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type") != "int" or bits not in (4, 8) or length in (None, -1):
-            continue  # of the last ones channels have scales
+            continue  # group_size None or -1: a scale for each channel, with no groups to tell
         if type(length) is not int or length < 1:
             raise CheckpointError(
                 f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
