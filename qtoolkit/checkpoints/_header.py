@@ -129,6 +129,9 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorI
     Returns:
       One `TensorInfo` for each, in the order of the data: wide elements first, then by name.
 
+    Raises:
+      CheckpointError: A dtype is none of safetensors', or a tensor ends within a byte.
+
     Examples:
       >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
       >>> [(info.name, info.start, info.stop) for info in placed]
@@ -136,6 +139,17 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorI
     """
     placed: list[TensorInfo] = []
     start = 0
+    tensors = list(tensors)
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPE_BITS:
+            raise CheckpointError(
+                f"tensor {name!a}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+            )
+        if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+            raise CheckpointError(
+                f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "
+                "multiple of 8 bits; pad the last axis"
+            )
     for name, dtype, shape in sorted(tensors, key=lambda t: (-_RANK[t[1]], t[0])):
         stop = start + math.prod(shape) * DTYPE_BITS[dtype] // 8
         placed.append(TensorInfo(name, dtype, shape, start, stop))

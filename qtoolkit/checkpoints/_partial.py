@@ -13,6 +13,7 @@ from typing import Self
 from qtoolkit.checkpoints._header import CheckpointError
 
 PARTIAL = ".qtoolkit-partial"
+_FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 _LONGEST = 200  # bytes of a name, so that there is room for more
 _SMALL = 2**16  # bytes that are written at once: to hand them to the thread takes longer
 _AHEAD = 8  # writes that may wait
@@ -38,31 +39,36 @@ def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
       OSError: It cannot be made.
     """
     name = partial_name(target)
-    descriptor = _open_locked(name, path)
+    opened: list[int] = []  # not a result, which an interrupt as it is returned would lose
     try:
-        os.ftruncate(descriptor, 0)
-        yield descriptor, name
+        _open_locked(name, path, opened)
+        os.ftruncate(opened[0], 0)
+        yield opened[0], name
     finally:
-        with contextlib.suppress(OSError):
-            if is_at(descriptor, name):  # not after it was renamed
+        with contextlib.suppress(OSError, CheckpointError):
+            if not opened:  # an interrupt came between the system's opening it and Python's
+                opened.append(os.open(name, _FLAGS))
+                check_lock(opened[0], path)
+            if is_at(opened[0], name):  # not after it was renamed
                 os.unlink(name)
-        os.close(descriptor)
+        for descriptor in opened:
+            os.close(descriptor)
 
 
-def _open_locked(name: str, path: object) -> int:
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+def _open_locked(name: str, path: object, opened: list[int]) -> None:
+    """Makes the file and locks it; its descriptor is in `opened` as soon as there is one."""
     while True:
         # Not tempfile: its files are private, these get the mode that the umask says.
-        descriptor = os.open(name, flags, 0o666)
+        opened.append(os.open(name, _FLAGS | os.O_CREAT, 0o666))
         try:
-            check_lock(descriptor, path)
+            check_lock(opened[0], path)
             # Whoever held the lock until now may have given the file its final name meanwhile.
-            if is_at(descriptor, name):
-                return descriptor
+            if is_at(opened[0], name):
+                return
         except BaseException:
-            os.close(descriptor)
+            os.close(opened.pop())
             raise
-        os.close(descriptor)
+        os.close(opened.pop())
 
 
 def is_at(descriptor: int, name: str) -> bool:

@@ -19,9 +19,8 @@ def hashed_once(cls: Class) -> Class:
             known = self.__dict__["_hash"] = found(self)
         return known
 
-    def without_hash(
-        self: Any,
-    ) -> dict[str, Any]:  # for pickles: hashes of strings differ by process
+    # For pickles: hashes of strings differ by process.
+    def without_hash(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     for name, method in (("__hash__", kept), ("__getstate__", without_hash)):

@@ -41,6 +41,31 @@ def test_of_two_writers_the_second_fails_at_once_and_the_first_is_not_disturbed(
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("function", ["open", "check_lock", "is_at"])
+def test_an_interrupt_while_the_file_is_opened_leaves_nothing(tmp_path, monkeypatch, function):
+    """Python handles signals when a function has done its work: here, has made or locked it."""
+    module = os if function == "open" else partial_module
+    real, calls = getattr(module, function), []
+
+    def interrupted(*args, **kwargs):
+        result = real(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, interrupted)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            partial_module.partial_file(str(tmp_path / TARGET), TARGET),
+        ):
+            raise AssertionError("not reached")
+    assert calls
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.quick
 def test_what_a_killed_run_left_is_overwritten(tmp_path):
     left = partial_name(str(tmp_path / TARGET))
     with open(left, "wb") as file:

@@ -44,6 +44,13 @@ def test_overwriting_through_a_link_keeps_the_link(tmp_path):
     assert list(load(tmp_path / "real")) == ["x"]
 
 
+def test_layouts_of_what_safetensors_cannot_hold():
+    with pytest.raises(CheckpointError, match=r"'a': got dtype 'F33', expected one of .*F32"):
+        layout([("a", "F33", (3,))])
+    with pytest.raises(CheckpointError, match=r"'a': F4 of shape \(3,\) ends within a byte.*pad"):
+        layout([("a", "F4", (3,))])
+
+
 def test_targets_that_cannot_be(tmp_path):
     with pytest.raises(IsADirectoryError, match="is a folder"):
         save(tmp_path, {}, overwrite=True)
