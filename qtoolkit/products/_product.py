@@ -673,6 +673,8 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     return _times_both(x, jnp.broadcast_to(first, x.shape), jnp.broadcast_to(second, x.shape))
 
 
+# XLA's CPU multiplies matrices and then reshapes. Each round of its simplifications would move that
+# reshape through one of the operations that scale the result, and there are twelve.
 _kept_in_shape = by_platform(
     "kept_in_shape", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
 )
