@@ -200,6 +200,7 @@ class QArray:
         """The axes permuted, as `jax.numpy.transpose` does; blocks go with their axes.
 
         Raises:
+          TypeError: Axes that are no integers.
           ValueError: No permutation of the axes; one that moves the last axis of packed codes, or
             mixes axes that have tensor scales of their own with others.
         """
@@ -217,7 +218,9 @@ class QArray:
         last of them and divides it before and after.
 
         Raises:
-          ValueError: A block would be torn; or codes are packed and the last axis changes.
+          TypeError: Lengths that are no integers.
+          ValueError: Another size; a block would be torn; or codes are packed and the last axis
+            changes.
         """
         return views.reshaped(self, shape)
 
