@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from qtoolkit.casts._affine import settled
 from qtoolkit.casts._bits import (
     FLOAT32_MANTISSA,
     INF,
@@ -59,6 +60,61 @@ def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
     result = jnp.where(stays, magnitude, result)
     result = jnp.where(magnitude > u32(INF), u32(NAN), result)
     return from_pattern(result | (bits & u32(SIGN)), jnp.float32)
+
+
+@elementwise
+def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """`x` * 2**exponent for `x` that may be subnormal, by a few floating-point products.
+
+    XLA's CPU takes subnormal operands and products for zeros. A subnormal `x` is an integer, its
+    pattern, times 2**-149.
+
+    Args:
+      x: float32, any shape.
+      exponent: int32, from -252 to 252, shape of `x`.
+      is_nan: Where the result is NaN.
+
+    Returns:
+      float32, shape of `x`: exact where it is 2**-100 or more. Others are below 2**-100, too.
+    """
+    bits = pattern(x)
+    magnitude = bits & u32(MAGNITUDE)
+    is_subnormal = magnitude < u32(_HIDDEN)
+    steps = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-100)
+    steps = from_pattern(pattern(steps) | (bits & u32(SIGN)), jnp.float32)
+    first, second = _halves(exponent, is_nan)
+    y = jnp.where(is_subnormal, steps, x) * first
+    return jnp.where(is_subnormal, y * np.float32(2.0**-49), y) * second
+
+
+@elementwise
+def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """`x` * 2**exponent as IEEE has it, for `x` of 2**-100 or more: the result may be subnormal.
+
+    Of a subnormal result the steps of 2**-149 are counted: an addition of 2**23 rounds their number
+    to an integer, which is the pattern of the result.
+
+    Args:
+      x, exponent, is_nan: As in `times_from_subnormal`. `x` may be 0.
+    """
+    bits = pattern(x)
+    first, second = _halves(exponent, is_nan)
+    steps = from_pattern(bits & u32(MAGNITUDE), jnp.float32) * np.float32(2.0**100)
+    steps = steps * first * np.float32(2.0**49) * second
+    whole = pattern(steps + np.float32(_HIDDEN)) - np.float32(_HIDDEN).view(np.uint32)
+    subnormal = from_pattern(whole | (bits & u32(SIGN)), jnp.float32)
+    # `settled`, or XLA takes the product of the halves first where they are the same everywhere.
+    return jnp.where(steps < np.float32(_HIDDEN), subnormal, settled(x * first) * second)
+
+
+def _halves(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two normal numbers whose product is 2**exponent; the first one is NaN where `is_nan`."""
+    half = exponent >> np.int32(1)
+    first, second = (
+        lax.bitcast_convert_type((part + np.int32(127)) << np.int32(FLOAT32_MANTISSA), jnp.float32)
+        for part in (half, exponent - half)
+    )
+    return jnp.where(is_nan, np.float32(np.nan), first), second
 
 
 @elementwise

@@ -38,7 +38,9 @@ from qtoolkit.casts._powers import (
     floor_log2,
     nearest_power_of_two,
     power_of_two,
+    times_from_subnormal,
     times_power_of_two,
+    times_to_subnormal,
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
 from qtoolkit.casts._random import key_words
@@ -120,7 +122,9 @@ __all__ = [
     "round_values",
     "rounded_to",
     "settled",
+    "times_from_subnormal",
     "times_power_of_two",
+    "times_to_subnormal",
     "to_stored",
     "values_of",
     "varying_alike",

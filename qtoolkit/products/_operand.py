@@ -272,7 +272,10 @@ def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
 
 
 def _sign_key(transform: Hadamard) -> Array | None:
-    return None if transform.seed is None else jax.random.key(transform.seed)
+    if transform.seed is None:
+        return None
+    with jax.ensure_compile_time_eval():
+        return jax.random.key(transform.seed)
 
 
 def _mixed(key: Array | None, x: Array) -> Array:

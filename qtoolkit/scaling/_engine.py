@@ -23,12 +23,14 @@ from qtoolkit.casts.internal import (
     exact_float32,
     from_magnitude_ordinal,
     in_dtype,
-    is_zero,
     kept_from_zero,
+    magnitude_ordinal,
     on_cpu,
     product,
     quotient,
     round_values,
+    times_from_subnormal,
+    times_to_subnormal,
     values_of,
 )
 from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat
@@ -40,7 +42,6 @@ from qtoolkit.scaling._scales import (
     exponents,
     factors,
     scale_from,
-    shifted,
     tensor_scale_from,
 )
 
@@ -75,19 +76,30 @@ def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
 
 
 def find_scales(
-    x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN, *, holds_nan: bool | None = None
+    x: Array, spec: BlockFormat, given: Scales = NOT_GIVEN
 ) -> tuple[Scales, Array | None]:
     """The scales of `x`, and which blocks have an amax above zero.
 
     Args:
       given: Scales that are used as they are.
-      holds_nan: Whether a NaN stays that of its own element. If not, it makes the scale of its
-        block NaN. None: where the element format has a NaN.
 
     Returns:
-      scales: As stored.
+      scales: As stored. A NaN stays that of its own element where the element format has one;
+        else it makes the scale of its block NaN.
       nonzero: bool, a place for each block in an array that broadcasts to the view. None where
         scales were given, where there are none, and where there are zero points.
+    """
+    scales, largest = _found(x, spec, given, holds_nan=spec.element.has_nan)
+    return scales, None if largest is None else _above_zero(largest)
+
+
+def _found(
+    x: Array, spec: BlockFormat, given: Scales, *, holds_nan: bool
+) -> tuple[Scales, Array | None]:
+    """`find_scales`, with the `largest_ordinal` of each block in place of `nonzero`.
+
+    Args:
+      holds_nan: Whether a NaN stays that of its own element.
     """
     if spec.scale is None or given.scale is not None:
         return given, None
@@ -96,14 +108,13 @@ def find_scales(
     if spec.zero_point:
         scale, zero_point = asymmetric(*_range(exact_float32(view), blocks.places), spec)
         return Scales(blocks.gather(scale), None, blocks.gather(zero_point)), None
-    nan_wins = not (spec.element.has_nan if holds_nan is None else holds_nan)
-    largest = largest_ordinal(view, blocks.places, nan_wins=nan_wins)
+    largest = largest_ordinal(view, blocks.places, nan_wins=not holds_nan)
     amax = exact_float32(from_magnitude_ordinal(largest, view.dtype))
     tensor_scale = given.tensor_scale
     if spec.tensor_scale is not None and tensor_scale is None:
-        tensor_scale = tensor_scale_from(_tensor_amax(x, amax), spec)
-    scale = blocks.gather(scale_from(amax, spec, tensor_scale))
-    return Scales(scale, tensor_scale), _above_zero(largest)
+        found = _amax_of_all(largest, x.dtype) if holds_nan else _tensor_amax(x, amax)
+        tensor_scale = tensor_scale_from(found, spec)
+    return Scales(blocks.gather(scale_from(amax, spec, tensor_scale)), tensor_scale), largest
 
 
 def block_codes(
@@ -164,24 +175,23 @@ def operand_values(
       q: Shape and dtype of `x`.
       scales: As stored.
     """
-    scales, nonzero = find_scales(x, spec, given, holds_nan=True)
+    scales, largest = _found(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
 
     def everything() -> Array:
         elements = _elements(x, blocks, projection, scales)
-        return blocks.join(_of_elements(_operands, elements, spec, scales, blocks))
+        return blocks.join(_of_elements(_operands, elements, spec, scales, blocks, is_short=True))
 
-    # Without scales nothing is divided; by powers of two `_of_elements` divides in a branch itself.
-    if spec.has_powers or scales.scale is None:
+    if scales.scale is None:  # nothing is divided
         return everything(), scales
-    if nonzero is None:
-        nonzero = ~is_zero(effective(scales.scale, scales.tensor_scale, spec))
+    if largest is None:
+        largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
     # On CPU in a branch, so that q is in memory before anything reads it. An optimization barrier
     # is gone before XLA fuses there: every product and every transposed copy that reads q would
     # repeat the rounding, and the division by the scale, which XLA does not repeat, would go
     # through memory (a training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch,
     # 1.45 unrounded). The other branch, taken where all finite elements are zero, gives the same.
-    is_zero_on_cpu = on_cpu() & ~_any(nonzero)
+    is_zero_on_cpu = on_cpu() & (_max_of_all(largest) == 0)
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 
 
@@ -190,9 +200,9 @@ def _above_zero(x: Array) -> Array:
     return x > 0
 
 
-def _any(x: Array) -> Array:
-    """Whether one is true; for one element XLA would compile a reduction."""
-    return x.reshape(()) if _is_one(x) else jnp.any(x)
+def _max_of_all(x: Array) -> Array:
+    """The maximum, a scalar; for one element XLA would compile a reduction."""
+    return x.reshape(()) if _is_one(x) else lax.reduce_max(x, tuple(range(x.ndim)))
 
 
 def _is_one(x: Array) -> bool:
@@ -210,7 +220,8 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
     """float32 `q * scale`, of what `operand_values` gave."""
     blocks = blocks_of(q, spec)
-    return blocks.join(_of_elements(_unscaled, blocks.split(q), spec, scales, blocks))
+    view = blocks.split(q)
+    return blocks.join(_of_elements(_unscaled, view, spec, scales, blocks, is_short=True))
 
 
 def scaled_and_unscaled(
@@ -219,7 +230,7 @@ def scaled_and_unscaled(
     """`scaled_values` of `x` and `unscaled_values` of `q`, by one spreading of the scales."""
     blocks = blocks_of(x, spec)
     views = blocks.split(x), blocks.split(q)
-    u, y = _of_elements(_scaled_and_unscaled, views, spec, scales, blocks)
+    u, y = _of_elements(_scaled_and_unscaled, views, spec, scales, blocks, is_short=True)
     return blocks.join(u), blocks.join(y)
 
 
@@ -369,6 +380,8 @@ def _of_elements(
     scales: Scales,
     blocks: Blocks,
     nonzero: Array | None = None,
+    *,
+    is_short: bool = False,
 ) -> Made:
     """`compute(elements, spec, divide, multiply)`, by the scales of the elements' blocks.
 
@@ -376,11 +389,13 @@ def _of_elements(
     CPU: float products where all of them are exact, integer arithmetic on exponents elsewhere. XLA
     writes to memory what enters and leaves a branch. So `compute` takes the elements in their own
     dtype and gives the result in its own: MXFP8 of bfloat16 took 4.7 times as long with float32 on
-    both sides.
+    both sides. A product takes its operands by the second branch alone, which is compiled in a
+    third of the time: beside the product itself the half more that it takes to run is little.
 
     Args:
       elements: A pytree of arrays in the shape of the view.
       nonzero: As `find_scales` gives it: scales of blocks of zeros need not be exact.
+      is_short: Whether a short program matters more than a fast one.
     """
     shape = jax.tree.leaves(elements)[0].shape
 
@@ -395,6 +410,8 @@ def _of_elements(
     if not spec.has_powers:
         return by(_by_scale, blocks.spread(effective(scales.scale, scales.tensor_scale, spec)))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
+    if is_short:
+        return by(_by_exponent, exponent, is_nan)
     down, up = factors(exponent, is_nan)
     safe = are_safe(exponent, spec) | is_nan
     all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
@@ -427,8 +444,8 @@ def _by_exponent(
     return compute(
         elements,
         spec,
-        lambda x: shifted(x, -exponent, is_nan),
-        lambda q: shifted(q, exponent, is_nan),
+        lambda x: times_from_subnormal(x, -exponent, is_nan),
+        lambda q: times_to_subnormal(q, exponent, is_nan),
     )
 
 
@@ -443,6 +460,11 @@ def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
     ends = (f(finite, axis=axes, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
     lowest, largest = (jnp.where(poison, np.float32(np.nan), end) for end in ends)
     return lowest, largest
+
+
+def _amax_of_all(largest: Array, dtype: DTypeLike) -> Array:
+    """The largest amax, none of which is NaN: of their `largest_ordinal`; float32, a scalar."""
+    return exact_float32(from_magnitude_ordinal(_max_of_all(largest), dtype))
 
 
 def _tensor_amax(x: Array, amax: Array) -> Array:

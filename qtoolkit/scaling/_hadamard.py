@@ -72,14 +72,21 @@ def hadamard_transform(
             f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[axis]}, "
             f"expected a multiple of block={block}; pad it with zeros or use a shorter block"
         )
-    return _transformed_jitted(x, key, int(block), axis % x.ndim, bool(inverse))
+    signs = None if key is None else random_signs(key, int(block))
+    return _transformed_jitted(x, signs, int(block), axis % x.ndim, bool(inverse))
+
+
+def random_signs(key: jax.Array, block: int) -> jax.Array:
+    """float32[block]; where the key is known, a constant of the program that is traced."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.rademacher(key, (block,), jnp.float32)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _transformed(
-    x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool
+    x: jax.Array, signs: jax.Array | None, block: int, axis: int, inverse: bool
 ) -> jax.Array:
-    y = _summed(settled(exact_float32(x)), key, block, axis, inverse)
+    y = _summed(settled(exact_float32(x)), signs, block, axis, inverse)
     return in_dtype(product(y, np.float32(1 / math.sqrt(block))), x.dtype)
 
 
@@ -87,25 +94,24 @@ def _transformed(
 def _transformed_jvp(
     block: int, axis: int, inverse: bool, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    (x, key), (x_dot, _) = primals, tangents
-    y_dot = _summed(x_dot.astype(jnp.float32), key, block, axis, inverse)
+    (x, signs), (x_dot, _) = primals, tangents
+    y_dot = _summed(x_dot.astype(jnp.float32), signs, block, axis, inverse)
     y_dot = (y_dot * np.float32(1 / math.sqrt(block))).astype(x.dtype)
-    return _transformed_jitted(x, key, block, axis, inverse), y_dot
+    return _transformed_jitted(x, signs, block, axis, inverse), y_dot
 
 
 _transformed_jitted = jax.jit(_transformed, static_argnums=(2, 3, 4))
 
 
-def _summed(x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse: bool) -> jax.Array:
+def _summed(
+    x: jax.Array, signs: jax.Array | None, block: int, axis: int, inverse: bool
+) -> jax.Array:
     """The transform of float32 before it is divided by sqrt(block)."""
     before, after = (*x.shape[:axis], x.shape[axis] // block), x.shape[axis + 1 :]
     y = x.reshape(*before, block, *after)
-    signs = jnp.ones((), jnp.float32)
-    if key is not None:
-        signs = jax.random.rademacher(key, (block,), jnp.float32)
-    signs = signs.reshape(*signs.shape, *(1,) * len(after))
-    if not inverse:
-        y = y * _ranked(signs, y.ndim)
+    factors = None if signs is None else signs.reshape(block, *(1,) * len(after))
+    if factors is not None and not inverse:
+        y = y * _ranked(factors, y.ndim)
     halvings = block.bit_length() - 1
     y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
     for at in range(len(before), len(before) + halvings):
@@ -113,8 +119,8 @@ def _summed(x: jax.Array, key: jax.Array | None, block: int, axis: int, inverse:
         # What is stacked is written out: fused, each step would compute those before it twice.
         y = jnp.stack([first + second, first - second], at)
     y = y.reshape(*before, block, *after)
-    if inverse:
-        y = y * _ranked(signs, y.ndim)
+    if factors is not None and inverse:
+        y = y * _ranked(factors, y.ndim)
     return y.reshape(x.shape)
 
 

@@ -170,11 +170,6 @@ def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array
     return exponent + np.int32(spec.element_exponent), is_nan
 
 
-def shifted(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
-    """`x` * 2**exponent in float32 as IEEE has it, NaN where `is_nan`; both broadcast."""
-    return jnp.where(is_nan, np.float32(np.nan), times_power_of_two(x, exponent))
-
-
 def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
     """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`.
 
