@@ -99,8 +99,8 @@ def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> 
     """
     bits = pattern(x)
     first, second = _halves(exponent, is_nan)
-    steps = from_pattern(bits & u32(MAGNITUDE), jnp.float32) * np.float32(2.0**100)
-    steps = steps * first * np.float32(2.0**49) * second
+    steps = from_pattern(bits & u32(MAGNITUDE), jnp.float32) * np.float32(2.0**75)
+    steps = steps * first * np.float32(2.0**74) * second
     whole = pattern(steps + np.float32(_HIDDEN)) - np.float32(_HIDDEN).view(np.uint32)
     subnormal = from_pattern(whole | (bits & u32(SIGN)), jnp.float32)
     # `settled`, or XLA takes the product of the halves first where they are the same everywhere.

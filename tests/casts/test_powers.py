@@ -13,7 +13,9 @@ from qtoolkit.casts.internal import (
     from_stored,
     is_zero,
     power_of_two,
+    times_from_subnormal,
     times_power_of_two,
+    times_to_subnormal,
     to_stored,
 )
 
@@ -56,6 +58,41 @@ def test_products_with_powers_of_two_are_rounded_once(jit):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
         numbers = ~np.isnan(x)
         np.testing.assert_array_equal(_bits(got)[numbers], _bits(expected)[numbers])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("exponent", [-173, -127, -126, -24, -1, 0, 23, 127, 128, 173])
+def test_short_products_with_powers_of_two(exponent):
+    """Oracle: float64. By an exponent for each element and, what XLA simplifies, one for all."""
+    x = _numbers()
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        product = np.ldexp(x.astype(np.float64), exponent)
+        expected = product.astype(np.float32)
+    small = np.abs(product) < 2.0**-100
+    holds = ~np.isnan(x) & ((np.abs(x) >= 2.0**-100) | (x == 0))
+    for shape in (x.shape, (1,)):
+        given = np.full(shape, exponent, np.int32)
+
+        def both(x, exponent):
+            exponent = jnp.broadcast_to(exponent, x.shape)
+            wanted = x, exponent, jnp.zeros(x.shape, bool)
+            return times_from_subnormal(*wanted), times_to_subnormal(*wanted)
+
+        first, second = map(np.asarray, jax.jit(both)(x, given))
+        for got in (first, second):
+            assert np.isnan(got[np.isnan(x)]).all()
+        exact = ~np.isnan(x) & ~small
+        np.testing.assert_array_equal(_bits(first)[exact], _bits(expected)[exact])
+        assert (np.abs(first[small]) < 2.0**-100).all()
+        np.testing.assert_array_equal(np.signbit(first[small]), np.signbit(x[small]))
+        np.testing.assert_array_equal(_bits(second)[holds], _bits(expected)[holds])
+
+
+def test_a_power_that_is_nan_makes_every_product_nan():
+    x = np.array([0.0, 1e-45, 1.0, np.inf, -3e38], np.float32)
+    for function in (times_from_subnormal, times_to_subnormal):
+        got = jax.jit(function)(x, np.zeros(5, np.int32), np.ones(5, bool))
+        assert np.isnan(got).all(), function
 
 
 def test_exponent_and_fraction_are_those_of_frexp():

@@ -25,6 +25,7 @@ from blocks_oracle import (
 from casts_oracle import ROUNDINGS, SATURATIONS
 
 import qtoolkit as qt
+from qtoolkit.scaling.internal import operand_values, unscaled_values
 
 MX = [name for name in PRESETS if name.startswith("mx")]
 TILES = ("deepseek_128x128", "deepseek_128x128_e8m0")
@@ -210,6 +211,26 @@ def test_mx_by_the_scales_of_every_rule(name):
     for rule in POWER_RULES:
         expected = quantize(x, dataclasses.replace(blocks, rule=rule))
         assert_quantized(run(x, jnp.asarray(expected.scale)), x, expected, rule)
+
+
+@pytest.mark.parametrize("name", MX)
+def test_operands_of_products_are_the_same_elements(name):
+    """Products compute by a shorter program: its elements and their products with the scales."""
+    blocks = PRESETS[name]
+    spec = blocks.as_format()
+    x = stress(blocks, "float32", *RANGES["float32"], every=3)
+    x = x[np.isfinite(x).all(axis=1)]
+    expected = quantize(x, blocks)
+
+    @jax.jit
+    def run(x):
+        q, scales = operand_values(x, spec)
+        return qt.encode(q, spec.element), scales.scale, unscaled_values(q, spec, scales)
+
+    codes, scale, values = run(x)
+    same_numbers(codes, expected.codes, name)
+    same_numbers(scale, expected.scale, name)
+    same_numbers(values, expected.dequantize(np.float32), name)
 
 
 @pytest.mark.sample(1)
