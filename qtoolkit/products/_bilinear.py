@@ -23,7 +23,7 @@ class Axes(NamedTuple):
       contracted: Those that are summed over.
       kept: Those of the result that the other operand does not have.
       fixed: Those along which a transform of both operands would change the product: an axis that
-        is summed in groups, or one that the other operand does not have.
+        is summed in groups, or one that the other operand does not have, or has with length 1.
     """
 
     contracted: tuple[int, ...]
@@ -186,9 +186,11 @@ class Einsum:
         of_a, of_b = ([x for x in labels if x not in joint and x in out] for labels in (a, b))
         alone = set(summed) - joint
         twice = {label for labels in (a, b) for label in labels if labels.count(label) > 1}
+        lengths = {*zip(a, lhs, strict=True), *zip(b, rhs, strict=True)}
+        broadcast = {label for label in joint if sum(one == label for one, _ in lengths) > 1}
 
         def axes(labels: str, contracted: list[str], kept: list[str]) -> Axes:
-            fixed = (i for i, label in enumerate(labels) if label in alone | twice)
+            fixed = (i for i, label in enumerate(labels) if label in alone | twice | broadcast)
             return Axes(_places(labels, contracted), _places(labels, kept), frozenset(fixed))
 
         return axes(a, summed, of_a), axes(b, summed, of_b), axes(out, of_b, of_a)

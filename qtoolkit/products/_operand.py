@@ -195,16 +195,14 @@ def cut(
     """`operand` for an array of that shape whose `axes` are those of its product."""
     if operand is None:
         return Cut(None, None, axis_names)
-    rank = len(shape)
-    along = axes.contracted[-1:] or ((rank - 1,) if rank else ())
     fmt = operand.spec
-    if fmt.block and fmt.axes is None:
-        places = (*axes.kept, *along)[-len(fmt.block) :] if len(fmt.block) > 1 else along
-        fmt = dataclasses.replace(
-            fmt, block=fmt.block[-len(places) :] if places else (), axes=places
-        )
-    if fmt.block and not rank:
-        fmt = dataclasses.replace(fmt, block=(), axes=(), other_axes=None)
+    if not shape:
+        fmt = dataclasses.replace(fmt, block=(), axes=None, other_axes=None)
+    elif fmt.block and fmt.axes is None:
+        along = axes.contracted[-1:] or (len(shape) - 1,)
+        kept = tuple(axis for axis in axes.kept if axis not in along)
+        places = (*kept, *along)[-len(fmt.block) :]
+        fmt = dataclasses.replace(fmt, block=fmt.block[-len(places) :], axes=places)
     if fmt.axes is not None:
         fmt = _clipped(fmt, shape)
     axis = axes.transformed if operand.transform is not None else None

@@ -242,6 +242,8 @@ class _Plan:
     def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
         """How the cotangent is cut in the product that gives the gradient of one side."""
         *_, of_out = self.function.axes(lhs.shape, rhs.shape)
+        if 0 in cotangent.shape:  # nothing to round, and no scale for it
+            return self._cut(None, of_out, cotangent)
         if side:
             return self._cut(self.recipe.wgrad[1], of_out.turned(), cotangent)
         return self._cut(self.recipe.dgrad[0], of_out, cotangent)

@@ -368,13 +368,14 @@ class Recipe:
           arithmetic, axis_names: See above.
 
         Raises:
-          ValueError: An unknown format, or a transform that only one operand of a product has.
+          ValueError: An unknown format; a transform that only one operand of a product has; a scale
+            of a cotangent that would be learned or calibrated.
           TypeError: An argument of another kind.
         """
         lhs, rhs = _pair("forward", forward)
         if gradient is _UNSET:
             has_blocks = lhs is not None and lhs.spec.block != ()
-            gradient = lhs if has_blocks and lhs == rhs else _GRADIENT
+            gradient = _current(lhs) if has_blocks and lhs == rhs else _GRADIENT
         cotangent = _operand("gradient", gradient)
         pairs = {
             "forward": (lhs, rhs),
@@ -382,7 +383,7 @@ class Recipe:
             "wgrad": (lhs, cotangent) if wgrad is _UNSET else _pair("wgrad", wgrad),
         }
         self._check_transforms(pairs)
-        self._check_learned(pairs)
+        self._check_kept_scales(pairs)
         self._check_histories(pairs)
         if arithmetic not in ARITHMETIC:
             raise ValueError(
@@ -428,8 +429,10 @@ class Recipe:
             )
 
     @staticmethod
-    def _check_learned(pairs: dict[str, Pair]) -> None:
-        """What is learned belongs to a forward product; its derivatives take the same operand."""
+    def _check_kept_scales(pairs: dict[str, Pair]) -> None:
+        """What is learned or calibrated belongs to a forward product. Of what is learned the
+        derivatives take the same operand.
+        """
         lhs, rhs = pairs["forward"]
         for name, place, forward in (("dgrad", 1, rhs), ("wgrad", 0, lhs)):
             given = pairs[name][place]
@@ -443,6 +446,11 @@ class Recipe:
         if any(o is not None and o.is_learned for o in cotangents):
             raise ValueError(
                 "Recipe: a cotangent has Learned scaling, expected it for lhs or rhs of forward"
+            )
+        if any(o is not None and o.scaling == Static() for o in cotangents):
+            raise ValueError(
+                "Recipe: a cotangent has Static() scaling, which nobody calibrates, expected "
+                "Current() or Delayed(), or Static with a number"
             )
 
     @property
@@ -574,15 +582,23 @@ class Recipe:
 
     def frozen(self) -> "Recipe":
         """The same with a calibrated scale wherever one for a whole tensor of lhs or rhs would
-        follow from the step, or from those before; also for their use in dgrad and wgrad.
+        follow from the step, or from those before; also for their use in dgrad and wgrad. Not of
+        cotangents, whose scales stay current: nobody calibrates them.
         """
         calibrated = [o for o in self.forward if o is not None and is_calibratable(o)]
 
-        def static(operand: Operand) -> Operand:
-            is_one = operand in calibrated
-            return dataclasses.replace(operand, scaling=Static()) if is_one else operand
+        def static(operand: Operand | None) -> Operand | None:
+            if operand is None or operand not in calibrated:
+                return operand
+            return dataclasses.replace(operand, scaling=Static())
 
-        return self.mapped(static).without_state()
+        lhs, rhs = self.forward
+        return dataclasses.replace(
+            self,
+            forward=(static(lhs), static(rhs)),
+            dgrad=(_current(self.dgrad[0]), static(self.dgrad[1])),
+            wgrad=(static(self.wgrad[0]), _current(self.wgrad[1])),
+        ).without_state()
 
     def mapped(self, function: Callable[[Operand], Operand]) -> "Recipe":
         """The same with `function` of each operand that is not wide."""
@@ -594,6 +610,13 @@ class Recipe:
         return dataclasses.replace(
             self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
         )
+
+
+def _current(operand: Operand | None) -> Operand | None:
+    """The same, with a current scale in place of a calibrated one."""
+    if operand is None or operand.scaling != Static():
+        return operand
+    return dataclasses.replace(operand, scaling=Current())
 
 
 def is_calibratable(operand: Operand) -> bool:

@@ -145,6 +145,18 @@ def test_second_scales_are_frozen():
     np.testing.assert_array_equal(call(frozen, x)[0], call(frozen, others)[0])
 
 
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int8", "nvfp4"])
+def test_frozen_models_scale_cotangents_by_themselves(fmt):
+    """Of the format that the operands have; but nobody has calibrated them."""
+    layer = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), qt.Recipe(fmt, fmt))
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [x]))
+    for size in (1e-4, 1.0, 1e4):
+        grads = [nnx.grad(lambda m, k=size: (jnp.sin(m(x)) * k).sum())(m) for m in (layer, frozen)]
+        for one, expected in zip(*map(jax.tree.leaves, grads), strict=True):
+            np.testing.assert_array_equal(one, expected)
+
+
 def test_layers_that_were_not_calibrated_are_named(wrapped, found):
     every = qt.nnx.wrap(Net(), INT8)
     found = qt.nnx.calibrate(every, BATCHES)

@@ -243,6 +243,49 @@ def test_recipes_are_frozen_data():
         Recipe("fp8")
 
 
+@pytest.mark.parametrize("name", ["te_current", "token_scaled", "mxfp8", "nvfp4", "deepseek_v3"])
+def test_vectors_and_numbers(name):
+    """Cotangents of rank 0, and of an axis that is kept and not summed: one scale, blocks once."""
+    recipe, key = getattr(qt.recipes, name), jax.random.key(0)
+    x, v = (jnp.asarray(draw(4, 16, seed=seed)) for seed in (0, 1))
+    for subscripts, lhs, rhs in (
+        ("i,i->", x[0], v[0]),
+        ("i,j->ij", x[0], v[0]),
+        ("ij,jk->k", x, v.T),
+        ("ij,j->i", x, v[0]),
+        (",i->i", x[0, 0], v[0]),
+    ):
+
+        def out(lhs, rhs, subscripts=subscripts):
+            return einsum(subscripts, lhs, rhs, recipe=recipe, key=key).sum()
+
+        got = jax.grad(out, (0, 1))(lhs, rhs)
+        plain = jax.grad(lambda *xs, s=subscripts: jnp.einsum(s, *xs).sum(), (0, 1))(lhs, rhs)
+        for one, expected in zip(got, plain, strict=True):  # e2m1 of 16 normal numbers
+            np.testing.assert_allclose(one, expected, atol=0.35 * np.abs(expected).max())
+
+
+def test_a_convolution_without_a_result_has_zero_gradients():
+    x, kernel = jnp.ones((2, 3, 5)), jnp.ones((4, 5, 6))  # the window is longer than the input
+
+    def loss(x, kernel, recipe):
+        numbers = ("NHC", "HIO", "NHC")
+        options = {"dimension_numbers": numbers, "recipe": recipe}
+        return conv_general_dilated(x, kernel, (1,), "VALID", **options).sum()
+
+    for recipe in (qt.recipes.te_current, qt.recipes.mxfp8, qt.recipes.token_scaled):
+        assert not any(g.any() for g in jax.grad(loss, (0, 1))(x, kernel, recipe))
+
+
+def test_no_transform_along_an_axis_that_one_operand_broadcasts():
+    """Of float32 numbers from -1 to 1 the transform is exact: the product is the plain one."""
+    operand = qt.Operand("float32", transform=qt.products.Hadamard(4))
+    numbers = np.random.default_rng(0).integers(-1, 2, (7, 4)).astype(np.float32)
+    lhs, rhs = jnp.asarray(numbers[:3, :1]), jnp.asarray(numbers[3:])
+    got = einsum("ij,jk->ik", lhs, rhs, recipe=Recipe(operand, operand))
+    np.testing.assert_array_equal(got, jnp.einsum("ij,jk->ik", lhs, rhs))
+
+
 def test_errors():
     x = jnp.ones((2, 2), jnp.float32)
     with pytest.raises(TypeError, match=r"dot_general: x has dtype int32, expected float32"):
@@ -257,6 +300,8 @@ def test_errors():
         dot_general(x, x, MATMUL, preferred_element_type=jnp.int32)
     with pytest.raises(TypeError, match=r"preferred_element_type is float8_e5m2, expected"):
         dot_general(x, x, MATMUL, preferred_element_type=jnp.float8_e5m2)
+    with pytest.raises(ValueError, match=r"a cotangent has Static\(\) scaling, which nobody"):
+        Recipe("e4m3fn", qt.Operand("e4m3fn", scaling=qt.products.Static()))
     with pytest.raises(TypeError, match=r"contracting dimensions to have the same shape"):
         dot_general(jnp.ones((2, 3)), x, MATMUL)
 
