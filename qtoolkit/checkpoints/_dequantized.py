@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._saved import saved_arrays
 from qtoolkit.checkpoints._source import Folder, Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
@@ -132,10 +133,11 @@ def dequantized(source: Source) -> Source:
         _check_all_read(source, stored, where, layout)
     else:
         _check_not_others(source)
-        stored = {}
-        found = []
+        stored, own = saved_arrays(source.metadata, source.tensors, where)
+        others = {name: info for name, info in source.tensors.items() if name not in own}
+        found = ["plain"] if stored else []
         for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
-            read = LAYOUTS[name].read({}, source.tensors, where)
+            read = LAYOUTS[name].read({}, others, where)
             found += [name] if any(weight not in stored for weight in read) else []
             stored = read | stored
         layout = found[0] if found else ""

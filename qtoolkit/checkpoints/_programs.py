@@ -37,7 +37,7 @@ def exceeds(x: np.ndarray, spec: BlockFormat) -> np.ndarray:
     """Which elements are finite and larger than the largest number of the element format."""
     with np.errstate(invalid="ignore"):  # of NaN
         size = np.abs(x.astype(np.float32))
-        return np.isfinite(size) & (size > spec.element.max_finite)
+        return np.isfinite(size) & (size > np.float32(float(spec.element.max_finite)))
 
 
 class Encoded(NamedTuple):

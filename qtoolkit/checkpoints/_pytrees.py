@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS
 from qtoolkit.checkpoints._storage import Path
-
-ARRAYS_KEY = "qtoolkit_arrays"
-_SCALES = ("scale", "tensor_scale", "zero_point")
+from qtoolkit.checkpoints._stored import Stored
 
 
 def save(
@@ -215,7 +214,7 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     if array.packed_size is None and dtype is not None and _is_known(dtype, codes.dtype.itemsize):
         codes = codes.view(dtype)
     entries = {name: codes}
-    for field in _SCALES:
+    for field in PARTS:
         if getattr(array, field) is not None:
             entries[f"{name}_{field}"] = getattr(array, field)
     about = {
@@ -264,7 +263,7 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
             f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
             "model again"
         ) from error
-    parts = {f"{name}_{field}" for name in found for field in _SCALES}
+    parts = {f"{name}_{field}" for name in found for field in PARTS}
     return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
 
 
@@ -279,7 +278,7 @@ def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> d
     kept = {
         name: one
         for name, one in about.items()
-        if name not in changed and not any(f"{name}_{field}" in changed for field in _SCALES)
+        if name not in changed and not any(f"{name}_{field}" in changed for field in PARTS)
     }
     others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
     return others | ({ARRAYS_KEY: _text(kept)} if kept else {})
@@ -294,7 +293,7 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
     spec = spec_from_json(about["spec"])
     packed = about["packed_size"]
     codes = arrays[name].view(np.uint8 if packed is not None else spec.element.code_dtype)
-    scales = {field: arrays.get(f"{name}_{field}") for field in _SCALES}
+    scales = {field: arrays.get(f"{name}_{field}") for field in PARTS}
     return QArray(
         jnp.asarray(codes),
         spec=spec,
@@ -320,25 +319,50 @@ def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[s
 
 
 def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
-    """A `QArray` of codes and float32 scales, one in all or one for each index of an axis; None
-    where they are others.
+    """A `QArray` of codes and float32 scales as the layout "plain" has them; None for others.
+
+    Raises:
+      CheckpointError: The scales belong to no blocks of the codes.
     """
     import jax.numpy as jnp
 
+    from qtoolkit.checkpoints.layouts import LAYOUTS
     from qtoolkit.formats import BlockFormat, format
     from qtoolkit.scaling import QArray
 
     if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
         return None
+    infos = {
+        name: TensorInfo(name, DTYPE_OF[x.dtype.name], x.shape, 0, x.nbytes)
+        for name, x in (("codes", codes), ("codes_scale", scale))
+    }
+    (stored,) = LAYOUTS["plain"].read({}, infos, "load").values()
     element = format(codes.dtype)
     if scale.size == 1:
         spec, shape = BlockFormat.tensor(element), (1,) * codes.ndim
     else:
-        axes = [axis for axis, n in enumerate(scale.shape) if n > 1]
-        if len(axes) > 1 or scale.ndim != codes.ndim:
-            return None
-        spec, shape = BlockFormat.channel(element, axes[0]), scale.shape
+        shape = scale.shape + (1,) * (codes.ndim - scale.ndim)  # [o] of [o, i]
+        lengths = _block_lengths(codes.shape, shape, stored)
+        outputs = [axis for axis, length in enumerate(lengths) if length == 1]
+        is_whole = all(length in (1, n) for n, length in zip(codes.shape, lengths, strict=True))
+        if is_whole and len(outputs) == 1:
+            spec = BlockFormat.channel(element, outputs[0])
+        else:
+            spec = BlockFormat(element=element, block=lengths, axes=tuple(range(codes.ndim)))
     dtype = getattr(wanted, "dtype", np.dtype("float32"))
     return QArray(
         jnp.asarray(codes.view(np.uint8)), jnp.asarray(scale.reshape(shape)), spec, dtype=dtype
+    )
+
+
+def _block_lengths(
+    shape: tuple[int, ...], counts: tuple[int, ...], stored: Stored
+) -> tuple[int, ...]:
+    """The length of a block along each axis, of which there are so many."""
+    _, rows, columns = stored.matrices
+    tiles = stored.spec.block_lengths((rows, columns))
+    partial = {len(shape) - 2: tiles[0], len(shape) - 1: tiles[1]}
+    return tuple(
+        n if count == 1 else 1 if count == n else partial[axis]
+        for axis, (n, count) in enumerate(zip(shape, counts, strict=True))
     )

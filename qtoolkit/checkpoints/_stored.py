@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointError, shown
-from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.formats import BlockFormat
 
 Packing = Literal["bytes", "nibbles", "words"]
 ReadBytes = Callable[[str, int, memoryview], None]
@@ -213,17 +213,7 @@ def _numbers(scale: np.ndarray, spec: BlockFormat) -> np.ndarray:
 
 def _code_values(spec: BlockFormat) -> np.ndarray:
     """The float32 value of every code of an element format of at most eight bits."""
-    element = spec.element
-    unit = np.float32(2.0**spec.element_exponent)
-    codes = np.arange(2**element.bits, dtype=np.uint8)
-    if isinstance(element, IntFormat):
-        values = codes.astype(np.int32)
-        if element.signed:
-            values = np.where(values >= 2 ** (element.bits - 1), values - 2**element.bits, values)
-        return values.astype(np.float32) * unit
-    dtype = element.dtype
-    assert dtype is not None, element.name
-    return codes.view(dtype).astype(np.float32) * unit
+    return spec.element.values().astype(np.float32) * np.float32(2.0**spec.element_exponent)
 
 
 def check_entry(

@@ -10,6 +10,7 @@ import qtoolkit as qt
 from qtoolkit.checkpoints import _engine, _programs
 from qtoolkit.checkpoints._chunks import Cut
 from qtoolkit.checkpoints._engine import Sums, amax_of, in_order, quantized
+from qtoolkit.checkpoints._programs import exceeds
 from qtoolkit.checkpoints._report import decibels
 from qtoolkit.formats import BlockFormat
 
@@ -229,3 +230,11 @@ def test_few_programs_for_any_shapes():
     for rows, columns in itertools.product((1, 9, 63), (129, 200, 333, 1000)):
         in_pieces(np.ones((rows, columns), ml_dtypes.bfloat16), spec)
     assert _programs.encoded._cache_size() - before <= 3
+
+
+def test_overflow_of_casts_is_counted_in_float32(monkeypatch):
+    """A limit that is a `Fraction` is compared with each element in Python: minutes for 2^24."""
+    spec = qt.BlockFormat.tensor("float16", scale=None)
+    x = np.array([65504, 65520, -1e38, np.inf, np.nan, 1], np.float32)
+    monkeypatch.setattr("fractions.Fraction._richcmp", None)
+    np.testing.assert_array_equal(exceeds(x, spec), [False, True, True, False, False, False])

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
+from qtoolkit.checkpoints._header import TensorInfo
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
@@ -613,3 +615,34 @@ def test_verify_knows_the_least_amax_of_deepseek(tmp_path, amax):
     assert not verify(tmp_path / "src", tmp_path / "dst").problems
     convert(tmp_path / "src", tmp_path / "other", layout="finegrained-fp8")
     assert not verify(tmp_path / "src", tmp_path / "other").problems
+
+
+@pytest.mark.parametrize(
+    ("weights", "shape", "scale", "block"),
+    [
+        ({"strategy": "group", "group_size": 128}, (16, 1000), (16, 8), (1, 128)),
+        ({"strategy": "group", "group_size": 100}, (128, 1000), (128, 10), (1, 100)),
+        ({"strategy": "block", "block_structure": [100, 100]}, (200, 200), (2, 2), (100, 100)),
+        ({"strategy": "group"}, (16, 960), (16, 8), (1, 120)),
+    ],
+)
+def test_the_config_says_what_scales_belong_to(weights, shape, scale, block):
+    """8 scales of 1000 columns: groups of 128, the last one shorter; not of 125."""
+    tensors = {
+        "a.weight": TensorInfo("a.weight", "I8", shape, 0, math.prod(shape)),
+        "a.weight_scale": TensorInfo("a.weight_scale", "F32", scale, 0, 4 * math.prod(scale)),
+    }
+    config = {"config_groups": {"group_0": {"weights": weights}}}
+    (found,) = LAYOUTS["compressed-tensors"].read(config, tensors, "here").values()
+    assert found.spec.block_lengths(shape) == block
+
+
+def test_groups_of_unknown_length_are_not_guessed():
+    tensors = {
+        "a.weight": TensorInfo("a.weight", "I8", (16, 1000), 0, 16000),
+        "a.weight_scale": TensorInfo("a.weight_scale", "F32", (16, 7), 0, 448),
+    }
+    with pytest.raises(
+        CheckpointError, match=r"1000\] with scales .16, 7.*cannot be read"
+    ):
+        LAYOUTS["compressed-tensors"].read({}, tensors, "here")

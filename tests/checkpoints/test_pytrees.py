@@ -178,7 +178,7 @@ def written(path, arrays, text):
 @pytest.mark.parametrize("step", ["convert", "dequantize"])
 def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step):
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    kept = qt.quantize(x, qt.BlockFormat.tensor("int4"))
+    kept = qt.quantize(x, qt.BlockFormat.tensor("int4")).pack()
     first = qt.quantize(x, qt.BlockFormat.channel("e4m3fn", 0))
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save(a, {"w": first, "packed": kept})
@@ -195,9 +195,74 @@ def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step)
     np.testing.assert_array_equal(load(b)["packed"].dequantize(), kept.dequantize())
 
 
-def test_what_the_plain_layout_cannot_say_of_a_saved_qarray_is_refused(tmp_path):
-    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        qt.BlockFormat.channel("int8", zero_point=True),
+        qt.BlockFormat.channel("int4", 1),  # of three axes: no matrices with blocks alike
+    ],
+    ids=str,
+)
+def test_what_the_plain_layout_cannot_say_of_a_saved_qarray_is_refused(tmp_path, spec):
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
     path = tmp_path / "a.safetensors"
-    save(path, {"w": qt.quantize(x, qt.BlockFormat.channel("int8", zero_point=True))})
-    with pytest.raises(CheckpointError, match=r"w_zero_point.*load\(FILE\)\[NAME\]"):
+    save(path, {"w": qt.quantize(x, spec)})
+    with pytest.raises(CheckpointError, match=r"tensor w: a QArray of .*load\(FILE\)\[NAME\]"):
         dequantize_checkpoint(path, tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(
+            "int8_group128",
+            "mxfp8_e4m3",
+            "mxfp6_e2m3",
+            "mxfp4",
+            "mxint8",
+            "nvfp4",
+            "deepseek_128x128",
+        ),
+        qt.BlockFormat(element="int8", block=(100, 100)),
+        qt.BlockFormat(element="e4m3fn", block=(50,), axes=(-2,), scale="bfloat16"),
+        qt.BlockFormat.channel("int4", 0),
+        qt.BlockFormat.tensor(qt.p3109(6, 2)),
+        qt.BlockFormat(element="e5m2", block=(None,), axes=(0,)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(200, 200), (136, 1000), (3, 160, 130)], ids=str)
+def test_commands_read_the_blocks_of_saved_qarrays(tmp_path, spec, shape):
+    """200 columns with 2 scales: blocks of 100, which the metadata says, and not of 128."""
+    rng = np.random.default_rng(0)
+    array = qt.quantize(
+        (rng.normal(size=shape) * np.exp(rng.normal(size=shape))).astype("f4"), spec
+    )
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save(path, {"w": array, "norm": np.ones(3, np.float32)})
+    dequantize_checkpoint(path, out, dtype="float32")
+    found = load(out)
+    assert set(found) == {"w", "norm"}
+    np.testing.assert_array_equal(found["w"], array.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("a.weight", (200, 300), {"scaling": "block"}),
+        ("a.weight", (100, 300), {"scaling": "block"}),
+        ("a.weight", (300, 100), {"scaling": "block"}),
+        ("a.weight", (8, 12), {"scaling": "tensor"}),
+        ("a.attention.query.kernel", (8, 2, 6), {"scaling": "channel", "channel_axis": "last"}),
+        ("model.layers.0.experts.gate_up_proj", (3, 8, 12), {"scaling": "block"}),
+    ],
+)
+def test_what_convert_quantized_is_loaded_like_the_model(tmp_path, name, shape, options):
+    """Oracle: `dequantize`."""
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    save(path, {name: x})
+    convert(path, out, layout="plain", **options)
+    found = load(out, like={name: jax.ShapeDtypeStruct(shape, np.float32)})[name]
+    assert isinstance(found, QArray)
+    np.testing.assert_array_equal(found.dequantize(), dequantize(load(out))[name])

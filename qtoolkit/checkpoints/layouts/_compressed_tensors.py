@@ -116,7 +116,7 @@ def store(
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
-    block = _block_structure(weights, where)
+    blocks = _blocks(weights, where)
     widths = _widths(weights, where)
     found = {}
     for name, info in tensors.items():
@@ -125,7 +125,7 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
         if last == "weight_packed":
             stored = _read_packed(tensors, info, beside, where, widths)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
-            stored = _read_bytes(tensors, name, where, block)
+            stored = _read_bytes(tensors, name, where, blocks)
         else:
             continue
         for entry in ("weight_zero_point", "weight_g_idx"):
@@ -138,13 +138,18 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
     return found
 
 
-def _read_bytes(tensors: Tensors, name: str, where: str, block: Sequence[int] | None) -> Stored:
-    scale = tensors[f"{name}_scale"]
+def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Stored:
+    scale, shape = tensors[f"{name}_scale"], tensors[name].shape
     if scale.dtype != "U8":
-        return read_bytes_weight(tensors, name, f"{name}_scale", where, block)
+        fitting = (block for block in blocks if scale.shape[-2:] == _counts(shape[-2:], block))
+        return read_bytes_weight(tensors, name, f"{name}_scale", where, next(fitting, None))
     codes = check_entry(tensors, name, ("F8_E4M3",), where)
     entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
     return read_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+
+
+def _counts(shape: tuple[int, ...], block: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // length) for n, length in zip(shape, block, strict=False))
 
 
 def _read_packed(
@@ -270,9 +275,12 @@ def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[i
     return found or _WIDTHS
 
 
-def _block_structure(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[int] | None:
-    blocks = (check_block(g.get("block_structure"), "block_structure", where) for g in groups)
-    return next((block for block in blocks if block is not None), None)
+def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
+    """The blocks, and groups of a row, that the config tells."""
+    found = [check_block(g.get("block_structure"), "block_structure", where) for g in groups]
+    lengths = (g.get("group_size") for g in groups)
+    rows = [(1, length) for length in lengths if type(length) is int and length > 0]
+    return [*(block for block in found if block is not None), *rows]
 
 
 def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:

@@ -287,8 +287,11 @@ def _blocks_by_shape(
         return _batched_channels(shape, scale, where)
     rows, columns = shape[-2:]
     matrices = (math.prod(shape[:-2]), rows, columns)
-    for lengths in (tuple(block) if block else BLOCK, (1, columns // max(scale[-1], 1))):
-        if all(length >= 1 for length in lengths) and scale[-2:] == (
+    candidates = [tuple(block) if block else BLOCK]
+    if scale[-1] and columns % scale[-1] == 0:  # else the last group is shorter, by who knows what
+        candidates.append((1, columns // scale[-1]))
+    for lengths in candidates:
+        if scale[-2:] == (
             -(-rows // lengths[0]),
             -(-columns // lengths[1]),
         ):

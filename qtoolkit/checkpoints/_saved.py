@@ -1,0 +1,123 @@
+"""Quantized arrays that `save` wrote, as stored weights: by what the file's metadata says of them.
+
+Their blocks may be of any size, which the shape of the scales does not tell: 1000 columns with 8
+scales are blocks of 125 or of 128. JAX loads only where a file has such arrays.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._stored import Entry, Stored
+from qtoolkit.formats import BlockFormat
+
+ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
+PARTS = ("scale", "tensor_scale", "zero_point")
+
+Matrices = tuple[tuple[int, int, int], tuple[int, int]]
+
+
+def saved_arrays(
+    metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo], where: str
+) -> tuple[dict[str, Stored], set[str]]:
+    """The stored weights, and the names of their tensors.
+
+    Packed arrays are none of them, nor those with elements of more than 8 bits or scales of a
+    format without a dtype: they stay as they are.
+
+    Raises:
+      CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
+    """
+    if ARRAYS_KEY not in metadata:
+        return {}, set()
+    from qtoolkit.products.internal import spec_from_json
+
+    found: dict[str, Stored] = {}
+    names: set[str] = set()
+    try:
+        for name, about in json.loads(metadata[ARRAYS_KEY]).items():
+            spec = spec_from_json(about["spec"])
+            if about["packed_size"] is not None or not _is_read(spec):
+                continue
+            entries = {part: tensors.get(f"{name}_{part}") for part in PARTS}
+            found[name] = _stored(tensors[name], spec, tuple(about["lengths"]), entries, where)
+            names |= {name, *(info.name for info in entries.values() if info is not None)}
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
+            f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
+            "model again"
+        ) from error
+    return found, names
+
+
+def _is_read(spec: BlockFormat) -> bool:
+    return spec.element.bits <= 8 and (spec.scale is None or spec.scale.dtype is not None)
+
+
+def _stored(
+    codes: TensorInfo,
+    spec: BlockFormat,
+    lengths: tuple[int, ...],
+    entries: Mapping[str, TensorInfo | None],
+    where: str,
+) -> Stored:
+    found = _matrices(codes.shape, lengths)
+    if found is None or spec.zero_point:
+        raise CheckpointError(
+            f"{where}: tensor {shown(codes.name)}: a QArray of {shown(str(spec))} with shape "
+            f"{list(codes.shape)}, which the commands do not read; dequantize it in Python: "
+            "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+        )
+    matrices, block = found
+    scale, second, _ = (
+        None if info is None else Entry(info.name, info.dtype, info.shape)
+        for info in (entries[part] for part in PARTS)
+    )
+    return Stored(
+        name=codes.name,
+        shape=codes.shape,
+        matrices=matrices,
+        spec=_of_matrix(spec, block),
+        codes=Entry(codes.name, codes.dtype, codes.shape),
+        scale=scale,
+        second=second,
+    )
+
+
+def _matrices(shape: tuple[int, ...], lengths: tuple[int, ...]) -> Matrices | None:
+    """Count, rows and columns of the matrices of an array, and the lengths of their blocks.
+
+    Neighbouring axes become one where blocks are single elements along both, or go all along both.
+    None where more remain than matrices have.
+    """
+    axes: list[tuple[int, int]] = []
+    for n, length in zip(shape, lengths, strict=True):
+        if n == 1:
+            continue
+        last, block = axes[-1] if axes else (0, 0)
+        if axes and (block == length == 1 or (block == last and length == n)):
+            axes[-1] = (last * n, block * length)
+        else:
+            axes.append((n, length))
+    axes = [(1, 1)] * (2 - len(axes)) + axes
+    count = math.prod(n for n, _ in axes[:-2])
+    if any(length != 1 for _, length in axes[:-2]):
+        return None
+    (rows, height), (columns, width) = axes[-2:]
+    if height == width == 1 and rows > 1:  # a scale for each element
+        return None
+    return (count, rows, columns), (height, width)
+
+
+def _of_matrix(spec: BlockFormat, block: tuple[int, int]) -> BlockFormat:
+    """`spec` with the blocks of a matrix."""
+    if spec.scale is None:
+        return spec
+    if block == (1, 1):  # of one row: its channels
+        return dataclasses.replace(spec, block=(1,), axes=(1,), other_axes=None)
+    return dataclasses.replace(spec, block=block, axes=(0, 1), other_axes=1)
