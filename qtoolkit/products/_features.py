@@ -17,7 +17,7 @@ from qtoolkit.products._recipe import Operand, Recipe
 
 LAST = -1
 # Of what a product of two activations gives, such as the scores of attention: which axis of these
-# holds features nobody knows. It is taken to be the last one, also after a transposition.
+# holds features nobody knows. It is taken to be the one that the next product sums over.
 UNKNOWN = 0
 # Primitives that keep the order of axes, though not their lengths. Of others that are not treated
 # below, operands of the shape of the result say where its features lie.
@@ -94,22 +94,27 @@ def following(
     Args:
       recipe: Of (input, kernel), whichever of them is lhs; of two activations, of (lhs, rhs).
       operands, extra: What `function` takes.
-      places: Of the features of lhs and rhs, as axes from the end; last where UNKNOWN.
+      places: Of the features of lhs and rhs, as axes from the end, or UNKNOWN.
       kernel: Which operand is a kernel, None where both are activations.
     """
     if not any(o is not None and o.is_by_token for o in recipe.operands):
         return recipe
-    places, cotangent = (places[0] or LAST, places[1] or LAST), LAST
+    cotangent = LAST
+    of = function.axes(*(x.shape for x in operands))[:2]
+    first, second = (
+        # Of scores nothing is known but what the product sums: the keys, whichever axis they are.
+        place or _summed(axes.contracted, len(x.shape), LAST)
+        for place, axes, x in zip(places, of, operands, strict=True)
+    )
+    places = (first, second)
     if kernel is not None:
         side = 1 - kernel
-        summed = function.axes(*(x.shape for x in operands))[side].contracted
-        places = (_summed(summed, len(operands[side].shape), places[side]), LAST)
+        places = (_summed(of[side].contracted, len(operands[side].shape), places[side]), LAST)
         rank = len(jax.eval_shape(function, *map(_wide, operands), *extra).shape)
         cotangent = of_result(function, (operands[0].shape, operands[1].shape), rank, kernel)
-    first, second = (_at(operand, places[i]) for i, operand in enumerate(recipe.forward))
     return dataclasses.replace(
         recipe,
-        forward=(first, second),
+        forward=(_at(recipe.forward[0], places[0]), _at(recipe.forward[1], places[1])),
         dgrad=(_at(recipe.dgrad[0], cotangent), _at(recipe.dgrad[1], places[1])),
         wgrad=(_at(recipe.wgrad[0], places[0]), _at(recipe.wgrad[1], cotangent)),
     )

@@ -642,7 +642,5 @@ def test_groups_of_unknown_length_are_not_guessed():
         "a.weight": TensorInfo("a.weight", "I8", (16, 1000), 0, 16000),
         "a.weight_scale": TensorInfo("a.weight_scale", "F32", (16, 7), 0, 448),
     }
-    with pytest.raises(
-        CheckpointError, match=r"1000\] with scales .16, 7.*cannot be read"
-    ):
+    with pytest.raises(CheckpointError, match=r"1000\] with scales .16, 7.*cannot be read"):
         LAYOUTS["compressed-tensors"].read({}, tensors, "here")

@@ -106,6 +106,21 @@ def test_attention_of_ones_own_is_causal(name):
         np.testing.assert_allclose(run(wrapped, X), run(alike, X), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("is_left", [False, True], ids=["scores first", "scores last"])
+def test_scores_with_keys_first_are_cut_by_queries(is_left):
+    class KeysFirst(nnx.Module):
+        def __init__(self):
+            self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            q, k, v = jnp.split(self.qkv(x), 3, -1)
+            seen = jnp.triu(jnp.ones((TOKENS, TOKENS), bool))
+            scores = jax.nn.softmax(jnp.where(seen, k @ q.mT, -1e30), axis=-2)  # [keys, queries]
+            return (v.mT @ scores).mT if is_left else jnp.einsum("bkq,bkd->bqd", scores, v)
+
+    assert moved(functools.partial(run, qt.nnx.wrap(KeysFirst(), qt.recipes.token_scaled))) == 0
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["swapaxes", "mT", "einsum"])
 def test_so_it_is_in_linen(name):
