@@ -389,8 +389,8 @@ def _of_elements(
     CPU: float products where all of them are exact, integer arithmetic on exponents elsewhere. XLA
     writes to memory what enters and leaves a branch. So `compute` takes the elements in their own
     dtype and gives the result in its own: MXFP8 of bfloat16 took 4.7 times as long with float32 on
-    both sides. A product takes its operands by the second branch alone, which is compiled in a
-    third of the time: beside the product itself the half more that it takes to run is little.
+    both sides. A product takes its operands by the second way alone: with both, that of MXFP8 with
+    its derivatives compiled for 2.5 s in place of 1.2 (d = 64, two cores), and ran no faster.
 
     Args:
       elements: A pytree of arrays in the shape of the view.
