@@ -386,7 +386,7 @@ def _of_elements(
     """`compute(elements, spec, divide, multiply)`, by the scales of the elements' blocks.
 
     It is one elementwise operation. Where scales are powers of two it is one of two branches on
-    CPU: one float product where all of these are exact, several that spare subnormals elsewhere. XLA
+    CPU: one product where all of these are exact, several that spare subnormals elsewhere. XLA
     writes to memory what enters and leaves a branch. So `compute` takes the elements in their own
     dtype and gives the result in its own: MXFP8 of bfloat16 took 4.7 times as long with float32 on
     both sides. A product takes its operands by the second way alone: with both, that of MXFP8 with
