@@ -14,19 +14,21 @@ class GgufFile(ArraySource):
     """An open GGUF file; names are those of the file.
 
     Raises:
-      CheckpointError: The package is missing, the file is damaged, or it has blocks that the
-        package does not read.
+      CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order
+        of bytes, that the package does not read.
     """
 
     def __init__(self, path: Path) -> None:
         reader, dequantize = _opened(path)
         found = {tensor.name: tensor for tensor in reader.tensors}
+        _check_byte_order(path, reader)
 
         def values(name: str) -> np.ndarray:
             tensor = found[name]
             dtype = _plain_dtype(tensor)
             if dtype is not None:
-                return tensor.data.view(dtype)
+                data = tensor.data
+                return data.view(dtype) if _is_bytes(tensor) else data.astype(dtype, copy=False)
             try:
                 return dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
@@ -73,14 +75,28 @@ def _opened(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
     return reader, dequantize
 
 
+def _check_byte_order(path: Path, reader: Any) -> None:
+    """Raises where bytes of BF16 or of blocks are in an order that is not this machine's."""
+    for tensor in reader.tensors:
+        if reader.byte_order == "S" and _is_bytes(tensor):
+            raise CheckpointError(
+                f"{path}: tensor {shown(tensor.name)}: {tensor.tensor_type.name} in a "
+                f"{reader.endianess.name.lower()}-endian file, expected this machine's byte order; "
+                "write gguf-convert-endian COPY native, COPY a copy of it: bytes are swapped in "
+                "place"
+            )
+
+
+def _is_bytes(tensor: Any) -> bool:
+    """Whether the package hands out bytes of BF16 or of blocks, no numbers."""
+    return tensor.data.dtype == np.uint8
+
+
 def _plain_dtype(tensor: Any) -> np.dtype | None:
-    """The dtype of a tensor that is no blocks."""
+    """The dtype, in this machine's byte order, of a tensor that is no blocks."""
     name = tensor.tensor_type.name
     if name == "BF16":  # comes as bytes
         return NUMPY_DTYPES["BF16"]
-    dtype = tensor.data.dtype
-    return (
-        dtype
-        if name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64") and (dtype.name in DTYPE_OF)
-        else None
-    )
+    dtype = tensor.data.dtype.newbyteorder("=")
+    plain = name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64") and dtype.name in DTYPE_OF
+    return dtype if plain else None

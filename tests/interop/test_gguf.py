@@ -4,7 +4,14 @@ import gguf
 import numpy as np
 import pytest
 
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint, load, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    convert,
+    dequantize_checkpoint,
+    load,
+    open_source,
+    save,
+)
 
 NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
 
@@ -68,3 +75,34 @@ def test_a_part_of_a_split_file_is_refused(tmp_path, source):
     writer.close()
     with pytest.raises(CheckpointError, match=r"one of 2 files .* gguf-split --merge"):
         convert(tmp_path / "m-00001-of-00002.gguf", tmp_path / "out")
+
+
+def big_endian(path, array, kind):
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_uint32("x", 1)
+    writer.add_tensor("blk.0.ffn_up.weight", array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_numbers_of_a_big_endian_file_are_read_as_such(tmp_path, dtype):
+    """Its bytes were taken for little-endian ones: 1.0 as float32 became 4.6e-41."""
+    x = np.arange(-3, 9).reshape(3, 4).astype(dtype)
+    big_endian(tmp_path / "big.gguf", x, None)
+    with open_source(tmp_path / "big.gguf") as source:
+        (info,) = source.tensors.values()
+        data = bytearray(info.nbytes)
+        source.read_into(info.name, 0, data)
+    np.testing.assert_array_equal(np.frombuffer(data, dtype).reshape(info.shape), x)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "BF16"])
+def test_bytes_of_a_big_endian_file_are_refused(tmp_path, name):
+    kind = gguf.GGMLQuantizationType[name]
+    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), kind)
+    big_endian(tmp_path / "big.gguf", blocks, kind)
+    with pytest.raises(CheckpointError, match=f"{name} in a big-endian file.*gguf-convert-endian"):
+        open_source(tmp_path / "big.gguf")
