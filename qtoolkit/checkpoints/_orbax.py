@@ -1,5 +1,6 @@
 """Orbax checkpoints as sources: arrays are read one at a time."""
 
+import collections
 import contextlib
 import logging
 import os
@@ -47,7 +48,7 @@ class OrbaxFolder(ArraySource):
             leaves, self._structure = jax.tree_util.tree_flatten_with_path(described.tree)
         except Exception as error:  # whatever orbax, tensorstore and json raise
             raise self._damaged(path, error) from error
-        names = [_name(keys) for keys, _ in leaves]
+        names = _names([keys for keys, _ in leaves])
         self._index = {name: i for i, name in enumerate(names)}
         _check_names(path, names, self._index)
         super().__init__(
@@ -118,9 +119,18 @@ def _of_one_item(path: Path) -> Path:
     return join(path, items[0])
 
 
-def _name(keys: tuple[Any, ...]) -> str:
-    name = jax.tree_util.keystr(keys, simple=True, separator=".")
-    return name.removesuffix(".value") if len(keys) > 1 else name
+def _names(paths: list[tuple[Any, ...]]) -> list[str]:
+    """A name for each path; a variable of `nnx.state` is a node with nothing but "value" in it.
+
+    The metadata say it of no node. In {"query": q, "key": k, "value": v} "value" is a name.
+    """
+    leaves = collections.Counter(keys[:n] for keys in paths for n in range(1, len(keys)))
+
+    def is_variable(keys: tuple[Any, ...]) -> bool:
+        return leaves[keys[:-1]] == 1 and jax.tree_util.keystr(keys[-1:], simple=True) == "value"
+
+    named = (keys[:-1] if is_variable(keys) else keys for keys in paths)
+    return [jax.tree_util.keystr(keys, simple=True, separator=".") for keys in named]
 
 
 def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:

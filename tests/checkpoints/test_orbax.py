@@ -101,6 +101,33 @@ def test_a_model_of_nnx(tmp_path):
     assert isinstance(model.layers[0].kernel[...], qt.QArray)
 
 
+def test_a_leaf_called_value_keeps_its_name_beside_others(tmp_path):
+    """Attention's value became "attn": a name of no tensor, which no rule and no loader finds."""
+    attention = {name: jnp.full((4, 4), i) for i, name in enumerate(("query", "key", "value"))}
+    tree = {"attn": attention, "value": jnp.ones(3), "deep": {"value": 2, "a": {"b": 1}}}
+    tree["dots"] = {"a.value": 3}
+    # A variable is one also beside what is none, and where it is itself called "value".
+    tree["model"] = {"value": {"value": jnp.ones(5)}, "kernel": {"value": jnp.ones(6)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", tree)
+    with open_source(tmp_path / "tree") as source:
+        assert set(source.tensors) == {
+            *(
+                "attn.query",
+                "attn.key",
+                "attn.value",
+                "value",
+                "deep.value",
+                "deep.a.b",
+                "dots.a.value",
+            ),
+            *("model.value", "model.kernel"),
+        }
+        data = bytearray(64)
+        source.read_into("attn.value", 0, data)
+    assert bytes(data) == np.asarray(attention["value"]).tobytes()
+
+
 def refused(path, message):
     with pytest.raises(CheckpointError, match=message):
         open_source(path)
