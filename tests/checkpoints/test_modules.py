@@ -61,6 +61,30 @@ MODELS = {  # kept, quantized: as in the checkpoint; kept, quantized: as transfo
     ),
     "modernbert": ([], ["model.layers.0.mlp.Wi"], ["decoder"], ["model.layers.0.mlp.Wi"]),
     "whisper": ([], layers("model.decoder."), ["proj_out"], layers("model.decoder.")),
+    "xlnet": (
+        [],
+        ["transformer.layer.0.ff.layer_1"],
+        ["lm_loss"],
+        ["transformer.layer.0.ff.layer_1"],
+    ),
+    "segformer": (
+        ["decode_head.linear_c.0.proj"],
+        ["segformer.encoder.block.0.0.attention.self.query"],
+        ["decode_head.linear_projections.0.proj"],
+        ["segformer.stages.0.blocks.0.attention.q_proj"],
+    ),
+    "kimi-k2.5": (  # a tower whose insides have other names
+        ["vision_tower.encoder.blocks.0.wqkv", "mm_projector.proj.0"],
+        layers("language_model.model."),
+        ["model.vision_tower.layers.0.attn.q_proj", "model.mm_projector.in_proj"],
+        layers("model.language_model."),
+    ),
+    "a tower of which half is quantized": (
+        ["visual.blocks.0.attn.qkv"],
+        ["visual.blocks.0.mlp.fc1", *layers("model.")],
+        ["model.visual.blocks.0.attn.qkv"],
+        ["model.visual.blocks.0.mlp.fc1", *layers("model.language_model.")],
+    ),
     "left out by --skip": (
         ["model.layers.0.mlp.down_proj"],
         layers("model.", ("mlp.down_proj",))[1:],

@@ -4,6 +4,7 @@ Written anew by `python tests/interop/test_names.py`.
 """
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import transformers as hf
 from safetensors import safe_open
+
+from qtoolkit.checkpoints.layouts._modules import ignored
 
 LINEAR = torch.nn.Linear | hf.pytorch_utils.Conv1D
 LISTS = Path(__file__).parents[1] / "checkpoints" / "models.json"
@@ -102,6 +105,17 @@ def lists(name, folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_lists_are_those_of_transformers(tmp_path, name):
     assert json.loads(LISTS.read_text())[name] == lists(name, tmp_path)
+
+
+def test_heads_that_are_tied_to_embeddings_are_known():
+    """As the sources of transformers say what is tied: those heads have no tensor to be listed."""
+    tied = re.compile(r'"([\w.]+)\.weight": "[\w.]*(?:embed|shared|wte|\.w\b|word)[\w.]*\.weight"')
+    sources = (Path(hf.__file__).parent / "models").glob("*/modeling_*.py")
+    heads = {name for path in sources for name in tied.findall(path.read_text())}
+    (pattern,) = ignored([], [])
+    found = re.compile(pattern.removeprefix("re:"))
+    assert len(heads) > 20
+    assert [name for name in sorted(heads) if not found.match(name) and "embed" not in name] == []
 
 
 if __name__ == "__main__":

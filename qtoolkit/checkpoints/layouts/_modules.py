@@ -10,9 +10,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 # Heads of transformers' models that have no tensor where they are tied to the embeddings, in turn:
-# Llama, T5 and BART; BERT, RoBERTa and ModernBERT; Whisper; DistilBERT; ELECTRA; XLM.
+# Llama, T5 and BART; BERT, RoBERTa and ModernBERT; Whisper; DistilBERT; ELECTRA; XLM; XLNet; BioGPT
+# and TrOCR; T5Gemma; IDEFICS; GPT-NeoX-Japanese; RWKV; GIT; NeoMME.
 _HEADS = (
     *("lm_head", "decoder", "proj_out", "vocab_projector", "generator_lm_head", "pred_layer.proj"),
+    *("lm_loss", "output_projection", "lm_head.out_proj", "lm_head.additional_fc"),
+    *("embed_out", "head", "output", "unembedding_projection"),
 )
 _ROUTERS = ("gate", "router")
 _EMBEDDINGS = re.compile(r"(embed\w*|wte|wpe|shared)$")  # are no Linear layers
@@ -23,12 +26,23 @@ def ignored(kept: Sequence[str], quantized: Iterable[str]) -> list[str]:
     taken = tuple(quantized)
     linear = [name for name in kept if "." in name and not _EMBEDDINGS.search(name)]
     patterns = patterns_of(linear, taken)
+    patterns += _towers(linear)
     if any(name.rpartition(".")[2] in _ROUTERS for name in kept):
         patterns.append(rf"re:.*\.(mlp|feed_forward|block_sparse_moe)\.({'|'.join(_ROUTERS)})$")
     heads = [name for name in _HEADS if not any(f".{one}".endswith(f".{name}") for one in taken)]
     if heads:
         patterns.append(rf"re:(.*\.)?({'|'.join(map(re.escape, heads))})$")
     return [*kept, *(pattern for pattern in patterns if not _finds(pattern, taken))]
+
+
+def _towers(names: Iterable[str]) -> list[str]:
+    """Patterns of all in a tower or head, whose insides may have other names in loaders, too.
+
+    transformers calls the linear_c.0.proj of Segformer's decode_head linear_projections.0.proj.
+    """
+    tops = dict.fromkeys(name.partition(".")[0] for name in names)
+    # Behind "model." may be everything, "model.language_model" as well.
+    return [rf"re:(model\.)?{re.escape(top)}\..*$" for top in tops if top != "model"]
 
 
 def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
