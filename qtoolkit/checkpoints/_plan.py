@@ -425,7 +425,8 @@ class _Planner:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 
     def _check_linear(self, info: TensorInfo) -> None:
-        if len(info.shape) != 2 or re.split(r"[./]", info.name)[-1] != "weight":
+        # No "/weight": the other entries of a module are named by what is behind its last dot.
+        if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
                 f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "

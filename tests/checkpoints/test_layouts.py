@@ -336,6 +336,9 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         ("a.weight", (100, 256), "finegrained-fp8", "e4m3fn", "axis -2 has 100 elements, expected"),
         ("a.weight", (4, 100), COMPRESSED, "mxfp4", "axis -1 has 100 elements, expected a multi"),
         ("a/kernel", (128, 128), COMPRESSED, "e4m3fn", "expected a matrix named NAME.weight"),
+        # "b.weight_packed" was written, from which "b.weight" came back.
+        ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
+        ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* leave it out with --skip"),
         (
             "a.weight",
             (8, 8, 8),
@@ -469,6 +472,23 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
     refused("experts.up_proj: U8 without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+
+
+def test_blocks_of_modelopt_are_read(tmp_path):
+    """FP8_PB_WO has scales [o / 128, 1, i / 128, 1]. Oracle: NumPy."""
+    x = np.random.default_rng(1).normal(size=(256, 384)).astype(np.float32)
+    scale = (np.abs(x.reshape(2, 128, 3, 128)).max((1, 3), keepdims=True) / 448).astype(np.float32)
+    codes = (x.reshape(2, 128, 3, 128) / scale).astype(E4M3)
+    expected = (codes.astype(np.float32) * scale).reshape(x.shape)
+    # A convolution with a scale for each output has four axes, too.
+    conv = {"c.weight": np.ones((6, 4, 3, 3), E4M3), "c.weight_scale": f32(range(1, 7))}
+    conv["c.weight_scale"] = conv["c.weight_scale"].reshape(6, 1, 1, 1)
+    tensors = {"a.weight": codes.reshape(x.shape), "a.weight_scale": scale, **conv}
+    algorithm = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    dequantize_checkpoint(folder_of(tmp_path / "src", tensors, algorithm), tmp_path / "dst")
+    found = load(tmp_path / "dst" / "model.safetensors")
+    np.testing.assert_array_equal(found["a.weight"], expected)
+    np.testing.assert_array_equal(found["c.weight"][:, 0, 0, 0], range(1, 7))
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "channel", "block"])

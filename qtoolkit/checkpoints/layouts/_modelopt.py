@@ -1,12 +1,14 @@
 """NVIDIA's modelopt.
 
-FP8: `weight` F8_E4M3, `weight_scale` F32, one (with `input_scale`) or one per output. NVFP4:
+FP8: `weight` F8_E4M3, `weight_scale` F32, one (with `input_scale`) or one per output; FP8_PB_WO,
+which is read alone, one per block: [o / 128, 1, i / 128, 1]. NVFP4:
 `weight` U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2` F32, which
 multiplies, and `input_scale`; of experts in one tensor also with an axis for them in front.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,12 +115,20 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
                 name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second
             )
         elif info.dtype in BYTE_ELEMENTS and _has_floats(tensors, scale_name):
-            found[name] = read_bytes_weight(tensors, name, scale_name, where)
+            pair = {name: info, scale_name: _by_blocks(info, tensors[scale_name])}
+            found[name] = read_bytes_weight(pair, name, scale_name, where)
     return found
 
 
 def _has_floats(tensors: Tensors, name: str) -> bool:
     return name in tensors and tensors[name].dtype in FLOAT_SCALES
+
+
+def _by_blocks(weight: TensorInfo, scale: TensorInfo) -> TensorInfo:
+    """Scales of FP8_PB_WO, [o / 128, 1, i / 128, 1], as [o / 128, i / 128]."""
+    if len(weight.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
+        return dataclasses.replace(scale, shape=scale.shape[::2])
+    return scale
 
 
 def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
