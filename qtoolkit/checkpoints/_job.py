@@ -15,7 +15,7 @@ from qtoolkit.checkpoints._source import CONFIG, INDEX, PARKED_CONFIG, Folder
 from qtoolkit.checkpoints._storage import is_url, join, read_file
 
 _SAMPLED = 1024  # tensors of a source
-_SAMPLE = 1024  # bytes of each
+_SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
 _MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
 # What a plan is made of, and how a message says that it differs.
@@ -64,14 +64,23 @@ def _digest(*texts: str) -> str:
 
 
 def _source_digest(source: Folder) -> str:
-    """A sum of the headers, of samples of the weights, and of the other files."""
+    """A sum of the headers, of samples of the weights, and of the other files.
+
+    No times: processes may each have a copy of the source.
+    """
     infos = [info for info in source.tensors.values() if info.nbytes]
     step = max(len(infos) / _SAMPLED, 1)
     chosen = [infos[int(i * step)] for i in range(min(len(infos), _SAMPLED))]
 
     def sample(info: Any) -> str:
-        data = bytearray(min(_SAMPLE, info.nbytes))
-        source.read_into(info.name, (info.nbytes - len(data)) // 2, data)
+        if info.nbytes <= 3 * _SAMPLE:
+            return read(info, 0, info.nbytes)
+        last = info.nbytes - _SAMPLE
+        return "".join(read(info, start, _SAMPLE) for start in (0, last // 2, last))
+
+    def read(info: Any, start: int, length: int) -> str:
+        data = bytearray(length)
+        source.read_into(info.name, start, data)
         return data.hex()
 
     if is_url(source.path):

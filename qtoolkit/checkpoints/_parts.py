@@ -2,9 +2,10 @@
 
 Beside the target lies, until it is whole, a folder of parts: what all processes agree on in
 `plan.json`; each finished file with a record of it. A file whose record is of the same plan is not
-written again. What makes a plan the same: version, options, and the source, of which 1,024 tensors
-are sampled. Behind a URL nothing can be renamed: there, files have their final names from the
-start, and index and config.json, without which no loader opens them, come last.
+written again. What makes a plan the same: version, options, and the source, of which headers and
+samples of 1,024 tensors are compared. Behind a URL nothing can be renamed: there, files have their
+final names from the start, and index and config.json, without which no loader opens them, come
+last.
 """
 
 import contextlib
@@ -155,7 +156,8 @@ def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[N
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """Makes a checkpoint of the files that shards have written: `convert(shard=...)`.
 
-    It is byte for byte what one process writes. Neither the source nor JAX is needed.
+    It is byte for byte what one process writes. Neither the source nor JAX is needed: that shards
+    read the same source is told by what they sampled of it.
 
     Args:
       dst: What all of them were given.

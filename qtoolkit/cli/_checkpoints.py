@@ -330,8 +330,8 @@ def finalize(
 ) -> None:
     """Make a checkpoint of what `convert --shard I/N` has written.
 
-    All files must be there, made with the same options of the same source. The result is byte for
-    byte what one process writes.
+    All files must be there, made with the same options of the same source, as far as its headers
+    and samples of its weights tell. The result is byte for byte what one process writes.
     """
     with one_line_errors(f"{dst} was not written"):
         if discard:

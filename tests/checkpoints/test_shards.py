@@ -198,12 +198,15 @@ def other_source(source, tmp_path):
     return {}
 
 
-def one_changed_number(source, tmp_path):
-    name = source / "model.safetensors"
-    tensors = {key: value.copy() for key, value in load(name).items()}
-    tensors["model.layers.1.self_attn.k_proj.weight"].reshape(-1)[128 * 64] += 1
-    save(name, tensors, overwrite=True)
-    return {}
+def one_changed_number(position):
+    def change(source, tmp_path):
+        name = source / "model.safetensors"
+        tensors = {key: value.copy() for key, value in load(name).items()}
+        tensors["model.layers.1.self_attn.k_proj.weight"].reshape(-1)[position] += 1
+        save(name, tensors, overwrite=True)
+        return {}
+
+    return change
 
 
 def other_version(source, tmp_path, monkeypatch):
@@ -218,7 +221,7 @@ DIFFERENT = [
     (lambda *_: {"keep_dtype": "float32"}, "other options"),
     (lambda *_: {"max_shard_size": "60KB"}, "3 files, here 2"),
     (other_source, "another source"),
-    (one_changed_number, "another source"),
+    *((one_changed_number(i), "another source") for i in (0, 128 * 64, -1)),
     (other_version, r"qtoolkit .*, here 9"),
 ]
 
