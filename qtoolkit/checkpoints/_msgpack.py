@@ -36,12 +36,16 @@ class MsgpackFile(ArraySource):
             ) from error
         if not isinstance(tree, dict):
             raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
-        arrays = {name: _array(path, name, leaf) for name, leaf in flattened(path, tree).items()}
+        leaves = flattened(path, tree)
+        # None is what Flax writes of an optional parameter that is not there.
+        arrays = {n: _array(path, n, leaf) for n, leaf in leaves.items() if leaf is not None}
         described = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         super().__init__(path, described, arrays.__getitem__)
 
 
 def _leaf(code: int, data: bytes) -> Any:
+    if code == _COMPLEX:  # complex128, which is refused by the name of the tensor
+        return np.asarray(complex(*msgpack.unpackb(data)))
     if code not in (_ARRAY, _SCALAR):
         raise ValueError(f"extension type {code}")
     shape, dtype, buffer = msgpack.unpackb(data, raw=True)

@@ -606,6 +606,20 @@ def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
         open_source(tmp_path / "a")
 
 
+def test_leaves_of_msgpack_that_are_none_or_complex(tmp_path):
+    import flax.serialization
+
+    tree = {"a": {"bias": None, "kernel": np.ones((2, 3), np.float32)}, "none": None}
+    (tmp_path / "none").write_bytes(flax.serialization.to_bytes(tree))
+    assert list(read(open_source(tmp_path / "none"))) == ["a.kernel"]
+    for number in (1j, np.full(3, 1j)):  # safetensors has complex64 alone
+        (tmp_path / "complex").write_bytes(flax.serialization.to_bytes(tree | {"b": {"c": number}}))
+        with pytest.raises(
+            CheckpointError, match=r"tensor b\.c: dtype complex128, expected one of"
+        ):
+            open_source(tmp_path / "complex")
+
+
 def test_two_arrays_of_msgpack_with_one_name_are_an_error(tmp_path):
     (tmp_path / "a").write_bytes(msgpack.packb({"a.b": 1, "a": {"b": 2}}))
     with pytest.raises(CheckpointError, match=r"tensor a\.b: two arrays have this name"):
