@@ -31,8 +31,9 @@ class TensorComparison:
       sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over elements finite in both; infinite where they
         are equal, None where a is zero there, or no floats are compared.
       max_error: The largest |a - b| of the same elements; None where no floats are compared.
-      saturated: The share of elements that were clamped: the code in b is the largest or lowest,
-        and |a| exceeds |b| by more than half of the last step. None where b is not quantized.
+      saturated: The share of elements that were clamped: the code in b is the largest, its
+        negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
+        is not quantized.
       flushed: The share of the elements of a other than zero that are zero in b; None likewise.
       nonfinite: How many elements are NaN or infinite in a or b.
     """

@@ -125,11 +125,13 @@ def scale_bytes(scale: np.ndarray, entry: Entry) -> np.ndarray:
 
 
 def at_limits(stored: Stored, read_bytes: ReadBytes) -> "Values":
-    """Reads 1 where the code of a weight is the largest or the lowest one, else 0."""
+    """Reads 1 where the code of a weight is the largest, its negative or the lowest one, else 0."""
     values = Values(dataclasses.replace(stored, scale=None, second=None), read_bytes)
     element = stored.spec.element
     unit = 2.0**stored.spec.element_exponent
-    limits = [float(element.lowest + stored.spec.narrow_range), float(element.max_finite)]
+    largest = float(element.max_finite)
+    # int8 has -128, but a symmetric scale maps amax to 127: whoever clamps there clamps at -127.
+    limits = [float(element.lowest + stored.spec.narrow_range), -largest, largest]
     values.table = np.isin(values.table / unit, limits).astype(np.float32)
     return values
 

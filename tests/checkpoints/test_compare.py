@@ -128,6 +128,17 @@ def test_clamped_elements_are_counted(tmp_path):
     assert tensor.max_error == 552
 
 
+def test_elements_clamped_at_either_end_of_int8_are_counted(tmp_path):
+    """A symmetric scale maps amax to 127, so that -127 is an end of the range as -128 is."""
+    x = np.array([[127.4, 127.6, -127.4, -127.6, -128.4, -200, 200, 0]], np.float32)
+    for low, clamped in ((-127, 5), (-128, 3)):  # of -128: -127.6 and -128.4 are rounded to it
+        save(tmp_path / "a", {"w": x}, overwrite=True)
+        codes = np.clip(np.rint(x), low, 127).astype(np.int8)
+        save(tmp_path / "b", {"w": codes, "w_scale": np.ones(1, np.float32)}, overwrite=True)
+        (tensor,) = compare(tmp_path / "a", tmp_path / "b").tensors
+        assert tensor.saturated == clamped / x.size
+
+
 def test_what_cannot_be_compared(tmp_path):
     save(tmp_path / "a", {"x": np.ones((2, 3), np.float32)})
     save(tmp_path / "b", {"y": np.ones((2, 3), np.float32)})
