@@ -100,16 +100,8 @@ class Cut:
         Each is some full rows of the tensor seen as [prod(shape[:-1]), shape[-1]], or, where such a
         row has more elements than `limit`, a piece of one.
         """
-        width, row = self.axes[-1][0], self.shape[-1] if self.shape else 1
-        if self.is_local(limit):
-            part, period = self._slab
-            if part < row:
-                period = row
-        elif width <= limit:
-            part, period = width, max(width, row)
-        else:
-            part, period = (row, width) if row <= limit else (1, row)
-        for start, stop in _spans(self.size, part, period, limit):
+        width = self.axes[-1][0]
+        for start, stop in self._spans(limit):
             full = start % width == 0 and (stop - start) % width == 0
             yield Chunk(
                 start=start,
@@ -119,6 +111,29 @@ class Cut:
                 rows=(stop - start) // width if full else 1,
                 columns=width if full else stop - start,
             )
+
+    def _spans(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Where chunks start and stop.
+
+        A piece of a row holds whole blocks of the last axis, or lies in one of them: with [5000,
+        512] in blocks of [3000, 512] a chunk of 2048 rows at row 2048 would be taken for one block.
+        """
+        (width, length), row = self.axes[-1], self.shape[-1] if self.shape else 1
+        if self.is_local(limit):
+            part, period = self._slab
+            return _spans(self.size, part, row if part < row else period, limit)
+        if width <= limit:
+            return _spans(self.size, width, width, limit)
+        # Of rows and blocks one is a multiple of the other, where `width` is more than one row.
+        part = max(n for n in (1, row, length) if n <= limit)
+        period = width if row <= limit else min(row, width)
+        block = min(length, period) if length > limit else period
+        return (
+            (first + within + start, first + within + stop)
+            for first in range(0, self.size, period)
+            for within in range(0, period, block)
+            for start, stop in _spans(min(block, period - within), part, block, limit)
+        )
 
     def block_rows(self, chunk: Chunk) -> np.ndarray:
         """For each row of a chunk the index of the blocks that it lies in, among those of lead."""
@@ -155,5 +170,5 @@ def _spans(size: int, part: int, period: int, limit: int) -> Iterator[tuple[int,
         return
     step = max(limit // part, 1) * part
     for first in range(0, size, period):
-        for start in range(first, first + period, step):
-            yield start, min(start + step, first + period)
+        stop = min(first + period, size)
+        yield from ((start, min(start + step, stop)) for start in range(first, stop, step))

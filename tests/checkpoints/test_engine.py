@@ -116,6 +116,42 @@ def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
     assert_as_quantize(weights(shape), spec, workers=2)
 
 
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("chunk", [2**6, 2**8, 2**12])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((50, 512), (30, 512)),  # one axis of 25600 in blocks of 15360, which chunks are less than
+        ((50, 512), (3, 512)),
+        ((7, 6000), (4, 5000)),
+        ((7, 6000), (4, 24)),  # 4096 is no multiple of 24
+        ((40, 300), (7, None)),
+        ((3, 50, 8), (None, 30, 8)),
+        ((17, 30, 100), (3, 7, 100)),
+        ((2, 5, 600), (2, 1, 200)),
+        ((2, 5, 600), (2, 5, 1)),
+        ((300, 20, 1), (170, 20, 1)),
+    ],
+)
+def test_no_chunk_tears_blocks(monkeypatch, shape, block, chunk):
+    monkeypatch.setattr(_engine, "CHUNK", chunk)
+    assert_as_quantize(weights(shape), BlockFormat(element="e4m3fn", block=block), workers=2)
+
+
+@pytest.mark.exhaustive
+def test_no_chunk_tears_blocks_of_any_shape(monkeypatch):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
+        block = tuple(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n])) for n in shape)
+        if not 1000 < np.prod(shape) < 20000:
+            continue
+        monkeypatch.setattr(_engine, "CHUNK", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
+        block = tuple(map(int, block[rng.integers(len(shape)) :]))
+        spec = BlockFormat(element="e4m3fn", block=block, other_axes=rng.choice([1, None]))
+        assert_as_quantize(weights(shape), spec)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_of_16_bit_sources_too(monkeypatch, dtype):
     monkeypatch.setattr(_engine, "CHUNK", 2**10)
