@@ -292,8 +292,6 @@ def _result(
     sums: Sums,
 ) -> Result:
     columns = task.shape[-1] if task.shape else 1
-    if scale is not None:
-        scale = scale.reshape(-1, layout.counts[-1] if layout.counts else 1)
     rows = slice(0, len(codes) // columns)
     piece = Piece(rows, slice(0, columns), codes.reshape(-1, columns), scale)
     return Result(TensorScales(None, tensor_scale), (piece,), sums)

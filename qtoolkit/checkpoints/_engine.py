@@ -34,6 +34,7 @@ from qtoolkit.formats import BlockFormat
 CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
 WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
 _COLUMNS = (128, 1024)  # of a tile with a scale for each column
+_FEW = 64  # rows of a chunk that is laid out in tiles of just that height, and wide
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
 
 _SMALL = 32  # how many small tensors a chunk holds at least
@@ -50,9 +51,8 @@ class Piece(NamedTuple):
       rows, columns: Which part: full rows; or a piece of one row, where a row has more elements
         than a chunk.
       codes: Unsigned, as `encode` writes them, one to a cell, not packed: [rows, columns].
-      scale: Of the blocks of these rows and columns, a matrix of rows of the scales of the tensor,
-        [prod(counts[:-1]), counts[-1]], in the dtype that `QArray.scale` has. None where
-        `TensorScales` has them, or there are none.
+      scale: Of the blocks that start in it, in C order, flat, in the dtype that `QArray.scale` has:
+        those of all pieces, joined, are those of the tensor. None where there are none.
     """
 
     rows: slice
@@ -65,8 +65,8 @@ class TensorScales(NamedTuple):
     """What is known of a tensor's scales before its first piece.
 
     Attributes:
-      scale: All of them, as `QArray.scale` has them; None where they come with the pieces, or there
-        are none.
+      scale: Those of a tensor without elements, as `QArray.scale` would have them; of others they
+        come with the pieces, None.
       tensor_scale: The second scale, float32, a scalar; None where the format has none.
     """
 
@@ -166,12 +166,11 @@ def quantized(
     if spec.tensor_scale is not None:
         found = amax_of(read, shape, dtype, workers=workers) if tensor_amax is None else tensor_amax
         tensor_scale = np.asarray(second_scale(np.float32(found), spec))
-    amaxes = scale = None
+    amaxes = None
     if spec.scale is not None and not cut.is_local(CHUNK):
         amaxes = _amaxes(cut, read, source, not spec.element.has_nan, workers)
-        scale = _scales(amaxes, spec, tensor_scale).reshape(cut.counts)
     encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
-    return TensorScales(scale, tensor_scale), _pieces(encoder, workers, sums)
+    return TensorScales(None, tensor_scale), _pieces(encoder, workers, sums)
 
 
 def check_symmetric(spec: BlockFormat) -> None:
@@ -274,18 +273,17 @@ class _Columns:
         rows, columns = self._data.shape
         block_rows = self._cut.block_rows(self._chunk)
         ends = [*(np.flatnonzero(np.diff(block_rows)) + 1).tolist(), rows]
-        width = _COLUMNS[columns > _COLUMNS[1] // 2]
         for start, end in itertools.pairwise([0, *ends]):
             first = int(block_rows[start]) * self._cut.blocks_in_row + self._chunk.column
-            top = start
-            for height in _heights(end - start, width):
-                for left in range(0, columns, width):
-                    part = self._data[top : min(top + height, end), left : left + width]
-                    tile = np.zeros((height, width), part.dtype)
-                    tile[: part.shape[0], : part.shape[1]] = part
+            heights, widths = _sides(end - start, columns)
+            for top, bottom in itertools.pairwise(itertools.accumulate(heights, initial=start)):
+                for left, right in itertools.pairwise(itertools.accumulate(widths, initial=0)):
+                    part = tile = self._data[top : min(bottom, end), left:right]
+                    if part.shape != (bottom - top, right - left):
+                        tile = np.zeros((bottom - top, right - left), part.dtype)
+                        tile[: part.shape[0], : part.shape[1]] = part
                     place = (slice(top, top + part.shape[0]), slice(left, left + part.shape[1]))
                     yield _Tile(tile, first + left + np.arange(part.shape[1]), place)
-                top += height
 
     def joined(self, tiles: list[_Tile], parts: list[np.ndarray]) -> np.ndarray:
         data = np.empty(self._data.shape, parts[0].dtype)
@@ -293,6 +291,17 @@ class _Columns:
             place = data[tile.place]
             place[...] = part[: place.shape[0], : place.shape[1]]
         return data.reshape(-1)
+
+
+def _sides(rows: int, columns: int) -> tuple[list[int], list[int]]:
+    """Heights and widths of tiles that hold so many rows and columns, each its own unit."""
+    if columns > CHUNK // _FEW:
+        # Few rows: tiles of [4, 1024] would be 1024 calls for a chunk of one. Tiles of a whole
+        # chunk are no faster, and their scales and numbers in float32 take 100 MiB more.
+        height = _power_of_two(rows)
+        return [height], _heights(columns, 16 * height)
+    width = _COLUMNS[columns > _COLUMNS[1] // 2]
+    return _heights(rows, width), [width] * -(-columns // width)
 
 
 def _laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Columns:
@@ -339,19 +348,23 @@ class _Encoder:
     tensor_scale: np.ndarray | None
     amaxes: np.ndarray | None
 
-    def __call__(self, chunk: Chunk) -> tuple[Piece, list[Sums]]:
+    def __call__(self, chunk: Chunk) -> tuple[Piece, int, list[Sums]]:
+        """A piece with the scales of all its blocks, the first of these blocks, and sums."""
         spec = self.spec
         layout = _laid_out(self.cut, chunk, self.read, self.dtype)
         tiles = list(layout.tiles())
-        first, known, scale = 0, self.amaxes, None
-        if known is None:
-            first = int(tiles[0].blocks[0])
-            known = np.zeros(int(tiles[-1].blocks[-1]) + 1 - first, np.float32)
+        first = min(int(tile.blocks.min()) for tile in tiles)
+        stop = max(int(tile.blocks.max()) for tile in tiles) + 1
+        if self.amaxes is None:
+            known = np.zeros(stop - first, np.float32)
             for tile in tiles:
                 found = _unit_amaxes(tile, layout.axis, not spec.element.has_nan)
                 _raise(known, tile.blocks - first, found)
-            if spec.scale is not None:
-                scale = np.empty(known.shape, spec.scale.dtype or spec.scale.code_dtype)
+        else:
+            known = self.amaxes[first:stop]
+        scale = None
+        if spec.scale is not None:
+            scale = np.zeros(known.shape, spec.scale.dtype or spec.scale.code_dtype)
         parts, sums = [], []
         for tile in tiles:
             units = len(tile.blocks)
@@ -365,13 +378,18 @@ class _Encoder:
             if scale is not None:
                 scale[tile.blocks - first] = np.asarray(done.scales.scale).reshape(-1)[:units]
             sums.append(_sums(tile, done, factor, spec, layout.axis))
-        return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), sums
+        return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), first, sums
 
 
 def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
-    for piece, parts in in_order(encoder, encoder.cut.chunks(CHUNK), workers):
+    done = 0  # blocks whose scales were handed out: those that start before this piece
+    for piece, first, parts in in_order(encoder, encoder.cut.chunks(CHUNK), workers):
         for part in parts:
             sums.add(part)
+        if piece.scale is not None:
+            scale = piece.scale[done - first :]
+            done += len(scale)
+            piece = piece._replace(scale=scale if len(scale) else None)
         yield piece
 
 
@@ -405,8 +423,6 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
     full = len(codes) % width == 0 and column == 0
     rows = len(codes) // width if full else 1
     columns = slice(column, column + len(codes) // rows)
-    if scale is not None:
-        scale = scale.reshape(-1, cut.counts[-1] if full and cut.counts else len(scale))
     return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
 
 

@@ -14,6 +14,7 @@ from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointErr
 from qtoolkit.formats import BlockFormat
 
 Packing = Literal["bytes", "nibbles", "words"]
+_WORDS = 32  # so many codes fill whole words and bytes, of however many bits they are
 ReadBytes = Callable[[str, int, memoryview], None]
 
 
@@ -161,28 +162,45 @@ class Values:
             matrix, within = divmod(row, rows)
             if column == 0 and last - first >= columns:  # whole rows of this matrix
                 height = min((last - first) // columns, rows - within)
-                part = self._rows(matrix, within, within + height).reshape(-1)
+                part = self._part(matrix, (within, within + height), (0, columns))
             else:
-                part = self._rows(matrix, within, within + 1)[0, column : column + last - first]
+                stop = min(column + last - first, columns)
+                part = self._part(matrix, (within, within + 1), (column, stop))
+            part = part.reshape(-1)
             out[: len(part)] = part
             out, first = out[len(part) :], first + len(part)
 
-    def _rows(self, matrix: int, start: int, stop: int) -> np.ndarray:
-        stored, (_, rows, columns) = self.stored, self.stored.matrices
-        width = stored.codes.nbytes // (stored.matrices[0] * rows)
-        packed = np.empty((stop - start, width), np.uint8)
-        self._read(stored.codes.name, (matrix * rows + start) * width, packed.reshape(-1).data)
-        values = self.table[unpack_codes(packed, columns, stored)]
+    def _part(self, matrix: int, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        """The values of full rows, or of a piece of one."""
+        stored, (start, stop), (left, right) = self.stored, rows, columns
+        values = self.table[self._codes(matrix, rows, columns)]
         if stored.scale is None:
             return values
-        lengths = stored.spec.block_lengths((rows, columns))
+        height, width = stored.spec.block_lengths(stored.matrices[1:])
         scales = self.scales()[matrix]
         if scales.shape[0] > 1:
-            scales = scales[np.arange(start, stop) // lengths[0]]
+            scales = scales[np.arange(start, stop) // height]
         if scales.shape[1] > 1:
-            scales = np.repeat(scales, lengths[1], axis=1)[:, :columns]
+            scales = scales[:, left // width : -(-right // width)]
+            if width > 1:
+                skipped = left % width
+                scales = np.repeat(scales, width, axis=1)[:, skipped : skipped + right - left]
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            return values * scales
+            return np.multiply(values, scales, out=values)
+
+    def _codes(self, matrix: int, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+        stored, (left, right) = self.stored, columns
+        count, height, _ = stored.matrices
+        width = stored.codes.nbytes // (count * height)
+        skipped = left % _WORDS
+        bits = {"bytes": 8, "nibbles": 4, "words": stored.spec.element.bits}[stored.packing]
+        first = (left - skipped) * bits // 8
+        end = min(-(-right // _WORDS) * _WORDS * bits // 8, width)
+        packed = np.empty((rows[1] - rows[0], end - first), np.uint8)
+        place = (matrix * height + rows[0]) * width + first
+        self._read(stored.codes.name, place, packed.reshape(-1).data)
+        stop = skipped + right - left
+        return unpack_codes(packed, stop, stored)[:, skipped:stop]
 
     def scales(self) -> np.ndarray:
         """Effective scales, float32 [matrices, blocks along rows, along columns]."""
@@ -210,7 +228,7 @@ def _numbers(scale: np.ndarray, spec: BlockFormat) -> np.ndarray:
         codes = scale.view(np.uint8)
         numbers = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
         return np.where(codes == 255, np.float32(np.nan), numbers)
-    return scale.astype(np.float32)
+    return scale.astype(np.float32, copy=False)
 
 
 def _code_values(spec: BlockFormat) -> np.ndarray:

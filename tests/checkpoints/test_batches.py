@@ -121,7 +121,7 @@ def test_empty_tensors_between_others_have_scales_of_one():
     assert first.scales.scale.shape == (0, 1)
     np.testing.assert_array_equal(third.scales.scale, np.ones((5, 1)))
     (piece,) = second.pieces
-    np.testing.assert_array_equal(piece.scale, np.full((4, 1), np.float32(1) / np.float32(448)))
+    np.testing.assert_array_equal(piece.scale, np.full(4, np.float32(1) / np.float32(448)))
     assert [*first.pieces, *third.pieces] == []
 
 

@@ -138,6 +138,28 @@ def test_no_chunk_tears_blocks(monkeypatch, shape, block, chunk):
     assert_as_quantize(weights(shape), BlockFormat(element="e4m3fn", block=block), workers=2)
 
 
+@pytest.mark.parametrize("shape", [(1, 2**19), (5, 2**17)])
+def test_a_scale_for_each_of_many_columns_by_few_calls(monkeypatch, shape):
+    """Tiles of [4, 1024] for few rows took a call for every thousand elements."""
+    calls, encoded = [], _engine.encoded
+    monkeypatch.setattr(_engine, "encoded", lambda *a: calls.append(a[0].size) or encoded(*a))
+    x = weights(shape, ml_dtypes.bfloat16)
+    assert_as_quantize(x, BlockFormat.channel("e4m3fn", -1), workers=2)
+    assert len(calls) <= 2 + x.size // 2**15
+    assert sum(calls) < 2 * x.size
+
+
+def test_scales_come_with_the_pieces_that_their_blocks_start_in(monkeypatch):
+    """So that what is held of them all is their amaxes, and no further copy."""
+    monkeypatch.setattr(_engine, "CHUNK", 2**8)
+    x = weights((3, 1000))
+    spec = BlockFormat.channel("e4m3fn", -1)
+    scales, pieces = quantized(reader(x), x.shape, "F32", spec, sums=Sums())
+    assert scales.scale is None
+    counts = [0 if piece.scale is None else piece.scale.size for piece in pieces]
+    assert counts == [256, 256, 256, 232] + [0] * 8
+
+
 @pytest.mark.exhaustive
 def test_no_chunk_tears_blocks_of_any_shape(monkeypatch):
     rng = np.random.default_rng(0)

@@ -367,20 +367,49 @@ def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
         assert again[name].tobytes() == array.tobytes()
 
 
-def test_rows_longer_than_a_chunk_and_parts_of_rows_are_read_alike(tmp_path):
-    """Of a quantized source any range of bytes is what the whole has there."""
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scaling", "bits"),
+    [
+        (COMPRESSED, "nvfp4", None, 4),
+        (COMPRESSED, "int4_group128", None, 4),
+        (COMPRESSED, "mxfp8_e4m3", None, 8),
+        ("plain", "e4m3fn", "block", 8),
+        ("plain", "e4m3fn", "channel", 8),
+    ],
+)
+def test_any_range_of_a_quantized_weight_is_read_alone(tmp_path, layout, fmt, scaling, bits):
+    """What the whole has there; of a piece of a row, its bytes: not the row for every chunk."""
     save(tmp_path / "src", weights())
-    convert(tmp_path / "src", tmp_path / "dst", layout=COMPRESSED, format="nvfp4")
+    convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt, scaling=scaling)
     from qtoolkit.checkpoints import open_source
+    from qtoolkit.checkpoints._stored import Values
     from qtoolkit.checkpoints.internal import dequantized
 
     source = dequantized(open_source(tmp_path / "dst"))
-    whole = np.empty(SHAPE, np.float32)
+    whole, asked = np.empty(SHAPE, np.float32), []
+
+    def read(name, start, buffer):
+        asked.append((name, len(buffer)))
+        source.read_stored(name, start, buffer)
+
+    stored = source.stored[Q]
     source.read_into(Q, 0, whole.reshape(-1).view(np.uint8).data)
-    for start, size in [(0, 1), (255, 2), (256, 256), (1000, 3000), (SHAPE[0] * SHAPE[1] - 5, 5)]:
+    last = SHAPE[0] * SHAPE[1] - 5
+    for start, size in [
+        (0, 1),
+        (255, 2),
+        (33, 100),
+        (127, 70),
+        (256, 256),
+        (1000, 3000),
+        (last, 5),
+    ]:
         part = np.empty(size, np.float32)
-        source.read_into(Q, 4 * start, part.view(np.uint8).data)
+        asked.clear()
+        Values(stored, read).read_into(4 * start, part.view(np.uint8).data)
         np.testing.assert_array_equal(part, whole.reshape(-1)[start : start + size])
+        codes = sum(nbytes for name, nbytes in asked if name == stored.codes.name)
+        assert codes <= (size + 2 * 3 * 32) * bits // 8  # three pieces at most, to whole words
     source.close()
 
 
