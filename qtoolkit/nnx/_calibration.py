@@ -149,8 +149,7 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
-        numbered = [int(name) for name in amaxes if name.isdigit()]
-        attach(node, recipe, found, count=max(numbered, default=-1) + 1)
+        attach(node, recipe, found, names=tuple(amaxes))
         _fill(node, amaxes)
         if "dot" in amaxes:
             node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
@@ -170,8 +169,8 @@ def _is_stored(layer: nnx.Module) -> bool:
 
 def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
     """Writes what was found into the states of a layer's products."""
-    for number, kept in enumerate(product_states(layer)):
-        found = amaxes.get(str(number), jnp.zeros((3,), jnp.float32))
+    for name, kept in product_states(layer).items():
+        found = amaxes.get(name, jnp.zeros((3,), jnp.float32))
         kept.amax[...] = jnp.broadcast_to(found, kept.amax.shape)
 
 
@@ -220,9 +219,9 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         if site is None:
             continue
         unreached: list[str] = []
-        for number, kept in enumerate(product_states(module)):
+        for name, kept in product_states(module).items():
             for side in (0, 1):
-                value = values.get((site.path, str(number), side))
+                value = values.get((site.path, name, side))
                 _start(kept, side, value, site.path, unreached)
         if not needs_no_scale(module):
             missing += unreached

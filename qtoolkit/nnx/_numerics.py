@@ -112,7 +112,9 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
 
 def _learned_scales(layer: Any) -> list[LsqScale]:
     """The learned scales of a layer's own products."""
-    kept = [scale for state in product_states(layer) for scale in getattr(state, "scales", ())]
+    kept = [
+        scale for state in product_states(layer).values() for scale in getattr(state, "scales", ())
+    ]
     return [scale for scale in kept if scale is not None]
 
 

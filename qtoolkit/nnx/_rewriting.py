@@ -22,6 +22,7 @@ from qtoolkit.products.internal import (
     enclosing,
     product_attributes,
     rewritten,
+    rewritten_later,
     scope,
     with_values,
 )
@@ -30,6 +31,7 @@ _FRAMEWORK = set(dir(nnx.Module))
 # Their own methods compute by attributes, which wrapping sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
+PRODUCTS, METHODS = "qtoolkit_products", "qtoolkit_methods"
 
 
 def methods_of(module: Any) -> tuple[str, ...]:
@@ -57,7 +59,7 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
 @functools.cache
 def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
     """The subclass of `kind` whose `methods` compute by the module's site."""
-    return subclass(kind, {name: _entered(getattr(kind, name)) for name in methods}, kind)
+    return subclass(kind, {name: _entered(getattr(kind, name), name) for name in methods}, kind)
 
 
 def leave(module: Any, path: str) -> None:
@@ -100,7 +102,32 @@ def original_class(kind: type) -> type:
     return getattr(kind, _ORIGINAL, kind)
 
 
-def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
+def prefix_of(kind: type, method: str) -> str:
+    """What the names of products of a method begin with: "encode." of "encode.0".
+
+    Nothing where the method is the one that computes products in most modules of the kind. Layers
+    with hooks name their own products "0": there `__call__`, written anew, has a prefix as well.
+    """
+    main = "attend" if issubclass(kind, nnx.Embed) else "__call__"
+    return "" if method == main and not issubclass(kind, HOOKED) else f"{method}."
+
+
+def named_states(module: Any) -> dict[str, Any]:
+    """What the products of a module's own methods keep, by their names."""
+    found = {str(i): kept for i, kept in enumerate(getattr(module, PRODUCTS, ()))}
+    for method, states in dict(getattr(module, METHODS, {})).items():
+        found |= {f"{method}.{i}": kept for i, kept in enumerate(states)}
+    return found
+
+
+def _states(module: Any, prefix: str) -> list[Any]:
+    """What the products of one method keep, in order."""
+    known = getattr(module, METHODS, {}).get(prefix[:-1], ()) if prefix else ()
+    kept = known if prefix else getattr(module, PRODUCTS, ())
+    return [one.state() for one in kept]
+
+
+def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
         site: Site | None = getattr(self, _SITE, None)
@@ -109,12 +136,12 @@ def _entered(method: Callable[..., Any]) -> Callable[..., Any]:
         kept = getattr(self, "qtoolkit_dot", None)
         within = dataclasses.replace(site, recipe=site.recipe.without_state())
         with enclosing(within, None if kept is None else kept.state()):
-            return _run(site, method, self, args, kwargs)
+            return _run(site, method, name, self, args, kwargs)
 
     return entering
 
 
-def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
     """`method` as a pure function of the module's state and of the arrays among its arguments.
 
     Modules and variables among the arguments, such as a cache, are state as well, and so are
@@ -134,7 +161,9 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
         notes = [_notes(node) for node in (copied, *given)]
-        outs, kind = jax.tree.flatten(method(copied, *args, **kwargs), is_leaf=_is_node)
+        with rewritten_later():
+            out = method(copied, *args, **kwargs)
+        outs, kind = jax.tree.flatten(out, is_leaf=_is_node)
         changed = [
             (path, variable)
             for path, variable in nnx.to_flat_state(nnx.state((copied, given)))
@@ -152,8 +181,9 @@ def _run(site: Site, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
         ]
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
-    states = [kept.state() for kept in getattr(module, "qtoolkit_products", ())]
-    rewriting = rewritten(pure, site.multiply(states), _parameters)
+    prefix = prefix_of(original_class(type(module)), name)
+    multiply = site.multiply(_states(module, prefix), prefix)
+    rewriting = rewritten(pure, multiply, _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
         arrays, written = rewriting(state, [leaves[i] for i in places])
     (found,) = traced

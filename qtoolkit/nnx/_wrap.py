@@ -22,7 +22,15 @@ from qtoolkit.nnx._products import (
     keep_kernel_dtype,
 )
 from qtoolkit.nnx._report import check_strict, hint, site_of
-from qtoolkit.nnx._rewriting import leave, methods_of, original_class, rewriting_class
+from qtoolkit.nnx._rewriting import (
+    METHODS,
+    PRODUCTS,
+    leave,
+    methods_of,
+    named_states,
+    original_class,
+    rewriting_class,
+)
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Site, cache_format, check_recipe
@@ -211,7 +219,7 @@ def attach(
     found: "FoundModule | None" = None,
     where: str = "wrap",
     *,
-    count: int | None = None,
+    names: Sequence[str] = (),
 ) -> None:
     """Gives one layer its quantized products.
 
@@ -220,7 +228,7 @@ def attach(
       recipe: Of its products.
       found: Its paths, for messages and reports; None: it is a model by itself.
       where: Who calls, for messages.
-      count: How many products a module of one's own computes that keep state; None: none.
+      names: Of products in methods of one's own that keep state, such as "0" and "encode.1".
     """
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
@@ -243,11 +251,30 @@ def attach(
     _reset(layer, methods)
     if methods:
         layer.qtoolkit_site = site
-        known = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
-        if known and recipe.keeps_state:
-            layer.qtoolkit_products = nnx.List(_states(layer, recipe, known, site))
-    for kept, was in zip(product_states(layer), states, strict=False):
-        kept.go_on(was)
+        if recipe.keeps_state:
+            _keep(layer, recipe, site, names)
+    for name, kept in product_states(layer).items():
+        if name in states:
+            kept.go_on(states[name])
+
+
+def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
+    """Gives the methods of a layer what their products keep."""
+    counts: dict[str, int] = {}
+    for name in names:
+        method, _, number = name.rpartition(".")
+        if number.isdigit():
+            counts[method] = max(counts.get(method, 0), int(number) + 1)
+    count = counts.pop("", 0)
+    count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
+    if count:
+        setattr(layer, PRODUCTS, nnx.List(_states(layer, recipe, count, site)))
+    if counts:
+        kept = {
+            method: nnx.List(_states(layer, recipe, n, site, f"{method}."))
+            for method, n in counts.items()
+        }
+        setattr(layer, METHODS, nnx.Dict(kept))
 
 
 def detach(layer: Any) -> None:
@@ -264,7 +291,7 @@ def detach(layer: Any) -> None:
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:
     """Takes away what an earlier wrap gave a layer, and lets `methods` compute by its site."""
-    for name in ("qtoolkit_site", "qtoolkit_products", "qtoolkit_dot", "qtoolkit_path"):
+    for name in ("qtoolkit_site", PRODUCTS, METHODS, "qtoolkit_dot", "qtoolkit_path"):
         if name in vars(layer):
             delattr(layer, name)
     kind: Any = original_class(type(layer))
@@ -276,12 +303,12 @@ def _reset(layer: Any, methods: tuple[str, ...]) -> None:
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
-def product_states(layer: Any) -> list[ProductState]:
-    """What the products of a layer keep, in their order."""
-    states: list[ProductState] = list(getattr(layer, "qtoolkit_products", ()))
+def product_states(layer: Any) -> dict[str, ProductState]:
+    """What the products of a layer keep, by their names."""
+    states: dict[str, ProductState] = named_states(layer)
     for value in vars(layer).values():
         if isinstance(value, StatefulProducts):
-            states += list(value.products)
+            states |= {str(i): kept for i, kept in enumerate(value.products)}
     return states
 
 
@@ -306,9 +333,11 @@ def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> 
     return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
 
 
-def _states(layer: Any, recipe: Recipe, count: int, site: Site) -> list[ProductState]:
+def _states(
+    layer: Any, recipe: Recipe, count: int, site: Site, prefix: str = ""
+) -> list[ProductState]:
     lead = stacked(layer)
-    return [ProductState(recipe, lead, f"{site.path}:{i}") for i in range(count)]
+    return [ProductState(recipe, lead, f"{site.path}:{prefix}{i}") for i in range(count)]
 
 
 def stacked(layer: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from qtoolkit.products._bilinear import Bilinear
@@ -23,8 +24,23 @@ from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
 
-_enclosing: contextvars.ContextVar[tuple["Site | None", State | None]] = contextvars.ContextVar(
-    "site", default=(None, None)
+
+class _Enclosing(NamedTuple):
+    """What `dot` computes by.
+
+    Attributes:
+      site: Of the layer that runs, None outside of one.
+      state: Kept for all its calls.
+      trace: The one whose products `rewritten` replaces, None where nothing is rewritten.
+    """
+
+    site: "Site | None" = None
+    state: State | None = None
+    trace: Any = None
+
+
+_enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar(
+    "site", default=_Enclosing()
 )
 
 
@@ -185,18 +201,38 @@ class Site:
 @contextmanager
 def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
     """Within it `dot` computes by `site`, with what is kept for all its calls."""
-    token = _enclosing.set((site, state))
+    token = _enclosing.set(_Enclosing(site, state))
     try:
         yield
     finally:
         _enclosing.reset(token)
 
 
+@contextmanager
+def rewritten_later() -> Iterator[None]:
+    """Within it `dot` leaves its products to `rewritten`, which knows what is a parameter.
+
+    Not in a trace inside of the present one, such as a custom derivative's: `rewritten` may not
+    look into it.
+    """
+    token = _enclosing.set(_enclosing.get()._replace(trace=_present_trace()))
+    try:
+        yield
+    finally:
+        _enclosing.reset(token)
+
+
+def _present_trace() -> Any:
+    return get_opaque_trace_state(convention="flax")
+
+
 def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     """`jax.numpy.dot` by the recipe of the wrapped layer that calls it; outside of one, plainly.
 
-    For layers of one's own: `qtoolkit.dot(x, self.kernel)` is what `x @ self.kernel` is until the
-    model is wrapped.
+    For layers of one's own: `qtoolkit.dot(x, self.kernel)` is what `x @ self.kernel` is. Inside of
+    a custom derivative, or of a function under `jax.jit`, a loop or `vmap`, what is a parameter is
+    not known to it (in modules of linen it is, but in custom derivatives, which linen leaves): rhs
+    is then taken for the kernel. Write `@` for two activations there.
 
     Args:
       lhs: [..., k].
@@ -218,12 +254,16 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       >>> Layer()(x), qt.nnx.wrap(Layer())(x)  # 0.3 became 0.3125
       (Array(582.4, dtype=float32), Array(588., dtype=float32))
     """
-    site, state = _enclosing.get()
-    if site is None or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
+    site, state, trace = _enclosing.get()
+    is_stored = isinstance(lhs, QArray) or isinstance(rhs, QArray)
+    is_replaced = trace is not None and not is_stored and trace == _present_trace()
+    if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
     function = dot_function(numbers, precision, None)
-    return site.product("dot", function, lhs, rhs, jnp.result_type(lhs, rhs), state, name="dot")
+    kernel = 0 if isinstance(lhs, QArray) and not isinstance(rhs, QArray) else 1
+    dtype = jnp.result_type(lhs, rhs)
+    return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)
 
 
 class Scope(NamedTuple):

@@ -26,7 +26,7 @@ from qtoolkit.products._rewrite import (
     with_values,
 )
 from qtoolkit.products._sensitivity import sensitivity_of
-from qtoolkit.products._site import Site, enclosing, scope
+from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 from qtoolkit.products._taps import Place, instrument
@@ -61,6 +61,7 @@ __all__ = [
     "product_attributes",
     "report_of",
     "rewritten",
+    "rewritten_later",
     "scope",
     "sensitivity_of",
     "serving_rules",

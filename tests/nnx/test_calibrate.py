@@ -115,7 +115,7 @@ def test_frozen_scales_are_those_of_the_calibration(wrapped, found):
     of_a, of_own = found.amaxes("a"), found.amaxes("own")
     hidden = nnx.relu(dot(x, wrapped.a.kernel[...], of_a["0"]) + wrapped.a.bias[...])
     kernel = wrapped.own.kernel[...]
-    expected = dot(hidden, kernel, of_own["0"]) + dot(hidden, kernel, of_own["dot"])
+    expected = dot(hidden, kernel, of_own["0"]) + dot(hidden, kernel, of_own["1"])
     np.testing.assert_allclose(call(frozen, x), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -379,3 +379,100 @@ def test_a_layer_of_flax_that_batches_never_call_is_named(kind):
     wrapped = qt.nnx.wrap(model, INT8)
     with pytest.raises(ValueError, match="freeze: not calibrated: spare;"):
         qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES))
+
+
+class Coder(nnx.Module):
+    """Products in three methods, whose kernels differ by 10,000."""
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.small, self.large = (
+            nnx.Param(jax.random.normal(key, (8, 8)) * size)
+            for key, size in zip(keys, (1.0, 1e4), strict=True)
+        )
+
+    def encode(self, x):
+        return x @ self.small
+
+    def decode(self, x):
+        return (x * 1e4) @ self.large
+
+    def __call__(self, x):
+        return self.encode(x), self.decode(x), x @ self.small
+
+
+class Dots(nnx.Module):
+    def __init__(self):
+        self.small, self.large = Coder().small, Coder().large
+
+    def __call__(self, x):
+        return qt.dot(x, self.small), qt.dot(x * 1e4, self.large), x @ self.small
+
+
+class Widened(nnx.Linear):
+    """A layer with a hook, and a product of one's own beside it."""
+
+    def __init__(self):
+        super().__init__(8, 8, rngs=nnx.Rngs(0))
+        self.small, self.large = Coder().small, Coder().large
+
+    def __call__(self, x):
+        return super().__call__(x), (x * 1e4) @ self.large
+
+
+class Table(nnx.Embed):
+    def __init__(self):
+        super().__init__(8, 8, rngs=nnx.Rngs(0))
+        self.large = Coder().large
+
+    def __call__(self, x):
+        return self.attend(x), (x * 1e4) @ self.large
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Coder, ["encode.0", "decode.0", "0"]),
+        (Dots, ["0", "1", "2"]),
+        (Widened, ["0", "__call__.0"]),
+        (Table, ["0", "__call__.0"]),
+    ],
+)
+def test_each_product_of_a_module_has_a_scale_of_its_own(kind, names):
+    """By the largest magnitudes of one batch a frozen model is the wrapped one, which takes them of
+    each operand by itself.
+    """
+    wrapped = qt.nnx.wrap(kind(), INT8)
+    found = qt.nnx.calibrate(wrapped, BATCHES[:1])
+    assert list(dict.fromkeys(name for _, name, _ in found.keys)) == names
+    frozen = qt.nnx.freeze(wrapped, found)
+    for got, expected in zip(frozen(BATCHES[0]), wrapped(BATCHES[0]), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    rows = qt.nnx.numerics(wrapped, BATCHES[0], lambda m, x: sum(map(jnp.sum, m(x)))).rows
+    assert {row.product for row in rows} == set(names)
+    assert all(row.tally.uses == 1 for row in rows)
+
+
+def test_frozen_methods_are_saved_and_wrapped_again():
+    wrapped = qt.nnx.wrap(Coder(), INT8)
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES[:1]))
+    graph, state = nnx.split(frozen)
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    assert "qtoolkit_methods/encode/0/amax" in paths
+    assert "qtoolkit_products/0/amax" in paths
+    again = call(nnx.merge(graph, state), BATCHES[0])
+    for got, expected in zip(again, call(frozen, BATCHES[0]), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    plain = qt.nnx.wrap(frozen, INT8)
+    assert not hasattr(plain, "qtoolkit_methods")
+    with pytest.raises(ValueError, match="not calibrated|no scale"):
+        encoding = qt.nnx.calibrate(_Encoding(wrapped), BATCHES[:1])
+        qt.nnx.freeze(_Encoding(wrapped), encoding).model.decode(BATCHES[0])
+
+
+class _Encoding(nnx.Module):
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x):
+        return self.model.encode(x)

@@ -665,6 +665,31 @@ def test_dot_follows_the_recipe_of_its_layer():
     assert half.dtype == jnp.float32
 
 
+def test_dot_decides_what_is_a_kernel_as_the_operator_does():
+    """Weight-only recipes round a kernel on either side, and neither of two activations."""
+
+    class Products(nnx.Module):
+        def __init__(self, product):
+            self.kernel = nnx.Param(jax.random.normal(jax.random.key(1), (16, 16)))
+            self.product = nnx.static(product)
+
+        def __call__(self, x):
+            return (
+                self.product(self.kernel, x.T),
+                self.product(x, x.T),
+                self.product(x, self.kernel),
+            )
+
+    for recipe in (qt.recipes.weight_only_e4m3, qt.recipes.w4a16):
+        ours, theirs = (
+            qt.nnx.wrap(Products(product), recipe)(x) for product in (qt.dot, lambda a, b: a @ b)
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(ours[1], x @ x.T)
+        assert jnp.any(ours[0] != Products(jnp.dot)(x)[0])
+
+
 def test_decorated_methods_are_seen():
     class Jitted(nnx.Module):
         def __init__(self):
