@@ -112,10 +112,8 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
 
 def _learned_scales(layer: Any) -> list[LsqScale]:
     """The learned scales of a layer's own products."""
-    kept = [
-        scale for state in product_states(layer).values() for scale in getattr(state, "scales", ())
-    ]
-    return [scale for scale in kept if scale is not None]
+    kept = [getattr(state, "scales", ()) for state in product_states(layer).values()]
+    return [scale for scales in kept for scale in scales if scale is not None]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -145,8 +145,8 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
     """`method` as a pure function of the module's state and of the arrays among its arguments.
 
     Modules and variables among the arguments, such as a cache, are state as well, and so are
-    numbers and texts, `self.calls += 1`. What the method leaves as it was is not written: a model
-    may be closed over by `jax.jit`.
+    constants, `self.calls += 1` or `self.shape = x.shape`. What the method leaves as it was is not
+    written: a model may be closed over by `jax.jit`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -205,8 +205,8 @@ class _Traced(NamedTuple):
       others: For each leaf of the result None where it is an array, else the leaf in a tuple: what
         is a copy of a module or a variable as the caller's own.
       variables: Those that the method wrote or made: paths, and trees of their values.
-      notes: For the module and each node among the arguments, numbers and texts that changed: the
-        path of the module that holds one, its name, its value.
+      notes: For the module and each node among the arguments, constants that changed: the path
+        of the module that holds one, its name, its value.
     """
 
     structure: Any
@@ -221,18 +221,32 @@ def _are_same(values: list[Any], before: list[Any] | None) -> bool:
     return all(value is was for value, was in zip(values, before, strict=True))
 
 
-_NOTES = (bool, int, float, complex, str, bytes, type(None))
+def _is_note(value: Any) -> bool:
+    """Whether an attribute is a constant: it hashes by value, and holds no part of the model.
+
+    What hashes by identity, such as a function, may hold arrays of the trace.
+    """
+    if isinstance(value, nnx.Pytree | nnx.Variable):
+        return False
+    leaves = jax.tree.leaves(value)
+    if any(type(leaf).__hash__ is object.__hash__ for leaf in leaves):
+        return False
+    try:
+        hash((value, *leaves))
+    except TypeError:  # arrays do not hash
+        return False
+    return True
 
 
 def _notes(node: Any) -> dict[tuple[Any, ...], Any]:
-    """The numbers and texts that the modules of a node hold, by path and name."""
+    """The constants that the modules of a node hold, by path and name."""
     if not isinstance(node, nnx.Module):
         return {}
     return {
         (path, name): value
         for path, module in nnx.iter_modules(node)
         for name, value in vars(module).items()
-        if type(value) in _NOTES and not name.startswith("_pytree")
+        if not name.startswith(("_pytree", "_object")) and _is_note(value)
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from qtoolkit.nnx._bridged import bridged_probes, bridged_state, is_bridged_probe, roll_bridged
 from qtoolkit.products import Learned, Operand, Recipe, Static
@@ -191,12 +191,14 @@ def value_and_grad(
       has_aux: As in `nnx.value_and_grad`.
 
     Returns:
-      A function of the model and the further arguments that gives (value, gradients), or
-      ((value, aux), gradients). Gradients hold what `wrt` selects and nothing else: clipping by
-      their global norm, or averaging them, is what it is for the plain model.
+      A function of the model, one `nnx.Module` (several as `nnx.List([...])` or `nnx.Dict(...)`),
+      and the further arguments that gives (value, gradients), or ((value, aux), gradients).
+      Gradients hold what `wrt` selects and nothing else: clipping by their global norm, or
+      averaging them, is what it is for the plain model.
 
     Raises (when it is called):
-      TypeError: `wrt` selects kernels of a model from `quantize`, which have no derivative.
+      TypeError: The model is no `nnx.Module`; `wrt` selects kernels of a model from `quantize`,
+        which have no derivative.
 
     Examples:
       >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
@@ -208,6 +210,7 @@ def value_and_grad(
     """
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        _check_model(model)
         wanted = nnx.All(wrt, nnx.Not(ScalingState), nnx.Not(bridged_state()))
         check_trainable("value_and_grad", nnx.to_pure_dict(nnx.state(model, wanted)))
         probe = nnx.Any(Probe, is_bridged_probe)
@@ -220,6 +223,20 @@ def value_and_grad(
         return value, grads
 
     return function
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nnx.Pytree):
+        return
+    parts = tuple(model) if isinstance(model, tuple | list) else ()
+    what = "pass several models as one, nnx.List([...]) or nnx.Dict(...), which the loss gets"
+    if isinstance(model, linen.Module):
+        what = "use qtoolkit.linen.value_and_grad"
+    elif any(isinstance(part, nnx.GraphDef) for part in parts):
+        what = "write nnx.merge(*model)"
+    raise TypeError(
+        f"value_and_grad: model has type {type(model).__name__}, expected an nnx.Module; {what}"
+    )
 
 
 def roll(model: nnx.Module, probes: Any) -> None:

@@ -39,9 +39,8 @@ class _Enclosing(NamedTuple):
     trace: Any = None
 
 
-_enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar(
-    "site", default=_Enclosing()
-)
+_PLAINLY = _Enclosing()
+_enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar("site", default=_PLAINLY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -465,9 +465,11 @@ def test_frozen_methods_are_saved_and_wrapped_again():
         np.testing.assert_array_equal(got, expected)
     plain = qt.nnx.wrap(frozen, INT8)
     assert not hasattr(plain, "qtoolkit_methods")
-    with pytest.raises(ValueError, match="not calibrated|no scale"):
-        encoding = qt.nnx.calibrate(_Encoding(wrapped), BATCHES[:1])
-        qt.nnx.freeze(_Encoding(wrapped), encoding).model.decode(BATCHES[0])
+    encoding = _Encoding(Coder())
+    wrapped = qt.nnx.wrap(encoding, INT8)
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES[:1]))
+    with pytest.raises(ValueError, match="not calibrated, though the recipe has Static"):
+        frozen.model.decode(BATCHES[0])
 
 
 class _Encoding(nnx.Module):

@@ -743,7 +743,7 @@ def test_a_model_in_a_folder_named_as_a_library_is_the_users():
 HIDDEN = {}  # a function that no code of the module names
 
 
-def test_numbers_and_texts_that_a_method_sets_are_set():
+def test_constants_that_a_method_sets_are_set():
     """In modules of one's own, whose methods run on copies; as in the plain model."""
 
     class Counting(nnx.Module):
@@ -755,6 +755,7 @@ def test_numbers_and_texts_that_a_method_sets_are_set():
         def __call__(self, x):
             self.calls += 1
             self.last = f"call {self.calls}"
+            self.seen = (x.shape, x.dtype, frozenset({self.calls}))
             for layer in self.inner:
                 x = layer(x)
             return x @ self.kernel
@@ -765,8 +766,8 @@ def test_numbers_and_texts_that_a_method_sets_are_set():
         for model in models:
             for _ in range(3):
                 run(model, x)
-        said = [(m.calls, m.last, m.inner[0].calls, m.inner[0].last) for m in models]
-        assert said[0] == said[1] == (3, "call 3", 3, "call 3")
+        said = [[(m.calls, m.last, m.seen) for m in (model, *model.inner)] for model in models]
+        assert said[0] == said[1] == [(3, "call 3", ((2, 4), jnp.float32, frozenset({3})))] * 2
 
 
 @pytest.mark.quick

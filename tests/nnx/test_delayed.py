@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import qtoolkit as qt
 from qtoolkit.products import Delayed, Operand, Recipe
@@ -529,3 +529,25 @@ def test_keys_belong_to_places(x):
 def test_a_history_does_not_know_of_a_transform():
     with pytest.raises(ValueError, match="observes what is given, not its transform"):
         Operand("e4m3fn", scaling=Delayed(4), transform=qt.products.Hadamard())
+
+
+def test_several_models_are_passed_as_one(x):
+    """A tuple of models fails with what to write instead; `nnx.List` is rolled in each part."""
+
+    def both(models, x):
+        return jnp.mean(models[1](models[0](x)) ** 2)
+
+    models = [qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(i)), DELAYED) for i in (0, 1)]
+    for given in (tuple(models), models, dict(enumerate(models))):
+        with pytest.raises(TypeError, match=r"expected an nnx.Module; pass several models as one"):
+            qt.nnx.value_and_grad(both)(given, x)
+    _, grads = qt.nnx.value_and_grad(both)(nnx.List(models), x)
+    assert sorted(grads) == [0, 1]
+    assert all(newest(model).min() > 0 for model in models)
+
+
+def test_what_is_no_module_of_nnx_is_named(x):
+    with pytest.raises(TypeError, match=r"type tuple, expected.*; write nnx.merge\(\*model\)"):
+        qt.nnx.value_and_grad(loss)(nnx.split(Net()), x)
+    with pytest.raises(TypeError, match=r"type Dense, expected.*; use qtoolkit.linen.value_and"):
+        qt.nnx.value_and_grad(loss)(linen.Dense(3), x)
