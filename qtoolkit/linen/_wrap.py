@@ -130,9 +130,25 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "qtoolkit_original": kind,
         "qtoolkit_rules": property(lambda _: rules),
         "qtoolkit_cache": cache,
+        "__reduce_ex__": _reduced,
     }
     body["qtoolkit_rules"].fget.nowrap = True
     return type(kind.__name__, (kind,), body)
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """For `pickle`, which finds the class that was there, not ours, under their common name."""
+    _, _, *rest = object.__reduce_ex__(module, max(2, protocol))
+    made_of = module.qtoolkit_original, module.qtoolkit_rules, module.qtoolkit_cache
+    return _remade, made_of, *rest
+
+
+_reduced.nowrap = True  # type: ignore[attr-defined]
+
+
+def _remade(original: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
+    kind = _wrapped_class(original, rules, cache)
+    return kind.__new__(kind)
 
 
 def _public_methods(kind: Any) -> dict[str, Callable[..., Any]]:

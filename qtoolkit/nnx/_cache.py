@@ -57,7 +57,8 @@ def caching_class(kind: Any) -> type:
         kind.init_cache(self, *args, **kwargs)
         _narrow(self, {})
 
-    return subclass(kind, {"__call__": call, "init_cache": init_cache}, original_class(kind))
+    body = {"__call__": call, "init_cache": init_cache}
+    return subclass(kind, body, original_class(kind), (caching_class, kind))
 
 
 def _widen(module: Any) -> dict[str, QArray]:

@@ -31,6 +31,7 @@ _FRAMEWORK = set(dir(nnx.Module))
 # Their own methods compute by attributes, which wrapping sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
+_MADE_BY = "qtoolkit_made_by"
 PRODUCTS, METHODS = "qtoolkit_products", "qtoolkit_methods"
 
 
@@ -59,7 +60,8 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
 @functools.cache
 def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
     """The subclass of `kind` whose `methods` compute by the module's site."""
-    return subclass(kind, {name: _entered(getattr(kind, name), name) for name in methods}, kind)
+    body = {name: _entered(getattr(kind, name), name) for name in methods}
+    return subclass(kind, body, kind, (rewriting_class, kind, methods))
 
 
 def leave(module: Any, path: str) -> None:
@@ -75,17 +77,49 @@ def _scoped_class(kind: type, methods: tuple[str, ...]) -> type:
     """A subclass whose calls stand in the name stack as those of a layer that is left."""
     names = set(methods) & set(dir(kind))
     body = {name: _scoped(getattr(kind, name)) for name in names}
-    return subclass(kind, body, original_class(kind))
+    return subclass(kind, body, original_class(kind), (_scoped_class, kind, methods))
 
 
-def subclass(kind: Any, methods: dict[str, Any], original: type) -> type:
-    """A subclass of the same name with other methods, which is made of `original`."""
+def subclass(kind: Any, methods: dict[str, Any], original: type, made_by: tuple[Any, ...]) -> type:
+    """A subclass of the same name with other methods, which is made of `original`.
+
+    Args:
+      made_by: The function that makes it and its arguments, by which its objects are pickled.
+    """
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__} | methods
+    body |= {_MADE_BY: made_by, "__reduce_ex__": _reduced}
     body["__doc__"] = kind.__doc__
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
     made = type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
     setattr(made, _ORIGINAL, original)
     return made
+
+
+def _reduced(module: Any, protocol: Any) -> Any:
+    """For `pickle`, which finds the class that was there, not ours, under their common name."""
+    _, _, *rest = object.__reduce_ex__(module, max(2, protocol))
+    return _remade, (_recipe_of(type(module)),), *rest
+
+
+def _recipe_of(kind: type) -> Any:
+    """How to make a class again: itself, if it is none of ours; else function and arguments."""
+    made_by = vars(kind).get(_MADE_BY)
+    if made_by is None:
+        return kind
+    function, kind, *others = made_by
+    return function, _recipe_of(kind), *others
+
+
+def _made(recipe: Any) -> type:
+    if isinstance(recipe, type):
+        return recipe
+    function, kind, *others = recipe
+    return function(_made(kind), *others)
+
+
+def _remade(recipe: Any) -> Any:
+    kind = _made(recipe)
+    return kind.__new__(kind)
 
 
 def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
