@@ -137,7 +137,9 @@ def value_and_grad(
     product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
     and `jax.value_and_grad` work as well: all scales are then those of the arrays themselves, and
     no history moves. Calls of `apply` that are not differentiated use the delayed scales and leave
-    them as they are.
+    them as they are. Products of a method are known by their order in it: one that a branch of
+    Python leaves out gives its history to the next, so that `init` and all steps must take the same
+    branches.
 
     Args:
       loss: Of variables and further arguments, to a scalar or to (scalar, aux). It gives the

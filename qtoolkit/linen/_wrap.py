@@ -138,7 +138,8 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
 
 def _reduced(module: Any, protocol: Any) -> Any:
     """For `pickle`, which finds the class that was there, not ours, under their common name."""
-    _, _, *rest = object.__reduce_ex__(module, max(2, protocol))
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    _, _, *rest = reduced
     made_of = module.qtoolkit_original, module.qtoolkit_rules, module.qtoolkit_cache
     return _remade, made_of, *rest
 

@@ -43,8 +43,10 @@ def calibrate(
 
     Observed are the operands of forward products with one scale for the tensor, while the model
     computes as its recipe says; of formats with a second scale, as NVFP4 has, the largest magnitude
-    is. All others have scales of their own for each token or block, and need none. Compiled once
-    for a model and a shape. Arrays may be sharded: a scale is that of the whole batch.
+    is. All others have scales of their own for each token or block, and need none. Products of a
+    module's own method are known by their order in it: one that a branch of Python leaves out gives
+    its scale to the next, so that batches and later calls must take the same branches. Compiled
+    once for a model and a shape. Arrays may be sharded: a scale is that of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
@@ -62,7 +64,7 @@ def calibrate(
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
       ValueError: The model is not wrapped; no batches; an operand was finite in none of them, and
-        the message counts them; an unknown observer.
+        the message counts them; an unknown observer; a product inside of a `lax.while_loop`.
 
     Examples:
       >>> wrapped = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_current)

@@ -97,7 +97,8 @@ def subclass(kind: Any, methods: dict[str, Any], original: type, made_by: tuple[
 
 def _reduced(module: Any, protocol: Any) -> Any:
     """For `pickle`, which finds the class that was there, not ours, under their common name."""
-    _, _, *rest = object.__reduce_ex__(module, max(2, protocol))
+    reduced: Any = object.__reduce_ex__(module, max(2, protocol))
+    _, _, *rest = reduced
     return _remade, (_recipe_of(type(module)),), *rest
 
 
@@ -118,7 +119,7 @@ def _made(recipe: Any) -> type:
 
 
 def _remade(recipe: Any) -> Any:
-    kind = _made(recipe)
+    kind: Any = _made(recipe)
     return kind.__new__(kind)
 
 
@@ -263,7 +264,8 @@ def _is_note(value: Any) -> bool:
     if isinstance(value, nnx.Pytree | nnx.Variable):
         return False
     leaves = jax.tree.leaves(value)
-    if any(type(leaf).__hash__ is object.__hash__ for leaf in leaves):
+    by_identity: Any = object.__hash__
+    if any(type(leaf).__hash__ is by_identity for leaf in leaves):
         return False
     try:
         hash((value, *leaves))

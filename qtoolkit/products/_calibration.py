@@ -129,7 +129,7 @@ def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any)
         on is not seen.
       arguments: Of the function.
     """
-    found = tapped(_SummaryTap(bins), total_of(function), *arguments)
+    found = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
     rows = tuple(found.sums[place] for place in found.recipes)
     return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
 

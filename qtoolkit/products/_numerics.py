@@ -358,7 +358,7 @@ def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
     def loss(*arguments: Any) -> Any:
         return scalar_loss(where, function(*arguments))
 
-    found = tapped(_TallyTap(), loss, *arguments)
+    found = tapped(where, _TallyTap(), loss, *arguments)
     if not found.recipes:
         raise ValueError(
             f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "

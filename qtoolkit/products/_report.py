@@ -15,7 +15,7 @@ from qtoolkit.products._recipe import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._site import Scope, place_of
 from qtoolkit.products._stored import STORED
-from qtoolkit.products._taps import MODEL
+from qtoolkit.products._taps import MODEL, has_no_derivative
 from qtoolkit.scaling import QArray
 
 # Their folders, not their names: a user's model may lie in a folder of the same name.
@@ -55,11 +55,14 @@ class Report:
       quantized: Those by a recipe.
       left: Those that are not, each with its reason and its line.
       unreached: Paths of layers with a recipe whose products did not run.
+      is_forward_only: Whether the backward pass is missing: JAX has no derivative of a
+        `lax.while_loop`.
     """
 
     quantized: tuple[Product, ...]
     left: tuple[Product, ...]
     unreached: tuple[str, ...] = ()
+    is_forward_only: bool = False
 
     @property
     def unexplained(self) -> tuple[Product, ...]:
@@ -90,6 +93,8 @@ class Report:
             )
         done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
         lines.append(f"{done} of {done + left} products quantized")
+        if self.is_forward_only:
+            lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
             lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
         return "\n".join(lines)
@@ -132,17 +137,23 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
         return sum((jnp.sum(out.astype(jnp.float32)) for out in outs if _is_float(out)), 0.0)
 
     found = list(_products(forward, "forward"))
+    is_forward_only = False
     if places:
         floats = [leaves[place] for place in places]
-        backward = jax.make_jaxpr(jax.grad(total))(floats)
-        found += _without(list(_products(backward, "backward")), found)
+        try:
+            backward = jax.make_jaxpr(jax.grad(total))(floats)
+            found += _without(list(_products(backward, "backward")), found)
+        except ValueError as error:
+            is_forward_only = has_no_derivative(error)
+            if not is_forward_only:
+                raise
     quantized: list[Product] = []
     left: list[Product] = []
     for product, count in collections.Counter(found).items():
         (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
     reached = {product.path for product in (*quantized, *left)}
     unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
-    return Report(tuple(quantized), tuple(left), unreached)
+    return Report(tuple(quantized), tuple(left), unreached, is_forward_only)
 
 
 def _is_float(x: Any) -> bool:

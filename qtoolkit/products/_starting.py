@@ -56,7 +56,7 @@ class FirstScales:
 
 def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
     """The first values of learned scales, from one run of a pure function of pytrees."""
-    found = tapped(_StartTap(), total_of(function), *arguments)
+    found = tapped("start_scales", _StartTap(), total_of(function), *arguments)
     values: dict[tuple[str, str, int], jax.Array] = {}
     for place, recipe in found.recipes.items():
         for side, operand in enumerate(recipe.forward):

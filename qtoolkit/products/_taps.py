@@ -139,7 +139,7 @@ class Tapped(NamedTuple):
     closed: Any
 
 
-def tapped(tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
+def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
     """What a tap keeps of the products of `function`, which gives a float scalar."""
     finding = Tapping(tap)
     with instrumented(finding):
@@ -154,7 +154,22 @@ def tapped(tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
         with instrumented(Tapping(tap, zeros)):
             return function(*arguments)
 
-    return Tapped(finding.found, finding.stored, jax.grad(of)(zeros), closed)
+    try:
+        sums = jax.grad(of)(zeros)
+    except ValueError as error:
+        if not has_no_derivative(error):
+            raise
+        raise ValueError(
+            f"{where}: a product runs inside of a lax.while_loop, out of which no gradient comes, "
+            "expected a model that can be differentiated: what is observed leaves it as one; use "
+            "lax.scan, or lax.fori_loop with bounds that are numbers"
+        ) from error
+    return Tapped(finding.found, finding.stored, sums, closed)
+
+
+def has_no_derivative(error: ValueError) -> bool:
+    """Whether an error is JAX's of a `lax.while_loop` that is differentiated."""
+    return "Reverse-mode differentiation does not work" in str(error)
 
 
 def swapped_rows(rows: jax.Array) -> jax.Array:

@@ -478,3 +478,25 @@ class _Encoding(nnx.Module):
 
     def __call__(self, x):
         return self.model.encode(x)
+
+
+def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
+    class Looping(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            def step(carry):
+                return jnp.tanh(self.layer(carry[0])), carry[1] + 1
+
+            return jax.lax.while_loop(lambda carry: carry[1] < 3, step, (x, 0))[0]
+
+    wrapped = qt.nnx.wrap(Looping(), INT8, strict=(BATCHES[0],))
+    report = qt.nnx.report(wrapped, BATCHES[0])
+    assert report.is_forward_only
+    assert [product.part for product in report.quantized] == ["forward"]
+    assert "forward only: JAX has no derivative of lax.while_loop" in str(report)
+    with pytest.raises(ValueError, match=r"calibrate: a product runs inside of a lax.while_loop"):
+        qt.nnx.calibrate(wrapped, BATCHES)
+    with pytest.raises(ValueError, match=r"numerics: a product runs inside of a lax.while_loop"):
+        qt.nnx.numerics(wrapped, BATCHES[0], lambda model, x: model(x).sum())
