@@ -254,13 +254,14 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       (Array(582.4, dtype=float32), Array(588., dtype=float32))
     """
     site, state, trace = _enclosing.get()
-    is_stored = isinstance(lhs, QArray) or isinstance(rhs, QArray)
-    is_replaced = trace is not None and not is_stored and trace == _present_trace()
+    given: tuple[Any, Any] = lhs, rhs  # QArrays perhaps, of modules with kernels of codes
+    stored = [isinstance(operand, QArray) for operand in given]
+    is_replaced = trace is not None and not any(stored) and trace == _present_trace()
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
     function = dot_function(numbers, precision, None)
-    kernel = 0 if isinstance(lhs, QArray) and not isinstance(rhs, QArray) else 1
+    kernel = 0 if stored == [True, False] else 1
     dtype = jnp.result_type(lhs, rhs)
     return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)
 
