@@ -166,8 +166,8 @@ def make_plan(
       format: An element format or a published block format, in any spelling, that the layout holds.
         Or `Rules` of them, over the names of the tensors; None keeps a tensor. None: nothing is
         quantized.
-      scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128; None for
-        the layout's own choice.
+      scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128, in
+        convolutions [O, I, kh, kw] one for each output; None for the layout's own choice.
       layout: A name in `LAYOUTS`. None: of a folder with a config.json "compressed-tensors", which
         loaders open, where that holds the format; else "plain".
       skip: Regular expressions; a tensor is kept where one is found in its name.
@@ -396,7 +396,7 @@ class _Planner:
             dtype = safetensors_dtype(fmt)
             spec = BlockFormat.tensor(fmt, scale=None)
             return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
-        scheme = scheme_of(self.layout, fmt, self.scaling)
+        scheme = self._scheme(info, fmt)
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
         stored = self._entries(info, scheme)
@@ -411,6 +411,17 @@ class _Planner:
             scheme=scheme,
             group=fused_group(info.name) if shares else "",
         )
+
+    def _scheme(self, info: TensorInfo, fmt: Format | BlockFormat) -> Scheme:
+        """The scheme of the layout; of a convolution [O, I, kh, kw] by channel for one by block.
+
+        Blocks are of its last two axes, of kh * kw elements: with 1x1 a float32 scale for each.
+        """
+        scheme = scheme_of(self.layout, fmt, self.scaling)
+        if word_of(scheme) == "block" and len(info.shape) > 3:
+            if self.roles.outputs_last(info) is False:
+                return scheme_of(self.layout, fmt, "channel")
+        return scheme
 
     def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:
         """What the layout writes for a tensor; raises where it cannot hold it."""

@@ -439,3 +439,22 @@ def test_what_is_cast_is_refused_as_what_is_quantized(tmp_path):
     assert os.listdir(tmp_path) == [SRC]
     options = {"keep_dtype": "bfloat16", "allow_nonfinite": True}
     assert convert(tmp_path / SRC, tmp_path / DST, **options).nonfinite == 1
+
+
+def test_blocks_of_convolutions_are_their_outputs(tmp_path):
+    """Blocks of the last two axes would be 1x1 here: a float32 scale for each code."""
+    rng = np.random.default_rng(0)
+    shapes = {"conv.weight": (64, 40, 1, 1), "conv.kernel": (3, 3, 40, 150), "l.weight": (130, 200)}
+    arrays = {name: rng.normal(size=n).astype(np.float32) for name, n in shapes.items()}
+    src, dst = tmp_path / "src.safetensors", tmp_path / "dst.safetensors"
+    save(src, arrays)
+    report = convert(src, dst, scaling="block")
+    found = load(dst)
+    assert report.scaling == "block"
+    assert found["conv.weight_scale"].shape == (64, 1, 1, 1)
+    assert found["conv.kernel_scale"].shape == (3, 3, 1, 2)
+    assert found["l.weight_scale"].shape == (2, 2)
+    assert verify(src, dst).problems == ()
+    values = dequantize(found)
+    for name, array in arrays.items():
+        np.testing.assert_allclose(values[name], array, rtol=2**-4, atol=0.02)

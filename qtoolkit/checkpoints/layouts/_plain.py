@@ -1,7 +1,8 @@
 """qtoolkit's own layout: the codes under the weight's own name, the scales beside it.
 
 `NAME_scale` is float32, multiplies, and broadcasts to the weight where it is one in all or one per
-channel; for blocks of 128x128 it is [..., ceil(rows / 128), ceil(columns / 128)].
+channel; for blocks of 128x128 it is [..., ceil(rows / 128), ceil(columns / 128)]. Convolutions
+[O, I, kh, kw], whose last two axes are a few elements, have a scale per channel instead.
 """
 
 import math
