@@ -418,9 +418,9 @@ class _Planner:
         Blocks are of its last two axes, of kh * kw elements: with 1x1 a float32 scale for each.
         """
         scheme = scheme_of(self.layout, fmt, self.scaling)
-        if word_of(scheme) == "block" and len(info.shape) > 3:
-            if self.roles.outputs_last(info) is False:
-                return scheme_of(self.layout, fmt, "channel")
+        is_by_block = word_of(scheme) == "block" and len(info.shape) > 3
+        if is_by_block and self.roles.outputs_last(info) is False:
+            return scheme_of(self.layout, fmt, "channel")
         return scheme
 
     def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:

@@ -454,7 +454,7 @@ def test_blocks_of_convolutions_are_their_outputs(tmp_path):
     assert found["conv.weight_scale"].shape == (64, 1, 1, 1)
     assert found["conv.kernel_scale"].shape == (3, 3, 1, 2)
     assert found["l.weight_scale"].shape == (2, 2)
-    assert verify(src, dst).problems == ()
+    assert checkpoints.verify(src, dst).problems == ()
     values = dequantize(found)
     for name, array in arrays.items():
         np.testing.assert_allclose(values[name], array, rtol=2**-4, atol=0.02)
