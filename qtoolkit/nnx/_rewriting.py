@@ -99,27 +99,27 @@ def _reduced(module: Any, protocol: Any) -> Any:
     """For `pickle`, which finds the class that was there, not ours, under their common name."""
     reduced: Any = object.__reduce_ex__(module, max(2, protocol))
     _, _, *rest = reduced
-    return _remade, (_recipe_of(type(module)),), *rest
+    return _remade, (_making_of(type(module)),), *rest
 
 
-def _recipe_of(kind: type) -> Any:
+def _making_of(kind: type) -> Any:
     """How to make a class again: itself, if it is none of ours; else function and arguments."""
     made_by = vars(kind).get(_MADE_BY)
     if made_by is None:
         return kind
     function, kind, *others = made_by
-    return function, _recipe_of(kind), *others
+    return function, _making_of(kind), *others
 
 
-def _made(recipe: Any) -> type:
-    if isinstance(recipe, type):
-        return recipe
-    function, kind, *others = recipe
+def _made(making: Any) -> type:
+    if isinstance(making, type):
+        return making
+    function, kind, *others = making
     return function(_made(kind), *others)
 
 
-def _remade(recipe: Any) -> Any:
-    kind: Any = _made(recipe)
+def _remade(making: Any) -> Any:
+    kind: Any = _made(making)
     return kind.__new__(kind)
 
 
