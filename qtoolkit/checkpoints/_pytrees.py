@@ -16,7 +16,7 @@ import numpy as np
 from qtoolkit.checkpoints import _safetensors as files
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS
+from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored
 
@@ -258,11 +258,7 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
         about = json.loads(described)
         found = {name: _qarray(name, arrays, one) for name, one in about.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
-            f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
-            "model again"
-        ) from error
+        raise not_described(path, error) from error
     parts = {f"{name}_{field}" for name in found for field in PARTS}
     return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
 

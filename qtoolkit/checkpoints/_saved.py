@@ -47,12 +47,16 @@ def saved_arrays(
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
-            f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
-            "model again"
-        ) from error
+        raise not_described(where, error) from error
     return found, names
+
+
+def not_described(where: object, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
+        f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
+        "model again"
+    )
 
 
 def _is_read(spec: BlockFormat) -> bool:

@@ -19,6 +19,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     Scheme,
     Stored,
     Tensors,
+    block_counts,
     by_block,
     by_channel,
     by_tensor,
@@ -141,15 +142,11 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
 def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Stored:
     scale, shape = tensors[f"{name}_scale"], tensors[name].shape
     if scale.dtype != "U8":
-        fitting = (block for block in blocks if scale.shape[-2:] == _counts(shape[-2:], block))
+        fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
         return read_bytes_weight(tensors, name, f"{name}_scale", where, next(fitting, None))
     codes = check_entry(tensors, name, ("F8_E4M3",), where)
     entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
     return read_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
-
-
-def _counts(shape: tuple[int, ...], block: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-n // length) for n, length in zip(shape, block, strict=False))
 
 
 def _read_packed(

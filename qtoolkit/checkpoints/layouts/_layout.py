@@ -291,12 +291,13 @@ def _blocks_by_shape(
     if scale[-1] and columns % scale[-1] == 0:  # else the last group is shorter, by who knows what
         candidates.append((1, columns // scale[-1]))
     for lengths in candidates:
-        if scale[-2:] == (
-            -(-rows // lengths[0]),
-            -(-columns // lengths[1]),
-        ):
+        if scale[-2:] == block_counts((rows, columns), lengths):
             return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
     return _batched_channels(shape, scale, where)
+
+
+def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
 
 
 def _batched_channels(
@@ -329,6 +330,7 @@ __all__ = [
     "Scheme",
     "Stored",
     "Tensors",
+    "block_counts",
     "by_block",
     "by_channel",
     "by_tensor",
