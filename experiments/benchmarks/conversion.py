@@ -12,6 +12,7 @@ a program that does the same with them is timed beside. A source is a folder's o
 anew, from a fixed seed, in a temporary folder on the disk of the system's, see TMPDIR.
 """
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -29,6 +30,7 @@ from _results import ROOT, Folder, Quick, Recorder, at_most
 from qtoolkit.checkpoints import layout, write_safetensors
 
 DD = "dd conv=fsync"
+BY_TORCH = "torch, by channel"
 MOST_MIB = 400
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert", "-q", "--overwrite"]
 DEQUANTIZE = [sys.executable, "-m", "qtoolkit", "dequantize", "-q", "--overwrite"]
@@ -88,6 +90,36 @@ def interleaved(
     return {name: np.asarray(values) for name, values in seconds.items()}, peaks
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Rows of one results file; sources and targets lie in `folder`."""
+
+    recorder: Recorder
+    folder: Path
+    runs: int
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def dd(self, source: str) -> list[str]:
+        copy = self.path("copy")
+        return ["dd", f"if={self.path(source)}", f"of={copy}", "bs=4M", "conv=fsync"]
+
+    def ours(self, verb: list[str], source: str, *options: str) -> list[str]:
+        return [*verb, self.path(source), self.path("out"), *options]
+
+    def table(
+        self, title: str, commands: Mapping[str, list[str]], yardstick: str, **promised: float
+    ) -> None:
+        """Times, and peaks of our own rows; `by_channel=1.0`: at most so much of the yardstick."""
+        seconds, peaks = interleaved(commands, self.runs)
+        names = {name.replace("_", " "): factor for name, factor in promised.items()}
+        promises = {name: [at_most(factor, yardstick)] for name, factor in names.items()}
+        self.recorder.table(title, seconds, yardstick, promises)
+        peaks = {name: peak for name, peak in peaks.items() if name not in (DD, BY_TORCH)}
+        self.recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
+
+
 def main(quick: Quick = False, results: Folder = None) -> None:
     scale, runs = (16, 1) if quick else (1, 5)
     rng = np.random.default_rng(1)
@@ -101,71 +133,40 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         "small": {f"{i}.weight": (16, 16) for i in range(20_000 // scale)},
     }
     with Recorder("conversion", results, quick) as recorder, tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        bench = Bench(recorder, Path(name), runs)
         for source, shapes in sources.items():
-            make(folder / source, shapes)
-        src, dst = str(folder / "large"), str(folder / "out")
-        commands = {
-            DD: ["dd", f"if={src}", f"of={folder / 'copy'}", "bs=4M", "conv=fsync"],
-            "by channel": [*CONVERT, src, dst, "--scaling", "channel"],
-            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
-        }
-        if all(map(importlib.util.find_spec, ("torch", "safetensors"))):
-            commands["torch, by channel"] = [sys.executable, "-c", TORCH, src, dst]
-        seconds, peaks = interleaved(commands, runs)
+            make(bench.folder / source, shapes)
         mib = sum(2 * rows * columns for rows, columns in sources["large"].values()) // 2**20
-        title = f"{mib} MiB of bfloat16"
-        recorder.table(title, seconds, DD, {"by channel": [at_most(1.0, DD)]})
-        ours = {name: peak for name, peak in peaks.items() if name.startswith("by ")}
-        recorder.peaks(f"{title}: peak of memory", ours, MOST_MIB)
+
+        def by(word: str, source: str) -> list[str]:
+            return bench.ours(CONVERT, source, "--scaling", word)
+
+        commands = {DD: bench.dd("large")}
+        commands |= {f"by {word}": by(word, "large") for word in ("channel", "tensor")}
+        if all(map(importlib.util.find_spec, ("torch", "safetensors"))):
+            commands[BY_TORCH] = bench.ours([sys.executable, "-c", TORCH], "large")
+        bench.table(f"{mib} MiB of bfloat16", commands, DD, by_channel=1.0)
 
         # What a process takes to start, to import and to compile is a smaller part of this one.
-        src = str(folder / "larger")
-        commands = {
-            DD: ["dd", f"if={src}", f"of={folder / 'copy'}", "bs=4M", "conv=fsync"],
-            "by channel": [*CONVERT, src, dst, "--scaling", "channel"],
-        }
-        seconds, peaks = interleaved(commands, runs)
-        title = f"{4 * mib} MiB of bfloat16"
-        recorder.table(title, seconds, DD, {"by channel": [at_most(1.0, DD)]})
-        recorder.peaks(f"{title}: peak of memory", {"by channel": peaks["by channel"]}, MOST_MIB)
-        (folder / "larger").unlink()
+        commands = {DD: bench.dd("larger"), "by channel": by("channel", "larger")}
+        bench.table(f"{4 * mib} MiB of bfloat16", commands, DD, by_channel=1.0)
+        (bench.folder / "larger").unlink()
 
-        run([*CONVERT, str(folder / "large"), str(folder / "codes"), "--scaling", "channel"])
-        src = str(folder / "codes")
-        commands = {
-            DD: ["dd", f"if={src}", f"of={folder / 'copy'}", "bs=4M", "conv=fsync"],
-            **{
-                f"to {dtype}": [*DEQUANTIZE, src, dst, "--dtype", dtype]
-                for dtype in ("bfloat16", "float32")
-            },
+        run([*CONVERT, bench.path("large"), bench.path("codes"), "--scaling", "channel"])
+        commands = {DD: bench.dd("codes")} | {
+            f"to {dtype}": bench.ours(DEQUANTIZE, "codes", "--dtype", dtype)
+            for dtype in ("bfloat16", "float32")
         }
-        seconds, peaks = interleaved(commands, runs)
-        title = f"dequantizing {mib // 2} MiB of E4M3FN by channel"
-        recorder.table(title, seconds, DD, {})
-        ours = {name: peak for name, peak in peaks.items() if name.startswith("to ")}
-        recorder.peaks(f"{title}: peak of memory", ours, MOST_MIB)
+        bench.table(f"dequantizing {mib // 2} MiB of E4M3FN by channel", commands, DD)
 
-        src = str(folder / "shapes")
-        commands = {
-            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
-            "by channel": [*CONVERT, src, dst, "--scaling", "channel"],
-        }
-        seconds, peaks = interleaved(commands, runs)
+        commands = {f"by {word}": by(word, "shapes") for word in ("tensor", "channel")}
         title = f"{len(sources['shapes'])} tensors, each of another shape"
-        promises = {"by channel": [at_most(1.5, "by tensor")]}
-        recorder.table(title, seconds, "by tensor", promises)
-        recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
+        bench.table(title, commands, "by tensor", by_channel=1.5)
 
-        src = str(folder / "small")
-        commands = {
-            "copied": [*CONVERT, src, dst, "--format", "bfloat16"],
-            "by tensor": [*CONVERT, src, dst, "--scaling", "tensor"],
-        }
-        seconds, peaks = interleaved(commands, runs)
+        copied = bench.ours(CONVERT, "small", "--format", "bfloat16")
+        commands = {"copied": copied, "by tensor": by("tensor", "small")}
         title = f"{len(sources['small']):,} tensors of 16x16"
-        recorder.table(title, seconds, "copied", {"by tensor": [at_most(3, "copied")]})
-        recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
+        bench.table(title, commands, "copied", by_tensor=3)
 
 
 if __name__ == "__main__":
