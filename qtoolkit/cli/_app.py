@@ -150,7 +150,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and plots.")] = Path(
         "qtoolkit-demo"
     ),
-    seed: Annotated[int, typer.Option(min=0, help="Of the initialisation and the batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Of the initialisation and the batches.")
+    ] = 0,
     format: Annotated[str, _FORMAT] = "e4m3fn",
 ) -> None:
     """Train a small model in float32 and in FP8, and compare.

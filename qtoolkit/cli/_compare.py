@@ -1,6 +1,7 @@
 """The commands that judge checkpoints: compare, verify."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -22,9 +23,9 @@ _IMAGES = (".png", ".svg", ".pdf")
 
 def _image(path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in _IMAGES:
-        raise typer.BadParameter(
-            f"--plot: {path.name}, expected a name that ends in {', '.join(_IMAGES)}"
-        )
+        raise typer.BadParameter(f"{path.name}, expected a name that ends in {', '.join(_IMAGES)}")
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("matplotlib is missing; pip install matplotlib")
     return path
 
 
@@ -33,7 +34,11 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="Another version of it.")],
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=_image, help="Draw the SQNR of each tensor, too."),
+        typer.Option(
+            metavar="FILE",
+            callback=_image,
+            help="Draw the SQNR of each tensor, too; needs matplotlib.",
+        ),
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:

@@ -185,7 +185,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       >>> x = jnp.asarray([[1.0, -3.0]])
       >>> variables = qt.linen.start_scales(module, module.init(jax.random.key(0), x), x)
       >>> jax.tree.map(lambda scale: f"{scale.item():.3f}", variables["qtoolkit_scales"])
-      {'self': {'__call__.0': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
+      {'self': {'__call__.kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
     check_arguments("start_scales", wrapped, variables)
     _check_hashable("start_scales", wrapped)

@@ -23,8 +23,6 @@ def run_rewritten(
     args: Any,
     kwargs: Any,
     other_uses: set[Any] | None = None,
-    *,
-    is_starting: bool = False,
 ) -> Any:
     """`method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
 
@@ -37,7 +35,6 @@ def run_rewritten(
       args, kwargs: JAX arrays among them are traced, everything else is passed as it is.
       other_uses: Gets the paths of the module's own parameters that are used by anything but
         products, which find theirs as `origins`; None: nobody asks.
-      is_starting: Whether the module is being initialized: what follows from keys is a parameter.
     """
     own = {
         _identity(value): (*module.path, name)
@@ -53,7 +50,7 @@ def run_rewritten(
     inside.__name__ = inside.__qualname__ = REWRITING
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses, is_starting)
+    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses)
     return lifted(module, *args, **kwargs)
 
 
@@ -62,7 +59,6 @@ def _rewriting(
     multiply: Multiply,
     own: Mapping[int, tuple[str, ...]],
     other_uses: set[Any] | None,
-    is_starting: bool,
 ) -> Callable[..., Any]:
     """A lifted transformation, like those of `flax.core.lift`."""
 
@@ -83,7 +79,7 @@ def _rewriting(
             outside[:] = [out_structure, rest, found]
             return [outs[i] for i in found], repacked(scopes)
 
-        flags = _flags(variables, own, other_uses)
+        names = _names(variables, own, other_uses)
         # The module's own kernels of codes are arrays to it; submodules see to theirs.
         variables = jax.tree.map(
             lambda x: Standing(x) if isinstance(x, QArray) and _identity(x) in own else x,
@@ -93,8 +89,8 @@ def _rewriting(
         variables, rngs = jax.tree.map(
             lambda x: x if isinstance(x, Standing) else jnp.asarray(x), (variables, rngs)
         )
-        others = [is_starting] * len(jax.tree.leaves(rngs)) + [False] * len(places)
-        call = rewritten(pure, multiply, lambda *_: [*flags, *others])
+        others = [""] * (len(jax.tree.leaves(rngs)) + len(places))
+        call = rewritten(pure, multiply, lambda *_: [*names, *others], _made)
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
         out_structure, rest, found = outside
         return jax.tree.unflatten(out_structure, with_values(rest, found, arrays)), written
@@ -102,25 +98,40 @@ def _rewriting(
     return lift.pack(run, (True,), (True,), (True,), "qtoolkit", enable_kwargs=True)
 
 
-def _flags(
+def _names(
     variables: Any, own: Mapping[int, tuple[str, ...]], other_uses: set[Any] | None
 ) -> list[Any]:
-    """A flag for each array: whether it is in the collection "params".
+    """For each array its name, if it is in the collection "params", else "".
 
-    Where other uses are asked for, the flag of an array of the module's own is an `Origin`, with
-    its name. The arrays of a submodule's `QArray` have a flag each.
+    Where other uses are asked for, an array of the module's own has an `Origin`. The arrays of a
+    submodule's `QArray` have a name each.
     """
-    flags: list[Any] = []
+    names: list[Any] = []
     found, _ = jax.tree_util.tree_flatten_with_path(variables, is_leaf=_is_stored)
     for path, leaf in found:
-        is_parameter = any(getattr(key, "key", None) == "params" for key in path[:3])
+        name: Any = _name(path)
         is_own = _identity(leaf) in own
-        flag: bool | Origin = is_parameter
-        if is_own and is_parameter and other_uses is not None:
-            flag = Origin(own[_identity(leaf)], other_uses)
+        if is_own and name and other_uses is not None:
+            name = Origin(own[_identity(leaf)], name, other_uses)
         count = 1 if is_own or not isinstance(leaf, QArray) else len(jax.tree.leaves(leaf))
-        flags += [flag] * count
-    return flags
+        names += [name] * count
+    return names
+
+
+def _made(results: Any) -> Any:
+    """The names of the parameters that a method has made, among what the trace of it gives."""
+    outs, written = results
+    return jax.tree.map(lambda _: "", outs), jax.tree_util.tree_map_with_path(_named, written)
+
+
+def _named(path: Any, _: Any) -> str:
+    return _name(path)
+
+
+def _name(path: Any) -> str:
+    """That of an array in the collection "params" of a module, "" in other collections."""
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return ".".join(keys[keys.index("params") + 1 :]) if "params" in keys[:1] else ""
 
 
 def _identity(x: Any) -> int:

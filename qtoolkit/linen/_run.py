@@ -4,7 +4,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Found,
+    Names,
     Site,
-    State,
     computes_product,
     enclosing,
     product_attributes,
@@ -82,7 +81,7 @@ class Kernels:
         for side, origin in enumerate(found.origins):
             if origin is None:
                 continue
-            if found.is_parameter[1 - side]:
+            if found.parameters[1 - side]:
                 self.other_uses.add(origin.name)
                 continue
             shape = (found.lhs, found.rhs)[side].shape
@@ -280,7 +279,7 @@ class _Run:
         # Marked as left, so that a module around it does not count these products as its own.
         with jax.named_scope(scope(self.shown(path), None)):
             count = self._count(recipe, path, name)
-            return run_rewritten(method, module, count, args, kwargs, is_starting=True)
+            return run_rewritten(method, module, count, args, kwargs)
 
     def shown(self, path: str) -> str:
         """The path from the model around it, where the wrapped module is a part of one."""
@@ -298,8 +297,8 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
-        """What computes the products of a method, in order: each with its state, the dtypes of its
-        operands checked, and its kernel noted where somebody asks.
+        """What computes the products of a method: each with its state, the dtypes of its operands
+        checked, and its kernel noted where somebody asks.
         """
         if is_in_jit and any(recipe.learned):
             raise ValueError(
@@ -312,35 +311,29 @@ class _Run:
             {} if is_in_jit else held.get(key_of(path), {}) for held in (self.kept, self.scales)
         )
 
-        def states() -> Iterator[State | None]:
-            for i in itertools.count():
-                product = f"{name}.{i}"
-                known = kept.get(product), rng, scales.get(product)
-                yield state_of(recipe, f"{path}:{product}", *known)
-
-        multiply = Site(recipe, self.shown(path)).multiply(states(), f"{name}.")
+        site, names = Site(recipe, self.shown(path)), Names(f"{name}.")
         kernels = _kernels.get()
-        numbers = itertools.count()
 
-        def checked(found: Found) -> jax.Array | None:
+        def multiply(found: Found) -> jax.Array:
+            product = names(found)
             if kernels is not None:
-                layer = (*self.root, key_of(path))
-                kernels.note(found, recipe, layer, f"{name}.{next(numbers)}")
+                kernels.note(found, recipe, (*self.root, key_of(path)), product)
             for side, x in (("lhs", found.lhs), ("rhs", found.rhs)):
                 operand = f"{side} of a {found.name} in {kind.__name__}.{name}"
                 _check_dtype(x, operand, path, "convert it first")
-            return multiply(found)
+            known = kept.get(product), rng, scales.get(product)
+            return site.multiplied(found, product, state_of(recipe, f"{path}:{product}", *known))
 
-        return checked
+        return multiply
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
         """What replaces no product of a method, and notes that there is one, with its recipe."""
-        numbers = itertools.count()
+        names = Names(f"{name}.")
 
         def count(found: Found) -> None:
-            is_kernel = any(found.is_parameter)
+            is_kernel = any(found.parameters)
             own = recipe if is_kernel else recipe.of_activations()
-            self.counts.setdefault((path, recipe), {})[f"{name}.{next(numbers)}"] = own
+            self.counts.setdefault((path, recipe), {})[names(found)] = own
 
         return count
 

@@ -1,7 +1,7 @@
 """What wrapped modules keep from step to step: histories of magnitudes, keys, learned scales.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
-with products, by its path with dots; that holds one for each product, "__call__.0", with
+with products, by its path with dots; that holds one for each product, "__call__.kernel", with
 
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet;
@@ -66,7 +66,7 @@ def state_of(
     """The state of a product; None where there is nothing to keep.
 
     Args:
-      name: Of layer and product, which is mixed into keys: "mlp:__call__.0".
+      name: Of layer and product, which is mixed into keys: "mlp:__call__.kernel".
       kept: What the collection "qtoolkit" has of the product.
       rng: uint32[2], words of a key of this step; instead of the one that is kept.
       scales: What the collection "qtoolkit_scales" has of it.
@@ -137,9 +137,9 @@ def value_and_grad(
     product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
     and `jax.value_and_grad` work as well: all scales are then those of the arrays themselves, and
     no history moves. Calls of `apply` that are not differentiated use the delayed scales and leave
-    them as they are. Products of a method are known by their order in it: one that a branch of
-    Python leaves out gives its history to the next, so that `init` and all steps must take the same
-    branches.
+    them as they are. Products of a method are known by their kernels, "__call__.kernel", and those
+    of two activations by their order among themselves. One that `init` did not run, because of a
+    branch of Python, has no history, and takes current scales.
 
     Args:
       loss: Of variables and further arguments, to a scalar or to (scalar, aux). It gives the

@@ -44,9 +44,9 @@ def calibrate(
     Observed are the operands of forward products with one scale for the tensor, while the model
     computes as its recipe says; of formats with a second scale, as NVFP4 has, the largest magnitude
     is. All others have scales of their own for each token or block, and need none. Products of a
-    module's own method are known by their order in it: one that a branch of Python leaves out gives
-    its scale to the next, so that batches and later calls must take the same branches. Compiled
-    once for a model and a shape. Arrays may be sharded: a scale is that of the whole batch.
+    module's own method are known by their kernels, and those of two activations by their order
+    among themselves. Compiled once for a model and a shape. Arrays may be sharded: a scale is that
+    of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.

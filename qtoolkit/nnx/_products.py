@@ -88,7 +88,7 @@ class Attention:
             names[:] = [] if recorder is None else recorder.sown
             return out, [value for _, _, value in names]
 
-        multiply = place.multiply(states)
+        multiply = place.multiply(_by_number(states))
         out, values = rewritten(traced, multiply, _no_parameters)(arrays, named)
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)
@@ -111,7 +111,7 @@ def _attend(
     def pure(arrays: Any, named: Any) -> Any:
         return original(*arrays, **named, **dict(options), module=None)
 
-    return rewritten(pure, site.multiply(states), _no_parameters)(arrays, named)
+    return rewritten(pure, site.multiply(_by_number(states)), _no_parameters)(arrays, named)
 
 
 _ARRAYS = ("bias", "mask", "dropout_rng")
@@ -128,7 +128,12 @@ class _Recorder:
 
 
 def _no_parameters(*args: Any) -> Any:
-    return jax.tree.map(lambda _: False, args)
+    return jax.tree.map(lambda _: "", args)
+
+
+def _by_number(states: States) -> dict[str, State]:
+    """As the products of two activations are named."""
+    return {str(i): state for i, state in enumerate(states)}
 
 
 class StatefulProducts(nnx.Module):

@@ -32,7 +32,7 @@ _FRAMEWORK = set(dir(nnx.Module))
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _MADE_BY = "qtoolkit_made_by"
-PRODUCTS, METHODS = "qtoolkit_products", "qtoolkit_methods"
+PRODUCTS = "qtoolkit_products"
 
 
 def methods_of(module: Any) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def original_class(kind: type) -> type:
 
 
 def prefix_of(kind: type, method: str) -> str:
-    """What the names of products of a method begin with: "encode." of "encode.0".
+    """What the names of products of a method begin with: "encode." of "encode.kernel".
 
     Nothing where the method is the one that computes products in most modules of the kind. Layers
     with hooks name their own products "0": there `__call__`, written anew, has a prefix as well.
@@ -149,17 +149,7 @@ def prefix_of(kind: type, method: str) -> str:
 
 def named_states(module: Any) -> dict[str, Any]:
     """What the products of a module's own methods keep, by their names."""
-    found = {str(i): kept for i, kept in enumerate(getattr(module, PRODUCTS, ()))}
-    for method, states in dict(getattr(module, METHODS, {})).items():
-        found |= {f"{method}.{i}": kept for i, kept in enumerate(states)}
-    return found
-
-
-def _states(module: Any, prefix: str) -> list[Any]:
-    """What the products of one method keep, in order."""
-    known = getattr(module, METHODS, {}).get(prefix[:-1], ()) if prefix else ()
-    kept = known if prefix else getattr(module, PRODUCTS, ())
-    return [one.state() for one in kept]
+    return dict(getattr(module, PRODUCTS, {}))
 
 
 def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -217,8 +207,8 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     prefix = prefix_of(original_class(type(module)), name)
-    multiply = site.multiply(_states(module, prefix), prefix)
-    rewriting = rewritten(pure, multiply, _parameters)
+    states = {name: kept.state() for name, kept in named_states(module).items()}
+    rewriting = rewritten(pure, site.multiply(states, prefix), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
         arrays, written = rewriting(state, [leaves[i] for i in places])
     (found,) = traced
@@ -320,10 +310,14 @@ def _is_array(x: Any) -> bool:
 
 
 def _parameters(*args: Any) -> Any:
-    """A boolean for each array: whether it is a parameter's."""
+    """The name of each array in its module, where it is a parameter; else ""."""
 
-    def flags(leaf: Any) -> Any:
-        is_parameter = isinstance(leaf, nnx.Param)
-        return jax.tree.map(lambda _: is_parameter, leaf)
+    def named(path: Any, leaf: Any) -> Any:
+        # Behind the argument, and the module or the nodes in it.
+        parts = [jax.tree_util.keystr((key,), simple=True) for key in path[2:]]
+        name = ".".join(parts) if isinstance(leaf, nnx.Param) else ""
+        return jax.tree.map(lambda _: name, leaf)
 
-    return jax.tree.map(flags, args, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(
+        named, args, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )

@@ -23,7 +23,6 @@ from qtoolkit.nnx._products import (
 )
 from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import (
-    METHODS,
     PRODUCTS,
     leave,
     methods_of,
@@ -47,8 +46,12 @@ _HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
     nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated, 1),
     nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
 }
-# Flax's own layers without a hook, and how many products they compute.
-_REWRITTEN: dict[type[nnx.Module], int] = {nnx.Embed: 1, nnx.ConvTranspose: 1, nnx.LoRA: 2}
+# Flax's own layers without a hook, and the products they compute, by their kernels.
+_REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
+    nnx.Embed: ("embedding",),
+    nnx.ConvTranspose: ("kernel",),
+    nnx.LoRA: ("lora_a", "lora_b"),
+}
 
 
 def wrap(
@@ -228,7 +231,7 @@ def attach(
       recipe: Of its products.
       found: Its paths, for messages and reports; None: it is a model by itself.
       where: Who calls, for messages.
-      names: Of products in methods of one's own that keep state, such as "0" and "encode.1".
+      names: Of products in methods of one's own that keep state, "up" and "encode.kernel".
     """
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
@@ -260,21 +263,13 @@ def attach(
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
     """Gives the methods of a layer what their products keep."""
-    counts: dict[str, int] = {}
-    for name in names:
-        method, _, number = name.rpartition(".")
-        if number.isdigit():
-            counts[method] = max(counts.get(method, 0), int(number) + 1)
-    count = counts.pop("", 0)
-    count = next((n for kind, n in _REWRITTEN.items() if isinstance(layer, kind)), count)
-    if count:
-        setattr(layer, PRODUCTS, nnx.List(_states(layer, recipe, count, site)))
-    if counts:
-        kept = {
-            method: nnx.List(_states(layer, recipe, n, site, f"{method}."))
-            for method, n in counts.items()
-        }
-        setattr(layer, METHODS, nnx.Dict(kept))
+    hooked = {*_hooked_states(layer), "dot"}
+    own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
+    found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
+    if found:
+        setattr(
+            layer, PRODUCTS, nnx.Dict({name: _state(layer, recipe, name, site) for name in found})
+        )
 
 
 def detach(layer: Any) -> None:
@@ -291,7 +286,7 @@ def detach(layer: Any) -> None:
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:
     """Takes away what an earlier wrap gave a layer, and lets `methods` compute by its site."""
-    for name in ("qtoolkit_site", PRODUCTS, METHODS, "qtoolkit_dot", "qtoolkit_path"):
+    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot", "qtoolkit_path"):
         if name in vars(layer):
             delattr(layer, name)
     kind: Any = original_class(type(layer))
@@ -305,11 +300,13 @@ _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 def product_states(layer: Any) -> dict[str, ProductState]:
     """What the products of a layer keep, by their names."""
-    states: dict[str, ProductState] = named_states(layer)
-    for value in vars(layer).values():
-        if isinstance(value, StatefulProducts):
-            states |= {str(i): kept for i, kept in enumerate(value.products)}
-    return states
+    return {**named_states(layer), **_hooked_states(layer)}
+
+
+def _hooked_states(layer: Any) -> dict[str, ProductState]:
+    """Those of the layer's attributes: "0", and of attention "1"."""
+    hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
+    return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
 
 
 def needs_no_scale(layer: Any) -> bool:
@@ -330,14 +327,12 @@ def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> 
         recipe = recipe.of_activations()
     if not recipe.keeps_state:
         return nnx.static(call)  # said anew: in a model that is wrapped again it may have been data
-    return nnx.data(StatefulProducts(call, _states(layer, recipe, count, site)))
+    states = [_state(layer, recipe, str(i), site) for i in range(count)]
+    return nnx.data(StatefulProducts(call, states))
 
 
-def _states(
-    layer: Any, recipe: Recipe, count: int, site: Site, prefix: str = ""
-) -> list[ProductState]:
-    lead = stacked(layer)
-    return [ProductState(recipe, lead, f"{site.path}:{prefix}{i}") for i in range(count)]
+def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
+    return ProductState(recipe, stacked(layer), f"{site.path}:{name}")
 
 
 def stacked(layer: Any) -> tuple[int, ...]:

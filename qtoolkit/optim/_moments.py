@@ -45,6 +45,7 @@ _BY_TYPE: dict[type, dict[str, str]] = {
     optax.ScaleBySM3State: {"mu": _SECOND, "nu": _SIGNED},
     optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
     optax.contrib.ScheduleFreeState: {"z": _WIDE},
+    optax.contrib.SAMState: {"cache": _WIDE},  # the parameters, while an adversarial step is taken
     # The variance is nu - mu**2, which of numbers rounded each by itself may be negative.
     optax.ScaleByRStdDevState: {"mu": _WIDE, "nu": _WIDE},
 }

@@ -119,12 +119,16 @@ def quantize_state(
             declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
             of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
             found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, of[0])
-        updates = jax.tree.unflatten(jax.tree.structure(updates), jax.tree.leaves(found))
+        # Into the boxes again. `optax.lookahead` gives pairs, which no gradient is.
+        boxes: Any = jax.tree.structure(updates)
+        numbers = jax.tree.leaves(found)
+        if boxes.num_leaves == len(numbers):
+            found = jax.tree.unflatten(boxes, numbers)
         cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
         step = state.step + jnp.uint32(1)
         dtypes = [leaf.value.dtype if isinstance(leaf.value, QArray) else None for leaf in kept]
         stored = _with_moments(inner, cut, rounding, state.seed, step, dtypes)
-        return updates, QuantizedState(state.seed, step, stored)
+        return found, QuantizedState(state.seed, step, stored)
 
     return GradientTransformationExtraArgs(init, update)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import WIDTHS
+from qtoolkit.casts.internal import WIDTHS, exact_float32
 from qtoolkit.formats import BlockFormat, Format
 from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
@@ -95,7 +95,9 @@ def _rounded(
 # Traced, so that a scale which training has made negative counts as the least one, as under jit.
 @functools.partial(jax.jit, static_argnums=3)
 def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
-    return lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
+    y = lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
+    # LSQ clamps an infinity and takes a NaN for 0; a product must show both to a loss scaler.
+    return jnp.where(jnp.isfinite(exact_float32(x)), y, x)
 
 
 def check_storable(where: str, operand: Operand, scale: Array | None) -> None:

@@ -6,7 +6,8 @@ the function calls need not know. Products inside of custom derivatives stay as 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,8 @@ class Found(NamedTuple):
       name: Of its primitive.
       function: What it computes.
       lhs, rhs, extra: Its operands.
-      is_parameter: Whether lhs and rhs follow from parameters and constants alone.
+      parameters: The parameter that lhs and rhs follow from, beside constants and others: "kernel",
+        "" for an activation.
       dtype: Of the result.
       origins: The parameters that lhs and rhs are, if somebody asked for them.
       features: Where the features of lhs and rhs lie, from the end.
@@ -50,7 +52,7 @@ class Found(NamedTuple):
     lhs: jax.Array | QArray
     rhs: jax.Array | QArray
     extra: tuple[jax.Array, ...]
-    is_parameter: tuple[bool, bool]
+    parameters: tuple[str, str]
     dtype: Any
     origins: tuple["Origin | None", "Origin | None"] = (None, None)
     features: tuple[int, int] = (LAST, LAST)
@@ -58,8 +60,29 @@ class Found(NamedTuple):
     @property
     def kernel(self) -> int | None:
         """Which operand is a kernel, None where both are activations; of two parameters, rhs."""
-        lhs, rhs = self.is_parameter
+        lhs, rhs = self.parameters
         return 1 if rhs else 0 if lhs else None
+
+
+class Names:
+    """The names of a method's products, in the order in which they run.
+
+    A product is named by its kernel, so that a branch of Python that leaves one out does not give
+    what it keeps to the next: "up", and "up#2" where it is multiplied again. Those of two
+    activations are numbered among themselves: "0", "1".
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
+        self.counts: dict[str, int] = {}
+
+    def __call__(self, found: Found) -> str:
+        kernel = "" if found.kernel is None else found.parameters[found.kernel]
+        before = self.counts.get(kernel, 0)
+        self.counts[kernel] = before + 1
+        if not kernel:
+            return f"{self.prefix}{before}"
+        return f"{self.prefix}{kernel}" + (f"#{before + 1}" if before else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +100,14 @@ class Origin:
     """A parameter whose uses are looked for.
 
     Attributes:
-      name: Of the parameter.
+      name: Of the parameter, in the model.
+      parameter: Its name in the module that multiplies.
       other_uses: Where the name is put once the parameter is used by anything but a product.
       order: Its axes in the order in which they now are, None for the order they had.
     """
 
     name: Any
+    parameter: str
     other_uses: set[Any]
     order: tuple[int, ...] | None = None
 
@@ -102,7 +127,7 @@ class Origin:
 
 class _Value(NamedTuple):
     array: Any
-    is_parameter: bool
+    parameter: str = ""
     wide: Any = None  # a parameter before its cast to half precision
     is_constant: bool = False
     origin: Origin | None = None
@@ -113,24 +138,30 @@ Multiply = Callable[[Found], jax.Array | None]
 
 
 def rewritten(
-    function: Callable[..., Any], multiply: Multiply, is_parameter: Callable[..., Any]
+    function: Callable[..., Any],
+    multiply: Multiply,
+    parameters: Callable[..., Any],
+    made: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` with `multiply(found)` in place of each product, unless that gives None.
 
     Args:
       function: Pure, of pytrees of arrays. Arguments may have leaves `Standing`, which products
         take as they are.
-      is_parameter: From the arguments to a pytree of booleans, one for each of their leaves; or of
-        `Origin`s for parameters.
+      parameters: From the arguments to a pytree with one leaf for each of theirs: the name of a
+        parameter or its `Origin`, "" for anything else.
+      made: From the shapes of the results to a pytree of names alike, "" where the function has
+        made no parameter; None: it makes none.
     """
 
     def rewriting(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         traced = jax.tree.unflatten(structure, [_stand_in(leaf) for leaf in leaves])
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*traced)
-        flags = jax.tree.leaves(is_parameter(*args))
-        inputs = [_input(leaf, flag) for leaf, flag in zip(leaves, flags, strict=True)]
-        outs = _evaluate(closed.jaxpr, closed.consts, inputs, multiply)
+        given = jax.tree.leaves(parameters(*args))
+        inputs = [_input(leaf, one) for leaf, one in zip(leaves, given, strict=True)]
+        names = {} if made is None else _names(closed.jaxpr.outvars, made(shapes))
+        outs = _evaluate(closed.jaxpr, closed.consts, inputs, multiply, names)
         for out in outs:
             _is_used_otherwise(out)
         outs = [_widened(out) for out in outs]
@@ -145,10 +176,19 @@ def _stand_in(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.array.shape, leaf.array.dtype)
 
 
-def _input(leaf: Any, flag: Any) -> _Value:
+def _input(leaf: Any, given: Any) -> _Value:
     array = leaf.array if isinstance(leaf, Standing) else leaf
-    origin = flag if isinstance(flag, Origin) else None
-    return _Value(array, bool(flag), origin=origin)
+    if isinstance(given, Origin):
+        return _Value(array, given.parameter, origin=given)
+    return _Value(array, given)
+
+
+def _names(variables: Sequence[Any], names: Any) -> dict[Any, str]:
+    """The names of those variables of a jaxpr that are parameters."""
+    pairs = zip(variables, jax.tree.leaves(names), strict=True)
+    return {
+        variable: name for variable, name in pairs if name and not isinstance(variable, Literal)
+    }
 
 
 def _is_used_otherwise(value: _Value) -> None:
@@ -199,28 +239,38 @@ def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[A
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Value], multiply: Multiply
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[_Value],
+    multiply: Multiply,
+    names: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> list[_Value]:
+    """What a jaxpr gives; `names` are those of its variables that are parameters."""
     values: dict[Any, _Value] = {}
 
     def read(atom: Any) -> _Value:
         if isinstance(atom, Literal):
-            return _Value(atom.val, False, is_constant=True)
+            return _Value(atom.val, is_constant=True)
         return values[atom]
 
-    values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
-    values.update(zip(jaxpr.invars, inputs, strict=True))
+    def write(variables: Sequence[Any], found: Iterable[_Value]) -> None:
+        for variable, value in zip(variables, found, strict=True):
+            name = names.get(variable)
+            values[variable] = value._replace(parameter=name, is_constant=False) if name else value
+
+    write(jaxpr.constvars, map(_constant, consts))
+    write(jaxpr.invars, inputs)
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         # The line where it was first traced, which reports and errors show.
         with user_context(eqn.source_info.traceback), eqn.ctx.manager, _scopes(eqn):
             outs = _equation(eqn, operands, multiply)
-        values.update(zip(eqn.outvars, outs, strict=True))
+        write(eqn.outvars, outs)
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _constant(x: Any) -> _Value:
-    return _Value(x, False, is_constant=not isinstance(x, jax.core.Tracer))
+    return _Value(x, is_constant=not isinstance(x, jax.core.Tracer))
 
 
 @contextlib.contextmanager
@@ -243,7 +293,7 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
         if found is not None and out is not None:
             shapes = found.lhs.shape, found.rhs.shape
             place = of_result(found.function, shapes, out.ndim, found.kernel)
-            return [_Value(out, False, features=place)]
+            return [_Value(out, features=place)]
         operands = [_widened(operand) for operand in operands]
     elif not is_quantized(eqn) and any(map(has_products, inner_jaxprs(eqn))):
         rewrite = _REWRITES.get(name)
@@ -267,11 +317,13 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
     outs = outs if eqn.primitive.multiple_results else [outs]
     name = eqn.primitive.name
     is_constant = all(x.is_constant for x in operands)
-    is_parameter = not is_constant and all(x.is_parameter or x.is_constant for x in operands)
+    parameter = ""
+    if not is_constant and all(x.parameter or x.is_constant for x in operands):
+        parameter = next(x.parameter for x in operands if x.parameter)
     wide = None
-    if is_parameter and name == "convert_element_type":
+    if parameter and name == "convert_element_type":
         wide = _before_cast(operands[0], outs[0].dtype)
-    elif is_parameter and name in _VIEWS and operands[0].wide is not None:
+    elif parameter and name in _VIEWS and operands[0].wide is not None:
         others = (x.array for x in operands[1:])
         wide = eqn.primitive.bind(operands[0].wide, *others, **params)
     origin = None
@@ -284,7 +336,7 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
             _is_used_otherwise(operand)
     features = moved(eqn, [x.features for x in operands])
     return [
-        _Value(out, is_parameter, wide, is_constant, origin, place)
+        _Value(out, parameter, wide, is_constant, origin, place)
         for out, place in zip(outs, features, strict=True)
     ]
 
@@ -348,7 +400,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
         _as_parameter(lhs),
         _as_parameter(rhs),
         tuple(x.array for x in extra),
-        (lhs.is_parameter, rhs.is_parameter),
+        (lhs.parameter, rhs.parameter),
         eqn.outvars[0].aval.dtype,
         (lhs.origin, rhs.origin),
         (lhs.features, rhs.features),
@@ -464,7 +516,7 @@ def _on_arrays(
 
 
 def _values(arrays: Sequence[Any]) -> list[_Value]:
-    return [_Value(x, False) for x in arrays]
+    return [_Value(x) for x in arrays]
 
 
 _REWRITES = {

@@ -3,9 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
-import itertools
+import types
 import urllib.parse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from qtoolkit.products._features import LAST, following
 from qtoolkit.products._functions import conv_function, dot_function, einsum_function
 from qtoolkit.products._product import State, quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply
+from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply, Names
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
@@ -109,32 +109,37 @@ class Site:
                 is_swapped=is_swapped,
             )
 
-    def multiply(self, states: Iterable[State | None] = (), prefix: str = "") -> Multiply:
-        """For `rewritten`: the products of a function in order, each with its state.
-
-        They are named by `prefix` and their number. A kernel on either side is rounded as a
-        kernel, and two activations both as activations. Products beyond the states scale by their
-        own magnitudes where the recipe is delayed.
-        """
-        remaining, numbers = iter(states), itertools.count()
+    def multiply(
+        self, states: Mapping[str, State] = types.MappingProxyType({}), prefix: str = ""
+    ) -> Multiply:
+        """For `rewritten`: the products of a function, each with its state, by its name."""
+        names = Names(prefix)
 
         def multiply(found: Found) -> jax.Array:
-            state = next(remaining, None)
-            recipe = self.recipe if state is not None else self.recipe.without_state()
-            return dataclasses.replace(self, recipe=recipe).product(
-                found.name,
-                found.function,
-                found.lhs,
-                found.rhs,
-                found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
-                state,
-                found.extra,
-                name=f"{prefix}{next(numbers)}",
-                kernel=found.kernel,
-                features=found.features,
-            )
+            name = names(found)
+            return self.multiplied(found, name, states.get(name))
 
         return multiply
+
+    def multiplied(self, found: Found, name: str, state: State | None) -> jax.Array:
+        """A product that was found in a trace.
+
+        A kernel on either side is rounded as a kernel, and two activations both as activations.
+        Without a state it scales by its own magnitudes where the recipe is delayed.
+        """
+        recipe = self.recipe if state is not None else self.recipe.without_state()
+        return dataclasses.replace(self, recipe=recipe).product(
+            found.name,
+            found.function,
+            found.lhs,
+            found.rhs,
+            found.dtype if jnp.issubdtype(found.dtype, jnp.floating) else None,
+            state,
+            found.extra,
+            name=name,
+            kernel=found.kernel,
+            features=found.features,
+        )
 
     def dot_general(
         self,

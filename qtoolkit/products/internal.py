@@ -19,6 +19,7 @@ from qtoolkit.products._report import report_of
 from qtoolkit.products._rewrite import (
     PRODUCTS,
     Found,
+    Names,
     Origin,
     Standing,
     is_quantized,
@@ -37,6 +38,7 @@ __all__ = [
     "Axes",
     "Batch",
     "Found",
+    "Names",
     "Origin",
     "Place",
     "Site",

@@ -48,7 +48,7 @@ def variables():
 
 
 def kept(variables, path="self"):
-    return variables[SCALES][path]["__call__.0"]
+    return variables[SCALES][path]["__call__.kernel"]
 
 
 def first_scale(x, largest=7):
@@ -66,7 +66,10 @@ def test_parameters_are_those_of_the_plain_model():
     assert set(made) == {"params", SCALES}
     jax.tree.map(np.testing.assert_array_equal, made["params"], plain["params"])
     assert jax.tree.structure(made[SCALES]) == jax.tree.structure(
-        {layer: {"__call__.0": {"lhs_scale": 0, "rhs_scale": 0}} for layer in ("self", "shared")}
+        {
+            layer: {"__call__.kernel": {"lhs_scale": 0, "rhs_scale": 0}}
+            for layer in ("self", "shared")
+        }
     )
     assert all(np.isnan(scale) for scale in jax.tree.leaves(made[SCALES]))
 
@@ -125,7 +128,7 @@ def test_gradients_are_those_of_lsq_plus():
     np.testing.assert_allclose(scales["lhs_offset"], x.min(), rtol=1e-6)
     # So that some elements saturate, else offsets have no gradient.
     scales = {**scales, "lhs_scale": scales["lhs_scale"] * 0.5, "lhs_offset": jnp.float32(-1.0)}
-    variables = {**variables, SCALES: {"self": {"__call__.0": scales}}}
+    variables = {**variables, SCALES: {"self": {"__call__.kernel": scales}}}
 
     def hand(variables):
         layer, learned = variables["params"], kept(variables)
@@ -146,7 +149,7 @@ def test_both_operands_of_attention_are_rounded_as_inputs():
     module = qt.linen.wrap(plain, LSQ)
     variables = jax.jit(module.init)(KEY, x)
     assert set(variables[SCALES]["self"]) == {"__call__.0", "__call__.1"}
-    assert set(kept(variables)) == {"lhs_scale", "rhs_scale"}
+    assert set(variables[SCALES]["self"]["__call__.0"]) == {"lhs_scale", "rhs_scale"}
     variables = qt.linen.start_scales(module, variables, x)
     assert np.all(np.isfinite(jax.jit(module.apply)(variables, x)))
     kernels = qt.linen.wrap(plain, Recipe((None, INT4), gradient=None))
@@ -155,7 +158,7 @@ def test_both_operands_of_attention_are_rounded_as_inputs():
     assert set(kept(kernels, "query")) == {"rhs_scale"}
     inputs = qt.linen.wrap(plain, Recipe((INT4, None), gradient=None))
     inputs = jax.eval_shape(inputs.init, KEY, x)
-    assert set(kept(inputs)) == {"lhs_scale", "rhs_scale"}
+    assert set(inputs[SCALES]["self"]["__call__.0"]) == {"lhs_scale", "rhs_scale"}
     assert set(kept(inputs, "query")) == {"lhs_scale"}
 
 
@@ -223,13 +226,13 @@ class Inside(nn.Module):
 def test_wrapped_inside_of_a_scan_each_layer_has_a_scale_of_its_own():
     module = Inside()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
-    scales = variables[SCALES]["dense"]["self"]["__call__.0"]
+    scales = variables[SCALES]["dense"]["self"]["__call__.kernel"]
     assert scales["rhs_scale"].shape == (3,)
     factors = jnp.asarray([0.5, 1.0, 1.5])
     variables = {**variables, SCALES: jax.tree.map(lambda s: s * factors, variables[SCALES])}
 
     def hand(variables):
-        learned = variables[SCALES]["dense"]["self"]["__call__.0"]
+        learned = variables[SCALES]["dense"]["self"]["__call__.kernel"]
         layers = variables["params"]["dense"]
         return stack_by_hand(layers, lambda i: jax.tree.map(lambda s: s[i], learned), X)
 
@@ -285,7 +288,7 @@ def test_value_and_grad_of_both_collections():
     graded = qt.linen.value_and_grad(lambda v: loss(v, X, module), wrt=("params", SCALES))
     value, grads, state = jax.jit(graded)(variables)
     np.testing.assert_allclose(value, loss(variables, X, module), rtol=1e-5)
-    assert float(jnp.max(state["self"]["__call__.0"]["history"])) > 0
+    assert float(jnp.max(state["self"]["__call__.kernel"]["history"])) > 0
     expected = jax.grad(lambda v: loss(v, X, module))({n: variables[n] for n in ("params", SCALES)})
     close(grads, expected)
     _, alone, _ = qt.linen.value_and_grad(lambda v: loss(v, X, module), wrt=SCALES)(variables)
@@ -330,7 +333,7 @@ def test_a_layer_with_a_recipe_of_its_own_inside_of_a_model():
     module = Two()
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     for name, layer in variables["params"].items():
-        got = variables[SCALES][name]["self"]["__call__.0"]["rhs_scale"]
+        got = variables[SCALES][name]["self"]["__call__.kernel"]["rhs_scale"]
         np.testing.assert_allclose(got, first_scale(layer["kernel"]), rtol=1e-5)
 
 
@@ -378,3 +381,22 @@ def test_what_cannot_be(variables):
     jitted = qt.linen.wrap(nn.jit(nn.Dense)(4), LSQ)
     with pytest.raises(ValueError, match=r"under nn\.jit, .*learned scales do not reach it"):
         jitted.apply(jitted.init(KEY, X), X)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so(bad):
+    """Loss scalers see what they see of the plain model: an infinity is not clamped, a NaN no 0."""
+    plain, x = nn.Dense(4), X.at[3, 2].set(bad)
+    layer = qt.linen.wrap(plain, LSQ)
+    started = qt.linen.start_scales(layer, layer.init(KEY, X), X)
+
+    def gradients(module, variables):
+        return jax.grad(lambda v: jnp.sum(jnp.square(module.apply(v, x))))(variables)["params"]
+
+    ours = gradients(layer, started), layer.apply(started, x)
+    params = {"params": started["params"]}
+    expected = gradients(plain, params), plain.apply(params, x)
+    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+    assert np.isfinite(ours[1]).any()
+    assert not np.isfinite(ours[1]).all()

@@ -58,7 +58,7 @@ def test_each_number_is_that_of_metrics_of_the_captured_operand(variables):
         np.testing.assert_allclose(rows[key].amax, jnp.abs(x).max(), rtol=1e-6)
         np.testing.assert_allclose(rows[key].sqnr_db, expected.sqnr_db, atol=1e-2)
         np.testing.assert_allclose(rows[key].flushed_fraction, expected.flushed, rtol=1e-6)
-    assert found.unreached == ("trunk:__call__.0",)
+    assert found.unreached == ("trunk:__call__.kernel",)
 
 
 @pytest.mark.quick
@@ -75,7 +75,7 @@ def test_a_frozen_module_does_not_depend_on_the_batch(variables):
     state = Percentile.of(qt.BlockFormat.tensor("int8"), X.shape, fraction=0.9)
     for batch in batches:
         state = state.observe(batch)
-    np.testing.assert_array_equal(found.amaxes("a")["__call__.0"][0], state.amax().reshape(()))
+    np.testing.assert_array_equal(found.amaxes("a")["__call__.kernel"][0], state.amax().reshape(()))
     frozen, held = qt.linen.freeze(module, variables, found)
     others = X.at[1:].multiply(50)
     apply = jax.jit(frozen.apply)

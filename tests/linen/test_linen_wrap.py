@@ -326,7 +326,7 @@ def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():
             return looped(name="loop")(x, None)[0]
 
     kept = shapes(Loop(("params", "qtoolkit")), X)["qtoolkit"]["loop"]["Dense_0"]["self"]
-    assert kept["__call__.0"]["history"].shape[:2] == (3, 3)
+    assert kept["__call__.kernel"]["history"].shape[:2] == (3, 3)
     assert "qtoolkit" not in shapes(Loop(("params",)), X)
 
 

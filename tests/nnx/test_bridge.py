@@ -74,7 +74,7 @@ def test_it_is_rolled_inside_a_wrapped_model_beside_nnx_layers():
     assert not qt.nnx.report(model, x).left
     inner = np.abs(model.first(x)).max()
     qt.nnx.value_and_grad(loss)(model, x)
-    found = nnx.to_pure_dict(nnx.state(model))["inner"]["Dense_1"]["__call__.0"]["history"]
+    found = nnx.to_pure_dict(nnx.state(model))["inner"]["Dense_1"]["__call__.kernel"]["history"]
     assert inner <= found[0, 0] <= inner * 1.125  # known to 12.5 %
     assert np.all(found[:, 1:] == 0)
 

@@ -115,7 +115,7 @@ def test_frozen_scales_are_those_of_the_calibration(wrapped, found):
     of_a, of_own = found.amaxes("a"), found.amaxes("own")
     hidden = nnx.relu(dot(x, wrapped.a.kernel[...], of_a["0"]) + wrapped.a.bias[...])
     kernel = wrapped.own.kernel[...]
-    expected = dot(hidden, kernel, of_own["0"]) + dot(hidden, kernel, of_own["1"])
+    expected = dot(hidden, kernel, of_own["kernel"]) + dot(hidden, kernel, of_own["kernel#2"])
     np.testing.assert_allclose(call(frozen, x), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -432,10 +432,10 @@ class Table(nnx.Embed):
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Coder, ["encode.0", "decode.0", "0"]),
-        (Dots, ["0", "1", "2"]),
-        (Widened, ["0", "__call__.0"]),
-        (Table, ["0", "__call__.0"]),
+        (Coder, ["encode.small", "decode.large", "small"]),
+        (Dots, ["small", "large", "small#2"]),
+        (Widened, ["0", "__call__.large"]),
+        (Table, ["embedding", "__call__.large"]),
     ],
 )
 def test_each_product_of_a_module_has_a_scale_of_its_own(kind, names):
@@ -453,18 +453,47 @@ def test_each_product_of_a_module_has_a_scale_of_its_own(kind, names):
     assert all(row.tally.uses == 1 for row in rows)
 
 
+class Branching(nnx.Module):
+    def __init__(self):
+        self.small, self.large = Coder().small, Coder().large
+
+    def __call__(self, x, is_scaled=True):
+        if is_scaled:
+            x = (x * 1e4) @ self.large
+        return x @ self.small
+
+
+def test_a_branch_left_out_gives_its_scale_to_no_other_product():
+    """Oracle: the frozen model of the shorter branch, by itself."""
+    wrapped = qt.nnx.wrap(Branching(), INT8)
+    short = (BATCHES[0], False)
+    both = qt.nnx.calibrate(wrapped, [short, BATCHES[0]])
+    assert {name for _, name, _ in both.keys} == {"large", "small"}
+    alone = qt.nnx.calibrate(wrapped, [short])
+    keyed = dict(zip(both.keys, both.states, strict=True))
+    large = [keyed["", "large", side].amax().item() for side in (0, 1)]
+    small = [keyed["", "small", side].amax().item() for side in (0, 1)]
+    assert large[1] > 1e3 > small[1]
+    frozen = qt.nnx.freeze(wrapped, alone)
+    np.testing.assert_allclose(
+        frozen(*short), wrapped(*short), rtol=1e-6, atol=1e-6 * np.abs(wrapped(*short)).max()
+    )
+    with pytest.raises(ValueError, match="not calibrated"):
+        frozen(BATCHES[0])
+
+
 def test_frozen_methods_are_saved_and_wrapped_again():
     wrapped = qt.nnx.wrap(Coder(), INT8)
     frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES[:1]))
     graph, state = nnx.split(frozen)
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
-    assert "qtoolkit_methods/encode/0/amax" in paths
-    assert "qtoolkit_products/0/amax" in paths
+    assert "qtoolkit_products/encode.small/amax" in paths
+    assert "qtoolkit_products/small/amax" in paths
     again = call(nnx.merge(graph, state), BATCHES[0])
     for got, expected in zip(again, call(frozen, BATCHES[0]), strict=True):
         np.testing.assert_array_equal(got, expected)
     plain = qt.nnx.wrap(frozen, INT8)
-    assert not hasattr(plain, "qtoolkit_methods")
+    assert not hasattr(plain, "qtoolkit_products")
     encoding = _Encoding(Coder())
     wrapped = qt.nnx.wrap(encoding, INT8)
     frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES[:1]))

@@ -603,3 +603,38 @@ def test_injected_around_the_factory_itself_is_refused(make):
     arguments = ("e4m3fn",) if make is qt.optim.quantize_state else ()
     with pytest.raises(TypeError, match=r"is an array, .*optax\.inject_hyperparams\(lambda rate"):
         optax.inject_hyperparams(make)(optax.adam(1e-2), *arguments).init({"w": jnp.ones(4)})
+
+
+def test_parameters_that_sam_saves_stay_wide():
+    """An outer step of 0 leaves the weights where they were, bit for bit."""
+
+    def made():
+        adversarial = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+        return optax.contrib.sam(optax.sgd(0.0), adversarial, sync_period=2)
+
+    tx, params = quantize_all(made(), "e4m3fn"), PARAMS
+    state = tx.init(params)
+    for _ in range(4):
+        grads = jax.tree.map(lambda x: (x - 1) / 10, params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, PARAMS)
+
+
+def test_lookahead_takes_and_gives_pairs():
+    """`optax.lookahead` gives updates for fast and slow weights from gradients of the fast ones."""
+
+    def after(tx):
+        params = optax.LookaheadParams.init_synced(PARAMS)
+        state = tx.init(params)
+        for step in range(3):
+            updates, state = tx.update(gradients(step), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    def lookahead(fast):
+        return optax.lookahead(fast, sync_period=2, slow_step_size=0.5)
+
+    got = after(quantize_all(lookahead(optax.sgd(0.1)), "e4m3fn"))
+    expected = after(lookahead(optax.sgd(0.1)))  # which has no moments
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, expected)

@@ -97,7 +97,7 @@ FUNCTIONS = {
 
 
 def of_weights(w, x):
-    return True, False
+    return "w", ""
 
 
 @pytest.mark.sample(1)
@@ -204,7 +204,7 @@ def test_parameters_are_rounded_from_their_own_dtype():
     assert (seen[0].lhs.dtype, seen[0].rhs.dtype, seen[0].dtype) == (
         jnp.bfloat16, jnp.float32, jnp.bfloat16,
     )  # fmt: skip
-    assert seen[0].is_parameter == (False, True)
+    assert seen[0].parameters == ("", "w")
 
 
 SIX = [Operand(name) for name in ("e5m2", "int8", "int4", "e2m1fn", "e4m3fnuz", "mxfp4")]
