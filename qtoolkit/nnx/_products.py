@@ -131,9 +131,9 @@ def _no_parameters(*args: Any) -> Any:
     return jax.tree.map(lambda _: "", args)
 
 
-def _by_number(states: States) -> dict[str, State]:
-    """As the products of two activations are named."""
-    return {str(i): state for i, state in enumerate(states)}
+def _by_number(states: States) -> Callable[[str], State | None]:
+    """The state of a product by its name: those of two activations are numbered."""
+    return {str(i): state for i, state in enumerate(states)}.get
 
 
 class StatefulProducts(nnx.Module):

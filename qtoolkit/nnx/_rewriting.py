@@ -16,8 +16,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Site,
+    State,
     computes_product,
     enclosing,
     product_attributes,
@@ -149,7 +151,9 @@ def prefix_of(kind: type, method: str) -> str:
 
 def named_states(module: Any) -> dict[str, Any]:
     """What the products of a module's own methods keep, by their names."""
-    return dict(getattr(module, PRODUCTS, {}))
+    kept = getattr(module, PRODUCTS, None)
+    states = {} if kept is None else vars(kept)
+    return {name: state for name, state in states.items() if isinstance(state, ProductState)}
 
 
 def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -207,8 +211,12 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
         return [out for out in outs if _is_array(out)], [jax.tree.leaves(v) for _, v in changed]
 
     prefix = prefix_of(original_class(type(module)), name)
-    states = {name: kept.state() for name, kept in named_states(module).items()}
-    rewriting = rewritten(pure, site.multiply(states, prefix), _parameters)
+    kept = named_states(module)
+
+    def state_of(name: str) -> State | None:
+        return kept[name].state() if name in kept else None
+
+    rewriting = rewritten(pure, site.multiply(state_of, prefix), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
         arrays, written = rewriting(state, [leaves[i] for i in places])
     (found,) = traced

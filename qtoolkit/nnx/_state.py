@@ -64,6 +64,17 @@ class LsqOffset(nnx.Param):
     """
 
 
+class Products(nnx.Module):
+    """What the products of a module's own methods keep: attributes, by the products' names.
+
+    No `nnx.Dict`: a kernel may be called "keys" or "values".
+    """
+
+    def __init__(self, states: dict[str, "ProductState"]) -> None:
+        for name, state in states.items():
+            setattr(self, name, state)
+
+
 class ProductState(nnx.Module):
     """What one product keeps.
 

@@ -30,7 +30,7 @@ from qtoolkit.nnx._rewriting import (
     original_class,
     rewriting_class,
 )
-from qtoolkit.nnx._state import ProductState
+from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Site, cache_format, check_recipe
 from qtoolkit.scaling import QArray
@@ -267,9 +267,8 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
     own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
     if found:
-        setattr(
-            layer, PRODUCTS, nnx.Dict({name: _state(layer, recipe, name, site) for name in found})
-        )
+        states = {name: _state(layer, recipe, name, site) for name in found}
+        setattr(layer, PRODUCTS, Products(states))
 
 
 def detach(layer: Any) -> None:
@@ -406,7 +405,7 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
         if any(node is outer for outer in around):
             return  # a cycle; Flax says what is wrong with it
         around = (*around, node)
-        if isinstance(node, StatefulProducts | ProductState):
+        if isinstance(node, StatefulProducts | Products | ProductState):
             return  # of a model that was wrapped before
         if isinstance(node, nnx.Module):
             this = found.setdefault(id(node), FoundModule(node))

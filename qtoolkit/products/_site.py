@@ -3,9 +3,8 @@
 import contextlib
 import contextvars
 import dataclasses
-import types
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -110,14 +109,14 @@ class Site:
             )
 
     def multiply(
-        self, states: Mapping[str, State] = types.MappingProxyType({}), prefix: str = ""
+        self, state_of: Callable[[str], State | None] = lambda name: None, prefix: str = ""
     ) -> Multiply:
         """For `rewritten`: the products of a function, each with its state, by its name."""
         names = Names(prefix)
 
         def multiply(found: Found) -> jax.Array:
             name = names(found)
-            return self.multiplied(found, name, states.get(name))
+            return self.multiplied(found, name, state_of(name))
 
         return multiply
 

@@ -453,6 +453,24 @@ def test_each_product_of_a_module_has_a_scale_of_its_own(kind, names):
     assert all(row.tally.uses == 1 for row in rows)
 
 
+class Memory(nnx.Module):
+    """Kernels with the names that a mapping's methods have."""
+
+    def __init__(self):
+        self.keys, self.values = Coder().small, Coder().large
+
+    def __call__(self, x):
+        return nnx.softmax(x @ self.keys.get_value()) @ self.values.get_value()
+
+
+def test_kernels_may_have_any_name():
+    wrapped = qt.nnx.wrap(Memory(), INT8)
+    frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, BATCHES[:1]))
+    got, expected = frozen(BATCHES[0]), wrapped(BATCHES[0])
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    assert "keys" in repr(frozen)
+
+
 class Branching(nnx.Module):
     def __init__(self):
         self.small, self.large = Coder().small, Coder().large

@@ -14,6 +14,7 @@ import pytest
 from flax import linen, nnx
 
 import qtoolkit as qt
+from qtoolkit.nnx._rewriting import named_states
 from qtoolkit.products import Delayed, Operand, Recipe
 from qtoolkit.scaling.internal import BUCKETS
 
@@ -296,7 +297,7 @@ def test_parts_of_a_model(x):
     _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.LoRAParam)(model, x)
     assert len(jax.tree.leaves(grads)) == 2
     assert newest(model.base_module)[0] == edge(np.abs(x).max())
-    histories = [p.history[...][0, 0] for p in model.qtoolkit_products.values()]
+    histories = [p.history[...][0, 0] for p in named_states(model).values()]
     assert histories[0] == edge(np.abs(x).max())
 
     class Trunk(Net):
