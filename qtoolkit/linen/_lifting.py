@@ -130,8 +130,10 @@ def _named(path: Any, _: Any) -> str:
 
 def _name(path: Any) -> str:
     """That of an array in the collection "params" of a module, "" in other collections."""
-    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return ".".join(keys[keys.index("params") + 1 :]) if "params" in keys[:1] else ""
+    kinds = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)  # boxes with metadata have others
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds)]
+    _, _, collection, *names = keys  # behind a group of collections and a scope
+    return ".".join(names) if collection == "params" else ""
 
 
 def _identity(x: Any) -> int:

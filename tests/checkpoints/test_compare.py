@@ -1,5 +1,6 @@
 """`compare` and `verify`. Oracles: NumPy on what `load` and `dequantize` give; damaged bytes."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -151,6 +152,16 @@ def test_what_cannot_be_compared(tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
+    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "p.png")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "matplotlib is missing; pip install matplotlib" in done.stderr
 
 
 def test_the_commands(tmp_path):

@@ -31,6 +31,8 @@ def test_options_are_passed_on(monkeypatch, tmp_path):
         {"steps": 3, "out": str(tmp_path), "seed": 5, "format": "e5m2"},
     ]
     assert run("--steps", 0).exit_code == 2
+    assert run("--seed", 2**31 - 1).exit_code == 0
+    assert run("--seed", 2**31).exit_code == 2
 
 
 @pytest.mark.parametrize(

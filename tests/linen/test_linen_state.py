@@ -245,6 +245,31 @@ def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     )
 
 
+class Containers(nn.Module):
+    """Kernels in a list, in a dictionary with numbers, and in a box with the names of axes."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = jax.nn.initializers.normal()
+        listed = self.param("listed", lambda key: [normal(key, (16, 16)), jnp.eye(16)])
+        keyed = self.param("keyed", lambda key: {0: normal(key, (16, 16)), 1: 2 * jnp.eye(16)})
+        boxed = self.param("boxed", nn.with_partitioning(normal, (None, "d")), (16, 16))
+        return x @ listed[1] @ keyed[1] @ keyed[0] @ boxed @ listed[0]
+
+
+def test_kernels_in_containers_have_names_of_their_own():
+    """The same ones at `init`, which makes the kernels, as in a step, which is given them."""
+    module, x = wrap(Containers(), recipes.te_delayed_hybrid), jnp.ones((4, 16))
+    variables = module.init(jax.random.key(0), x)
+    names = ["listed.1", "keyed.1", "keyed.0", "boxed", "listed.0"]
+    assert set(variables["qtoolkit"]["self"]) == {f"__call__.{name}" for name in names}
+    _, _, state = value_and_grad(lambda v: module.apply(v, x).sum())(variables)
+    for name, amax in (("listed.1", 1), ("keyed.1", 2)):
+        newest = state["self"][f"__call__.{name}"]["history"][:, 0]
+        assert amax <= newest[1] <= amax * 1.125  # known to 12.5 %
+    assert all(np.all(kept["history"][:, 0] > 0) for kept in state["self"].values())
+
+
 class Branching(nn.Module):
     @nn.compact
     def __call__(self, x, is_scaled=True):

@@ -482,7 +482,7 @@ class Branching(nnx.Module):
 
 
 def test_a_branch_left_out_gives_its_scale_to_no_other_product():
-    """Oracle: the frozen model of the shorter branch, by itself."""
+    """Oracle: the wrapped model, whose scales are those of the one batch it is given."""
     wrapped = qt.nnx.wrap(Branching(), INT8)
     short = (BATCHES[0], False)
     both = qt.nnx.calibrate(wrapped, [short, BATCHES[0]])
