@@ -31,6 +31,7 @@ from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
     Scales,
     amax_of,
+    computed_now,
     operand_values,
     scale_from,
     single_scale,
@@ -272,7 +273,7 @@ def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
 def _sign_key(transform: Hadamard) -> Array | None:
     if transform.seed is None:
         return None
-    with jax.ensure_compile_time_eval():
+    with computed_now():
         return jax.random.key(transform.seed)
 
 

@@ -1,7 +1,9 @@
 """The Walsh-Hadamard transform in blocks, which spreads an outlier over its block."""
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,8 +80,21 @@ def hadamard_transform(
 
 def random_signs(key: jax.Array, block: int) -> jax.Array:
     """float32[block]; where the key is known, a constant of the program that is traced."""
-    with jax.ensure_compile_time_eval():
+    is_known = not isinstance(key, jax.core.Tracer)
+    with computed_now() if is_known else contextlib.nullcontext():
         return jax.random.rademacher(key, (block,), jnp.float32)
+
+
+@contextlib.contextmanager
+def computed_now() -> Iterator[None]:
+    """Within it JAX computes constants, whatever is traced around it.
+
+    Outside of the mesh as well: inside of `jax.shard_map` under `jax.set_mesh` JAX would give even
+    constants a sharding of the shard's axes, which no program of their own can have.
+    """
+    nowhere = jax.sharding.AbstractMesh((), ())
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
+        yield
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))

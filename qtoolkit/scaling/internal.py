@@ -14,6 +14,7 @@ from qtoolkit.scaling._engine import (
     single_scale,
     unscaled_values,
 )
+from qtoolkit.scaling._hadamard import computed_now
 from qtoolkit.scaling._history import BUCKETS, amax_of, histogram, rolled
 from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
@@ -44,6 +45,7 @@ __all__ = [
     "blocks_of",
     "check_axes",
     "check_quantize",
+    "computed_now",
     "effective",
     "element_values",
     "explicit_spec",

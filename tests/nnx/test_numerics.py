@@ -117,9 +117,9 @@ def test_kernels_on_the_left_are_kernels():
     layer, x = qt.nnx.wrap(Left(), qt.Recipe(("int8", "e4m3fn"), "e5m2")), X[:6, :8]
     found = qt.nnx.numerics(layer, x, loss_fn)
     cotangent = jax.grad(lambda y: jnp.mean(y**2))(layer(x))
-    check(row_of(found, "", "lhs", "forward"), x.T, "int8")
-    check(row_of(found, "", "rhs", "forward"), layer.kernel[...], "e4m3fn")
-    check(row_of(found, "", "cotangent", "dgrad"), cotangent, "e5m2")
+    check(row_of(found, "", "lhs", "forward", "kernel"), x.T, "int8")
+    check(row_of(found, "", "rhs", "forward", "kernel"), layer.kernel[...], "e4m3fn")
+    check(row_of(found, "", "cotangent", "dgrad", "kernel"), cotangent, "e5m2")
 
 
 def test_what_is_not_measured_is_said(found):

@@ -74,3 +74,33 @@ def test_products_on_two_devices_give_what_one_gives(name, kind):
             got = PRODUCTS[name](jax.device_put(HOST, NamedSharding(mesh, P("d", None))))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, got, expected)
+
+
+def test_random_signs_are_constants_inside_a_shard_too():
+    """NVFP4's Hadamard transform beside one of the whole array, in one program under a mesh."""
+    key = jax.random.key(0)
+    host = np.tile(HOST, (4, 1))  # 32 rows, of which each shard has whole blocks
+
+    def gradient(x, w):
+        return jax.grad(lambda w: _nvfp4(x, w, key))(w)
+
+    # All shards are alike, and so is their mean.
+    expected = gradient(jnp.asarray(host[:16]), jnp.asarray(WEIGHTS))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    def program(x, w):
+        def shard(x, w):
+            return jax.lax.pmean(gradient(x, jax.lax.pcast(w, "d", to="varying")), "d")
+
+        sharded = jax.shard_map(shard, in_specs=(P("d"), P()), out_specs=P())
+        return gradient(x, w), sharded(x, w)
+
+    with jax.set_mesh(mesh):
+        whole, sharded = program(jax.device_put(host, NamedSharding(mesh, P("d"))), WEIGHTS)
+    np.testing.assert_allclose(sharded, expected, rtol=1e-5, atol=1e-5)
+    assert np.isfinite(whole).all()
+
+
+def _nvfp4(x, w, key):
+    return jnp.sum(jnp.sin(qt.dot_general(x, w, NUMBERS, recipe=qt.recipes.nvfp4, key=key)))
