@@ -9,7 +9,7 @@ import optax
 from optax import GradientTransformation, GradientTransformationExtraArgs
 
 from qtoolkit.casts import Stochastic
-from qtoolkit.casts.internal import check_rounding, exact_float32
+from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
 from qtoolkit.optim._arguments import check_integer, check_seed, check_transform, key_words
 from qtoolkit.optim._moments import MomentLike, checked_rules, formats, leaves
@@ -109,13 +109,15 @@ def quantize_state(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
         kept = leaves(state.inner)
-        values = [_number(leaf.value) for leaf in kept]
-        wide = _like(state.inner, values)
+        is_narrow = any(_is_narrow(leaf.value) for leaf in kept)
         given, params = _unboxed(updates), _unboxed(params)
-        found, inner = extended.update(given, wide, params, **extra)
-        # Moments are given in float32; the updates have the dtypes that the transform would give
-        # them for moments in its own.
-        if any(_is_narrow(leaf.value) for leaf in kept):
+        wide = _like(state.inner, [_number(leaf.value) for leaf in kept])
+        # Moments are given in float32. Where the transform holds them in fewer bits, all else that
+        # it is given is float32, too: of two branches of `lax.cond` one may return a moment or an
+        # update and the other zeros like a gradient, and both must have one dtype.
+        operands = _widened((given, wide, params)) if is_narrow else (given, wide, params)
+        found, inner = extended.update(*operands, **extra)
+        if is_narrow:
             declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
             of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
             found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, of[0])
@@ -126,7 +128,7 @@ def quantize_state(
             found = jax.tree.unflatten(boxes, numbers)
         cut = [leaf.value.spec if isinstance(leaf.value, QArray) else None for leaf in kept]
         step = state.step + jnp.uint32(1)
-        dtypes = [leaf.value.dtype if isinstance(leaf.value, QArray) else None for leaf in kept]
+        dtypes = [getattr(leaf.value, "dtype", None) for leaf in kept]
         stored = _with_moments(inner, cut, rounding, state.seed, step, dtypes)
         return found, QuantizedState(state.seed, step, stored)
 
@@ -165,7 +167,8 @@ def _with_moments(
     Args:
       cut: For each leaf what it is quantized to, None for what stays as it is.
       seed, step: Of the random bits, with the path of each leaf.
-      dtypes: What the `QArray`s stand for, e.g. bfloat16; None: the dtypes of the leaves.
+      dtypes: Of the state before an update: what the `QArray`s stand for, e.g. bfloat16, and what
+        other floats are rounded to. None: the dtypes of the leaves.
     """
     found = leaves(state)
     if len(found) != len(cut):
@@ -179,6 +182,8 @@ def _with_moments(
             is_random = isinstance(rounding, Stochastic)
             key = key_words(seed, step, path) if is_random else None
             x = _quantized(x, fmt, rounding, key, dtype or x.dtype)
+        elif dtype in FLOATS and dtype != x.dtype:
+            x = x.astype(dtype)
         values.append(x)
     return _like(state, values)
 
@@ -214,6 +219,13 @@ def _number(value: Any) -> Any:
         return value
     x = value.dequantize(jnp.float32)
     return x if value.spec.element.signed else x * x
+
+
+def _widened(tree: Any) -> Any:
+    def wide(x: Any) -> Any:
+        return exact_float32(x) if getattr(x, "dtype", None) in FLOATS else x
+
+    return jax.tree.map(wide, tree)
 
 
 def _is_narrow(value: Any) -> bool:

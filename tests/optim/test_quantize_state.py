@@ -638,3 +638,30 @@ def test_lookahead_takes_and_gives_pairs():
     got = after(quantize_all(lookahead(optax.sgd(0.1)), "e4m3fn"))
     expected = after(lookahead(optax.sgd(0.1)))  # which has no moments
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, expected)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.apply_if_finite(optax.adamw(1e-3), 3),
+        optax.novograd(1e-3),
+        optax.contrib.galore(1e-3),
+        optax.contrib.prodigy(1e-3),
+        optax.contrib.dadapt_adamw(1e-3),
+    ],
+    ids=["apply_if_finite", "novograd", "galore", "prodigy", "dadapt_adamw"],
+)
+def test_bfloat16_weights_keep_every_dtype_of_state_and_updates(tx):
+    """`lax.cond` in a transform wants one dtype of two branches, and a scan of its carry."""
+    params = {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones(3, jnp.bfloat16)}
+    quantized = quantize_state(tx, "e4m3fn")
+    state = quantized.init(params)
+
+    def step(state, _):
+        updates, state = quantized.update(params, state, params)
+        return state, updates
+
+    _, updates = jax.jit(lambda s: jax.lax.scan(step, s, length=3))(state)
+    expected = jax.eval_shape(tx.update, params, tx.init(params), params)[0]
+    assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda u: u.dtype, expected)
+    assert all(jnp.any(u[-1] != 0) for u in jax.tree.leaves(updates))
