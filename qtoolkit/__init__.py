@@ -36,7 +36,9 @@ _NAMES_BY_PACKAGE = {
 }
 _HOME_OF = {name: package for package, names in _NAMES_BY_PACKAGE.items() for name in names}
 
-__all__ = ["__version__", *_NAMES_BY_PACKAGE, *_HOME_OF]
+# `from qtoolkit import *` works without matplotlib, an extra that `plots` loads.
+__all__ = ["__version__", *(name for name in _NAMES_BY_PACKAGE if name != "plots"), *_HOME_OF]
+_ALL = [*__all__, "plots"]
 
 
 def __getattr__(name: str) -> object:  # `typing` takes longer to load than all of this
@@ -62,9 +64,9 @@ def _meant(name: str) -> str:
     import difflib
 
     below = [place.format(name) for place in _BELOW.get(name, ())]
-    found = below or [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, __all__, n=3)]
+    found = below or [f"qtoolkit.{n}" for n in difflib.get_close_matches(name, _ALL, n=3)]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_ALL)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
+from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
@@ -281,7 +281,8 @@ class _Work:
         self._source = source
         self._workers = workers
         # Threads may read these at the same time.
-        is_shared = isinstance(source, SafetensorsFile | Folder)
+        files = source.source if isinstance(source, DequantizedSource) else source
+        is_shared = isinstance(files, SafetensorsFile | Folder)
         self._reading = contextlib.nullcontext() if is_shared else threading.Lock()
         self._allow_nonfinite = allow_nonfinite
         self._progress = progress

@@ -1,5 +1,6 @@
 """Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -53,10 +54,9 @@ class DequantizedSource:
         self.layout = layout
         self.stored = dict(stored)
         self.source = source
-        self._values = {
-            name: Values(weight, source.read_into) for name, weight in self.stored.items()
-        }
-        self._current = ""
+        # Scales are read once for a weight and kept while it is read; at the end of one weight a
+        # thread may have begun with the next.
+        self._values = functools.lru_cache(maxsize=2)(self._new_values)
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
         beside = set() if layout == "plain" else _entries_beside(stored)
@@ -70,14 +70,13 @@ class DequantizedSource:
                 self.tensors[name] = info
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        if name not in self._values:
+        if name in self.stored:
+            self._values(name).read_into(start, memoryview(buffer))
+        else:
             self.source.read_into(name, start, buffer)
-            return
-        # Scales are read once for a weight and kept while it is read; those of the last one go.
-        if name != self._current and self._current:
-            self._values[self._current] = Values(self.stored[self._current], self.source.read_into)
-        self._current = name
-        self._values[name].read_into(start, memoryview(buffer))
+
+    def _new_values(self, name: str) -> Values:
+        return Values(self.stored[name], self.source.read_into)
 
     def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
         """Fills `buffer` from byte `start` of an entry of a stored weight on."""

@@ -197,8 +197,17 @@ def write_safetensors(
     _sync_folder(os.path.dirname(target))
 
 
+_OTHER_FILES = (".npz", ".npy", ".msgpack", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5")
+
+
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path to write `path` to; raises where that cannot work or would lose a file."""
+    stem, ending = os.path.splitext(str(path))
+    if ending.lower() in _OTHER_FILES:
+        raise CheckpointError(
+            f"{path}: what is written is a safetensors file, which readers of {ending} refuse; "
+            f"name it {stem}.safetensors"
+        )
     if is_url(path):
         kind = storage(path).kind(path)
         if kind == "folder":

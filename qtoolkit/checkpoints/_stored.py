@@ -162,20 +162,30 @@ class Values:
             matrix, within = divmod(row, rows)
             if column == 0 and last - first >= columns:  # whole rows of this matrix
                 height = min((last - first) // columns, rows - within)
-                part = self._part(matrix, (within, within + height), (0, columns))
+                count = height * columns
+                place = (within, within + height), (0, columns)
             else:
                 stop = min(column + last - first, columns)
-                part = self._part(matrix, (within, within + 1), (column, stop))
-            part = part.reshape(-1)
-            out[: len(part)] = part
-            out, first = out[len(part) :], first + len(part)
+                count = stop - column
+                place = (within, within + 1), (column, stop)
+            self._fill(out[:count], matrix, *place)
+            out, first = out[count:], first + count
 
-    def _part(self, matrix: int, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """The values of full rows, or of a piece of one."""
+    def _fill(
+        self, out: np.ndarray, matrix: int, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> None:
+        """Writes the values of full rows, or of a piece of one, to `out`, which is flat."""
         stored, (start, stop), (left, right) = self.stored, rows, columns
-        values = self.table[self._codes(matrix, rows, columns)]
+        out = out.reshape(stop - start, right - left)
+        codes = self._codes(matrix, rows, columns)
+        if codes.size and len(self.table) <= 128 and codes.max() >= len(self.table):
+            raise CheckpointError(
+                f"{shown(stored.name)}: code {codes.max()}, expected below {len(self.table)}, as "
+                f"{stored.spec.element.name} has; the file is damaged, fetch it again"
+            )
+        np.take(self.table, codes, out=out, mode="clip")  # "clip": without a copy of the indices
         if stored.scale is None:
-            return values
+            return
         height, width = stored.spec.block_lengths(stored.matrices[1:])
         scales = self.scales()[matrix]
         if scales.shape[0] > 1:
@@ -186,7 +196,7 @@ class Values:
                 skipped = left % width
                 scales = np.repeat(scales, width, axis=1)[:, skipped : skipped + right - left]
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            return np.multiply(values, scales, out=values)
+            np.multiply(out, scales, out=out)
 
     def _codes(self, matrix: int, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
         stored, (left, right) = self.stored, columns

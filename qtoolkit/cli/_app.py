@@ -80,7 +80,7 @@ for _command in (convert, dequantize, finalize, inspect, layouts, compare, verif
 def formats(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Show this one, in any spelling, value by value."),
+        typer.Argument(metavar="NAME", help="Show this one, in any spelling, value by value."),
     ] = None,
 ) -> None:
     """List the number formats and block formats, with their properties, or show one of them."""

@@ -366,7 +366,7 @@ def layouts(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME",
             help="Show this one.",
             callback=_one_of("NAME", tuple(LAYOUTS)),
             autocompletion=_complete(tuple(LAYOUTS)),

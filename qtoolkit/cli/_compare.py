@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import CheckpointError, Comparison, TensorComparison
+from qtoolkit.checkpoints import Comparison, TensorComparison
 from qtoolkit.checkpoints.internal import check_target, shown
-from qtoolkit.cli._errors import one_line_errors
+from qtoolkit.cli._errors import note, one_line_errors
 from qtoolkit.cli._summaries import tensor_count
 from qtoolkit.cli._tables import progress, table
 
@@ -81,13 +81,16 @@ def verify(
         else:
             for problem in found.problems:
                 typer.echo(problem)
-            verdict = "as expected" if not found.problems else f"{len(found.problems)} differ"
             typer.echo(
-                f"{converted}: {tensor_count(found.tensors)}, {found.quantized:,} of them "
-                f"quantized: {verdict}"
+                f"{converted}: {tensor_count(found.tensors)}, {found.quantized or 'none'} of them "
+                f"quantized: {_verdict(len(found.problems))}"
             )
         if found.problems:
             raise typer.Exit(1)
+
+
+def _verdict(problems: int) -> str:
+    return f"{problems:,} problem{'s'[: problems > 1]}" if problems else "as expected"
 
 
 def _row(tensor: TensorComparison) -> list[str]:
@@ -151,7 +154,8 @@ def _data(found: Comparison) -> dict[str, object]:
 def _draw(found: Comparison, path: Path) -> None:
     known = _lossy(found)
     if not known:
-        raise CheckpointError(f"{path}: no tensor differs, so there is no SQNR to draw")
+        note(f"{path} not written: no tensor differs, so there is no SQNR to draw")
+        return
     from qtoolkit.plots import sqnr_by_tensor  # loads matplotlib
 
     axes = sqnr_by_tensor(dict(known))

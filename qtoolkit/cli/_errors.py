@@ -80,6 +80,7 @@ class _TerminatedError(BaseException):
 _RAISED: dict[int, type[BaseException]] = {
     signal.SIGINT: KeyboardInterrupt,
     signal.SIGTERM: _TerminatedError,
+    signal.SIGHUP: _TerminatedError,  # the terminal was closed
 }
 
 
@@ -170,7 +171,7 @@ def _leave(message: str, code: int) -> NoReturn:
 
 
 def _os_message(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename is not None else ""
+    where = "" if error.filename is None else f"{error.filename or repr('')}: "
     reason = error.strerror or str(error)
     hint = _HINTS.get(error.errno or 0, "")
     return f"{where}{reason}{hint and '; ' + hint}"

@@ -31,7 +31,7 @@ FLOAT64 = FloatFormat(
     specials=Specials.IEEE,
     overflow=Overflow.INF,
     dtype_name="float64",
-    spellings=("DOUBLE", "F64", "binary64", "DT_DOUBLE"),
+    spellings=("DOUBLE", "F64", "fp64", "binary64", "DT_DOUBLE"),
 )
 FLOAT32 = FloatFormat(
     name="float32",
@@ -41,7 +41,7 @@ FLOAT32 = FloatFormat(
     specials=Specials.IEEE,
     overflow=Overflow.INF,
     dtype_name="float32",
-    spellings=("FLOAT", "F32", "binary32", "DT_FP32"),
+    spellings=("FLOAT", "F32", "fp32", "binary32", "DT_FP32"),
 )
 TF32 = FloatFormat(
     name="tf32",
@@ -60,7 +60,7 @@ FLOAT16 = FloatFormat(
     specials=Specials.IEEE,
     overflow=Overflow.INF,
     dtype_name="float16",
-    spellings=("F16", "binary16", "DT_FP16"),
+    spellings=("F16", "fp16", "half", "binary16", "DT_FP16"),
 )
 BFLOAT16 = FloatFormat(
     name="bfloat16",
@@ -263,10 +263,10 @@ def format(spec: FormatLike) -> Format:
 
     Args:
       spec: A format (returned as it is); a string in any of the spellings of qtoolkit ("e4m3fn"),
-        numpy and JAX ("float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"), OpenVINO ("f8e4m3") or safetensors
-        ("F8_E4M3"), IEEE P3109 ("Binary8p3se") or an integer of any width ("int5"), upper or lower
-        case; or a numpy, ml_dtypes or JAX dtype. numpy's type codes are not read: "i8" is
-        OpenVINO's int8, "f4" safetensors' FP4.
+        numpy and JAX ("float8_e4m3fn"), PyTorch ("torch.float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"),
+        OpenVINO ("f8e4m3") or safetensors ("F8_E4M3"), IEEE P3109 ("Binary8p3se") or an integer of
+        any width ("int5"), upper or lower case; or a numpy, ml_dtypes or JAX dtype. numpy's type
+        codes are not read: "i8" is OpenVINO's int8, "f4" safetensors' FP4.
 
     Raises:
       ValueError: No format has that name, several may be meant ("e4m3", "fp8"), or it is a block
@@ -296,7 +296,10 @@ def found(spec: Any) -> Format | None:
     if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # every cast asks this: no name is made
         return _BY_DTYPE[spec]
     name = name_of(spec)
-    return None if name is None else BY_SPELLING.get(name.lower()) or _family_member(name)
+    if name is None:
+        return None
+    name = name.removeprefix("torch.")  # `str` of a dtype of PyTorch
+    return BY_SPELLING.get(name.lower()) or _family_member(name)
 
 
 def name_of(spec: Any) -> str | None:

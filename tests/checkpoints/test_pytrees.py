@@ -148,6 +148,24 @@ def test_bad_states(tmp_path):
         assert not path.exists()
 
 
+def test_codes_that_the_format_has_not(tmp_path):
+    """E2M3 has 64 codes, a byte each."""
+    path = tmp_path / "x.safetensors"
+    save(path, {"w": qt.quantize(X, "mxfp6_e2m3")})
+    data = bytearray(path.read_bytes())
+    data[-1] = 64
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="w: code 64, expected below 64, as e2m3fn has; the"):
+        dequantize_checkpoint(path, tmp_path / "wide.safetensors")
+
+
+@pytest.mark.parametrize("ending", [".npz", ".msgpack", ".gguf", ".BIN", ".pt"])
+def test_names_of_other_containers_are_refused(tmp_path, ending):
+    with pytest.raises(CheckpointError, match=r"a safetensors file, .*; name it .*x\.safetensors"):
+        save(tmp_path / f"x{ending}", {"a": X})
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_files(tmp_path):
     path = tmp_path / "x.safetensors"
     save(path, {"a": X, "b": qt.quantize(X, "int8"), "n": np.arange(3)})
