@@ -66,7 +66,8 @@ def _host() -> str:
 
 
 def _train(console: Console, corpus: Corpus, recipe: Recipe, steps: int, seed: int) -> TrainingPair:
-    shown = _Screen(console, steps) if console.is_terminal else _PlainLines(console, steps)
+    has_room = console.is_terminal and console.width >= _TABLE_WIDTH
+    shown = _Screen(console, steps) if has_room else _PlainLines(console, steps)
     kernel = recipe.forward[1]
     assert kernel is not None
     with shown:
@@ -102,6 +103,7 @@ class _Screen(Live):
 
 
 _COLUMNS = ("step", "float32", "quantized", "gap", "astype", "gap")
+_TABLE_WIDTH = 60  # characters of a terminal that they fit into
 
 
 def _losses(pair: TrainingPair) -> list[list[str]]:

@@ -236,7 +236,11 @@ def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
 
 @pytest.mark.parametrize(
     ("sent", "code", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 143, "terminated"),
+    ],
 )
 def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
     """It arrives in the first of the imports that take long; an exception would crash the last."""
