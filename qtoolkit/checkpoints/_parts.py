@@ -190,6 +190,9 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
 def discard(dst: Path) -> None:
     """Removes what shards have written that is not finalized.
 
+    Args:
+      dst: What the shards were given as `dst`, a folder or its URL.
+
     Raises:
       CheckpointError: There is nothing, or a shard is still at work.
 

@@ -335,7 +335,13 @@ def _check_index(
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of any kind that is read, by what is in it, not by its name.
 
-    A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's msgpack.
+    Args:
+      path: A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's
+        msgpack. The first and safetensors may also be URLs, such as "s3://bucket/model".
+
+    Returns:
+      A context manager with `tensors`, by name: dtype, shape and place of each. Of the weights
+      nothing is read yet.
 
     Raises:
       CheckpointError: It is none of them, or damaged; the message says what it is and what to do.

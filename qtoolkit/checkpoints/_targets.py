@@ -95,6 +95,9 @@ def model_dtype(config: Mapping[str, Any]) -> str | None:
 def safetensors_dtype(fmt: FormatLike) -> str:
     """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
 
+    Args:
+      fmt: A format, in any spelling of `qtoolkit.format`.
+
     Raises:
       CheckpointError: It does not hold `fmt`.
       ValueError, TypeError: As `qtoolkit.format`.

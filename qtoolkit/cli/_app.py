@@ -158,7 +158,8 @@ def demo(
     """Train a small model in float32 and in FP8, and compare.
 
     A third run, "astype", does without the toolkit: it only casts the operands of its products to
-    the format and back, without scales. The float32 model is then converted, as `qtoolkit convert` does it, and evaluated too.
+    the format and back, without scales. The float32 model is then converted, as `qtoolkit convert`
+    does it, and evaluated too.
     """
     with one_line_errors(f"{out} may be incomplete"):
         from qtoolkit.demo import run  # loads JAX, Flax and optax

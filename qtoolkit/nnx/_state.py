@@ -207,6 +207,9 @@ def value_and_grad(
       Gradients hold what `wrt` selects and nothing else: clipping by their global norm, or
       averaging them, is what it is for the plain model.
 
+    Raises:
+      TypeError: `wrt` is no filter but the number of an argument, or a `nnx.DiffState`.
+
     Raises (when it is called):
       TypeError: The model is no `nnx.Module`; `wrt` selects kernels of a model from `quantize`,
         which have no derivative.
@@ -219,6 +222,11 @@ def value_and_grad(
       >>> [f"{g:.4f}" for g in grads["kernel"][...].ravel()]  # x, of which 0.3 was rounded
       ['0.3125', '448.0000']
     """
+    if isinstance(wrt, nnx.DiffState) or type(wrt) is int:
+        raise TypeError(
+            f"value_and_grad: wrt={wrt!r}, expected a filter of Variables of the model, the first "
+            "argument of the loss, e.g. wrt=nnx.Param"
+        )
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         _check_model(model)

@@ -552,3 +552,9 @@ def test_what_is_no_module_of_nnx_is_named(x):
         qt.nnx.value_and_grad(loss)(nnx.split(Net()), x)
     with pytest.raises(TypeError, match=r"type Dense, expected.*; use qtoolkit.linen.value_and"):
         qt.nnx.value_and_grad(loss)(linen.Dense(3), x)
+
+
+@pytest.mark.parametrize("wrt", [0, nnx.DiffState(0, nnx.Param)])
+def test_wrt_is_a_filter_and_no_number_of_an_argument(wrt):
+    with pytest.raises(TypeError, match=r"wrt=.*, expected a filter .* e\.g\. wrt=nnx\.Param"):
+        qt.nnx.value_and_grad(lambda model: 0.0, wrt)
