@@ -8,16 +8,19 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import check_rounding
 from qtoolkit.formats import FormatLike, Rules
-from qtoolkit.gradients import fake_convert
+from qtoolkit.gradients import Estimator, fake_convert
 from qtoolkit.linen._wrap import entered
 from qtoolkit.products import Recipe
+from qtoolkit.products.internal import check_recipe
 
 Initializer = Callable[..., jax.Array]
 
 
 def _own_recipe(layer: Any) -> Rules[Recipe]:
-    return Rules((), default=layer.recipe)
+    return Rules((), default=check_recipe(type(layer).__name__, layer.recipe))
 
 
 class Fp8Dense(nn.Dense):
@@ -76,6 +79,8 @@ class FakeConvert(nn.Module):
       use_shift: Whether there is a shift.
       scale_init, shift_init: Initializers of (key, shape, dtype).
       param_dtype: Of scale and shift.
+      rounding, saturation, gradient: As `fake_convert` takes them. Stochastic rounding draws its
+        key from the rng collection "qtoolkit".
 
     Examples:
       >>> layer = qt.linen.FakeConvert("e4m3fn", scale_init=nn.initializers.constant(2.0))
@@ -91,6 +96,9 @@ class FakeConvert(nn.Module):
     scale_init: Initializer = nn.initializers.ones
     shift_init: Initializer = nn.initializers.zeros
     param_dtype: DTypeLike = jnp.float32
+    rounding: str | Stochastic = "nearest_even"
+    saturation: str = "finite"
+    gradient: str | Estimator = "clipped"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -100,4 +108,14 @@ class FakeConvert(nn.Module):
         if self.use_shift:
             shift = self.param("shift", self.shift_init, self.shape, self.param_dtype)
             shift = shift.astype(x.dtype)
-        return fake_convert(x, scale.astype(x.dtype), shift, fmt=self.fmt)
+        rounding = check_rounding("FakeConvert", self.rounding, self.saturation)
+        return fake_convert(
+            x,
+            scale.astype(x.dtype),
+            shift,
+            fmt=self.fmt,
+            rounding=rounding,
+            saturation=self.saturation,
+            gradient=self.gradient,
+            key=self.make_rng("qtoolkit") if isinstance(rounding, Stochastic) else None,
+        )

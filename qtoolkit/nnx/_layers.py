@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
+from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import check_rounding
 from qtoolkit.formats import FormatLike, format
-from qtoolkit.gradients import fake_convert
+from qtoolkit.gradients import Estimator, fake_convert
 from qtoolkit.nnx._wrap import attach
 from qtoolkit.products import Recipe
+from qtoolkit.products.internal import check_recipe
 
 _DEFAULT = Recipe()
 
@@ -31,7 +34,7 @@ class Fp8Linear(nnx.Linear):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, recipe)
+        attach(self, check_recipe("Fp8Linear", recipe))
 
 
 class Fp8Conv(nnx.Conv):
@@ -47,7 +50,7 @@ class Fp8Conv(nnx.Conv):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, recipe)
+        attach(self, check_recipe("Fp8Conv", recipe))
 
 
 class Fp8Einsum(nnx.Einsum):
@@ -63,7 +66,7 @@ class Fp8Einsum(nnx.Einsum):
 
     def __init__(self, *args: Any, recipe: Recipe = _DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attach(self, recipe)
+        attach(self, check_recipe("Fp8Einsum", recipe))
 
 
 class FakeConvert(nnx.Module):
@@ -71,10 +74,15 @@ class FakeConvert(nnx.Module):
 
     Its scale, and its shift where there is one, are parameters: they are trained with the model.
 
-    Attributes:
+    Args:
+      fmt: The format, as `fake_convert` takes it.
       scale: float32, one number or an array that broadcasts to the input.
       shift: The same, or None.
-      options: Further arguments of `fake_convert`, such as its rounding and its gradient.
+      rounding, saturation, gradient: As `fake_convert` takes them.
+      rngs: Where stochastic rounding draws a key for each call: of the stream "qtoolkit".
+
+    Raises:
+      ValueError: No such format, rounding or saturation; stochastic rounding without `rngs`.
 
     Examples:
       >>> layer = qt.nnx.FakeConvert("e4m3fn", scale=2.0)
@@ -91,16 +99,36 @@ class FakeConvert(nnx.Module):
         fmt: FormatLike,
         scale: ArrayLike = 1.0,
         shift: ArrayLike | None = None,
-        **options: Any,
+        *,
+        rounding: str | Stochastic = "nearest_even",
+        saturation: str = "finite",
+        gradient: str | Estimator = "clipped",
+        rngs: nnx.Rngs | None = None,
     ) -> None:
         self.fmt = format(fmt)
+        self.rounding = check_rounding("FakeConvert", rounding, saturation)
+        self.saturation, self.gradient = saturation, gradient
+        self.rngs = nnx.data(None)
+        if isinstance(self.rounding, Stochastic):
+            if rngs is None:
+                raise ValueError(
+                    "FakeConvert: stochastic rounding got no rngs, expected e.g. rngs=nnx.Rngs(0)"
+                )
+            self.rngs = rngs["qtoolkit"].fork()
         self.scale = nnx.Param(jnp.asarray(scale, jnp.float32))
         self.shift = nnx.data(None)
         if shift is not None:
             self.shift = nnx.Param(jnp.asarray(shift, jnp.float32))
-        self.options = options
 
     def __call__(self, x: jax.Array) -> jax.Array:
         shift = None if self.shift is None else self.shift[...].astype(x.dtype)
-        scale = self.scale[...].astype(x.dtype)
-        return fake_convert(x, scale, shift, fmt=self.fmt, **self.options)
+        return fake_convert(
+            x,
+            self.scale[...].astype(x.dtype),
+            shift,
+            fmt=self.fmt,
+            rounding=self.rounding,
+            saturation=self.saturation,
+            gradient=self.gradient,
+            key=None if self.rngs is None else self.rngs(),
+        )

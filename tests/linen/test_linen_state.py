@@ -10,7 +10,7 @@ from flax import serialization
 
 from qtoolkit import Recipe, recipes
 from qtoolkit.casts import Projection
-from qtoolkit.linen import value_and_grad, wrap
+from qtoolkit.linen import FakeConvert, Fp8Dense, value_and_grad, wrap
 from qtoolkit.products import Delayed, Operand
 
 KEY = jax.random.key(1)
@@ -198,7 +198,7 @@ def test_keys_of_stochastic_rounding():
 
 @pytest.mark.exhaustive
 def test_layers_with_a_recipe_of_their_own():
-    from qtoolkit.linen import FakeConvert, Fp8Conv, Fp8Dense, Fp8Einsum
+    from qtoolkit.linen import Fp8Conv, Fp8Einsum
 
     dense = Fp8Dense(4, use_bias=False, recipe=RECIPE)
     variables = jax.jit(dense.init)(KEY, X)
@@ -218,6 +218,19 @@ def test_layers_with_a_recipe_of_their_own():
     expected = np.asarray(X.astype(jnp.bfloat16)).astype(ml_dtypes.float8_e4m3fn)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected.astype(np.float32))
+
+
+def test_fake_convert_takes_what_the_function_takes():
+    x = jnp.full((512,), 1.0625)  # halfway between 1 and 1.125
+    up = FakeConvert("e4m3fn", rounding="toward_positive", gradient="zero")
+    variables = up.init(KEY, x)
+    assert np.all(up.apply(variables, x) == 1.125)
+    assert np.all(jax.grad(lambda x: up.apply(variables, x).sum())(x) == 0)
+    either = FakeConvert("e4m3fn", rounding="stochastic")
+    one, other = (either.apply(variables, x, rngs={"qtoolkit": jax.random.key(n)}) for n in (0, 1))
+    assert 0.3 < np.mean(one != other) < 0.7
+    with pytest.raises(TypeError, match=r"Fp8Dense: recipe has .*; write qtoolkit\.recipes\.mxfp8"):
+        Fp8Dense(4, recipe="mxfp8").init(KEY, X)
 
 
 @pytest.mark.quick

@@ -60,3 +60,25 @@ def test_fake_convert_trains_its_scale(x):
     assert layer(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="fp9"):
         FakeConvert("fp9")
+
+
+def test_fake_convert_draws_other_bits_in_each_call():
+    x = jnp.full((512,), 1.0625)  # halfway between 1 and 1.125
+    layer = FakeConvert("e4m3fn", rounding="stochastic", rngs=nnx.Rngs(0))
+    call = nnx.jit(lambda layer, x: layer(x))
+    first, second = call(layer, x), call(layer, x)
+    assert set(np.unique(first)) == {1, 1.125}
+    assert 0.3 < np.mean(first != second) < 0.7
+    grads = nnx.grad(lambda layer: layer(x).sum())(layer)
+    assert jax.tree.leaves(grads)[0].shape == ()
+    with pytest.raises(ValueError, match=r"got no rngs, expected e\.g\. rngs=nnx\.Rngs\(0\)"):
+        FakeConvert("e4m3fn", rounding="stochastic")
+
+
+@pytest.mark.parametrize("layer", [Fp8Linear, Fp8Conv, Fp8Einsum])
+def test_a_name_where_a_recipe_is_due(layer):
+    args = ("bi,io->bo", (4, 2)) if layer is Fp8Einsum else (4, 2, 3)[: 2 + (layer is Fp8Conv)]
+    with pytest.raises(
+        TypeError, match=rf"{layer.__name__}: recipe .*; write qtoolkit\.recipes\.m"
+    ):
+        layer(*args, rngs=nnx.Rngs(0), recipe="mxfp8")
