@@ -9,7 +9,7 @@ import typer
 
 from qtoolkit._version import __version__
 from qtoolkit.cli._checkpoints import convert, dequantize, finalize, inspect, layouts
-from qtoolkit.cli._compare import compare, verify
+from qtoolkit.cli._compare import compare, picture, verify
 from qtoolkit.cli._errors import failure, one_line_errors
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._tables import page_width, prints_unicode, table
@@ -117,7 +117,10 @@ def report(
         Path | None, typer.Option(metavar="PAGE", help="Write a page with histograms as well.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Write a picture as well; needs matplotlib.")
+        Path | None,
+        typer.Option(
+            metavar="PNG", callback=picture, help="Write a picture as well; needs matplotlib."
+        ),
     ] = None,
 ) -> None:
     """Show what rounding does to every operand of a model: a saved report of numerics."""
@@ -136,12 +139,7 @@ def report(
         if html is not None:
             found.html(html)
         if plot is not None:
-            try:
-                found.plot(plot)
-            except ImportError as error:
-                raise failure(
-                    "no picture: matplotlib is missing; pip install matplotlib", 1
-                ) from error
+            found.plot(plot)
 
 
 @app.command()

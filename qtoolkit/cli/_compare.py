@@ -21,7 +21,8 @@ _HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "flushed", "
 _IMAGES = (".png", ".svg", ".pdf")
 
 
-def _image(path: Path | None) -> Path | None:
+def picture(path: Path | None) -> Path | None:
+    """A callback of options that name a picture: refuses, before any work, what cannot be drawn."""
     if path is not None and path.suffix.lower() not in _IMAGES:
         raise typer.BadParameter(f"{path.name}, expected a name that ends in {', '.join(_IMAGES)}")
     if path is not None and importlib.util.find_spec("matplotlib") is None:
@@ -36,7 +37,7 @@ def compare(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=_image,
+            callback=picture,
             help="Draw the SQNR of each tensor, too; needs matplotlib.",
         ),
     ] = None,
