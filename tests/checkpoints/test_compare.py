@@ -159,9 +159,10 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(tmp_path, monke
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
     )
-    done = run("compare", tmp_path / "a", tmp_path / "b", "--plot", tmp_path / "p.png")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "matplotlib is missing; pip install matplotlib" in done.stderr
+    for command in (("compare", "a", "b"), ("report", "a")):
+        done = run(*command, "--plot", tmp_path / "p.png")
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "matplotlib is missing; pip install matplotlib" in done.stderr
 
 
 def test_the_commands(tmp_path):
