@@ -29,7 +29,10 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the result; nowhere if left out.")
 ]
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "torch", "onnxruntime", "openvino")
+PACKAGES = (
+    *("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "torch", "onnxruntime", "openvino"),
+    *("transformers", "compressed-tensors"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ EXPERIMENTS = (
     *("rounding_modes", "accumulation", "random_bits", "double_rounding", "fp8_gradients"),
     "qat",
 )
+FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded
 INTRODUCTION = """# Results
 
 Written by `python experiments/benchmarks/results.py` from `experiments/results/*.jsonl`, which the
@@ -205,7 +206,7 @@ def main(
     stored = {path.stem: load(path) for path in sorted(results.glob("*.jsonl"))}
     benchmarks, experiments = (
         {name: (stored[name][0], stored[name][1:]) for name in names if name in stored}
-        for names in (ORDER, EXPERIMENTS)
+        for names in (ORDER, EXPERIMENTS + FETCHING)
     )
     parts = [INTRODUCTION]
     parts += [summary(benchmarks), shortfalls(benchmarks)] if benchmarks else []

@@ -33,11 +33,12 @@ def test_its_quick_setting_bears_the_claims_out(name, tmp_path, capsys):
 
 @pytest.mark.sample(4)
 @pytest.mark.quick
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + results.FETCHING)
 def test_it_says_its_command_and_its_claim(name):
-    text = inspect.getdoc(importlib.import_module(name))
-    assert f"Command: python experiments/{name}.py [--seed 0]" in text
-    assert "[--out experiments/results] [--quick]" in text
+    text = " ".join(inspect.getdoc(importlib.import_module(name)).split("\n    "))
+    of_all = "[--models build/models]" if name in results.FETCHING else "[--seed 0]"
+    assert f"Command: python experiments/{name}.py {of_all}" in text
+    assert "[--out experiments/results] [--quick]" in " ".join(text.split())
     assert "\nClaim: " in text
 
 
