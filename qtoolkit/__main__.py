@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     """Runs the command; exits with 0, with 1 after a failure, with 2 after misuse."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave)
     _open_closed_streams()
@@ -34,7 +34,7 @@ def _leave(number: int, _: object) -> None:
     try:
         os.write(2, f"qtoolkit: {word}; nothing was written\n".encode())
     finally:
-        os._exit(128 + number)
+        os._exit(130 if number == signal.SIGINT else 143)
 
 
 if __name__ == "__main__":

@@ -108,11 +108,24 @@ def _check_nameable(path: Path, target: str) -> None:
             f"{path}: is a mount point, and the folder that is written gets its name by a "
             f"rename; give a folder in it: {join(path, 'NAME')}"
         )
+    if _is_around_us(target):
+        raise CheckpointError(
+            f"{path or repr('')}: is the folder that this process is in, or one around it, and "
+            "replacing it would leave the process in a removed one; give another name"
+        )
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
         raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
     if not os.access(parent, os.W_OK):
         raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
+
+
+def _is_around_us(target: str) -> bool:
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # removed by somebody
+        return False
+    return f"{os.path.realpath(here)}/".startswith(f"{target}/")
 
 
 def _check_replaceable(

@@ -19,7 +19,7 @@ from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._job import difference, make_job, own_names
-from qtoolkit.checkpoints._place import Place
+from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -386,7 +386,8 @@ def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
         place.remove_strays(files)
         check_folder(place.path, overwrite, own)  # somebody else may have written it meanwhile
         place.replace()
-    storage(place.path).remove_folder(place.parts)
+    with whole(str(place.path)):
+        storage(place.path).remove_folder(place.parts)
     about: dict[str, Any] = dict(job["report"])
     about |= {key: tuple(value) for key, value in about.items() if isinstance(value, list)}
     about |= {"target": str(place.path), "files": tuple(files), "tensors": tuple(reports)}

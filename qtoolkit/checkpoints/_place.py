@@ -25,6 +25,19 @@ def check_replaced(path: Path) -> None:
         )
 
 
+WHOLE = "is written and whole"
+
+
+@contextlib.contextmanager
+def whole(what: str) -> Iterator[None]:
+    """Notes on what is raised within it, by a signal for instance, that `what` is there."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"{what} {WHOLE}")
+        raise
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a folder comes to be.
@@ -170,7 +183,8 @@ class Place:
         except BaseException:
             self._restore()
             raise
-        # Not what a later run restores, however long its removal takes.
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.old, self.replaced)
-        storage(self.replaced).remove_folder(self.replaced)
+        with whole(str(self.path)):
+            # Not what a later run restores, however long its removal takes.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self.old, self.replaced)
+            storage(self.replaced).remove_folder(self.replaced)

@@ -5,7 +5,7 @@ from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
-from qtoolkit.checkpoints._place import check_replaced
+from qtoolkit.checkpoints._place import WHOLE, check_replaced, whole
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, read_json
@@ -17,6 +17,7 @@ from qtoolkit.checkpoints.layouts import SCALINGS
 
 __all__ = [
     "SCALINGS",
+    "WHOLE",
     "AxisChoice",
     "DequantizedSource",
     "Folder",
@@ -35,5 +36,6 @@ __all__ = [
     "shown",
     "statistics",
     "target_names",
+    "whole",
     "worker_count",
 ]

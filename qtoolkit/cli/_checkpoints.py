@@ -26,6 +26,7 @@ from qtoolkit.checkpoints.internal import (
     resolve_target,
     shown,
     target_names,
+    whole,
     worker_count,
 )
 from qtoolkit.cli._errors import failure, one_line_errors, printing
@@ -416,20 +417,21 @@ class _ShownAs(NamedTuple):
 
 
 def _print_report(done: checkpoints.Report, shown_as: _ShownAs) -> None:
-    if shown_as.quiet:
+    if shown_as.quiet and not (shown_as.as_json or shown_as.is_markdown):
         return
-    what = f"shard {done.shard} of " if done.shard else ""
-    with printing(f"{what}{done.target} is written and whole"):
-        if shown_as.as_json:
-            typer.echo(done.to_json())
-            return
-        if shown_as.is_markdown:
-            typer.echo(report_markdown(done))
-            return
-        if shown_as.verbose:
-            table(*report_rows(done))
-        for line in (*report_summary(done), *loading_lines(done)):
-            typer.echo(line)
+    what = f"shard {done.shard} of {done.target}" if done.shard else done.target
+    with whole(what):
+        summary = [*report_summary(done), *loading_lines(done)]
+        with printing():
+            if shown_as.as_json:
+                typer.echo(done.to_json())
+            elif shown_as.is_markdown:
+                typer.echo(report_markdown(done))
+            else:
+                if shown_as.verbose:
+                    table(*report_rows(done))
+                for line in summary:
+                    typer.echo(line)
 
 
 def _dry_run(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from qtoolkit.checkpoints import CheckpointError
+from qtoolkit.checkpoints.internal import WHOLE
 
 
 @contextlib.contextmanager
@@ -37,14 +38,14 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
         except OSError as error:
             raise failure(_with_notes(_os_message(error), error), 1) from error
         except KeyboardInterrupt as error:
-            _leave(_with_notes(f"interrupted; {interrupted}", error), 130)
+            _leave(_ended("interrupted", interrupted, error), 130)
         except _TerminatedError as error:
-            _leave(_with_notes(f"terminated; {interrupted}", error), 143)
+            _leave(_ended("terminated", interrupted, error), 143)
 
 
 @contextlib.contextmanager
-def printing(done: str) -> Iterator[None]:
-    """Says where standard output fails, as on a full disk, that `done` nevertheless."""
+def printing() -> Iterator[None]:
+    """Names standard output where that fails, as on a full disk."""
     try:
         yield
         sys.stdout.flush()
@@ -52,7 +53,7 @@ def printing(done: str) -> Iterator[None]:
         raise
     except OSError as error:
         _silence(sys.stdout)
-        raise failure(f"standard output: {error.strerror}; {done}", 1) from error
+        raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 def note(message: str) -> None:
@@ -71,6 +72,12 @@ def _silence(stream: TextIO) -> None:
 def _with_notes(message: str, error: BaseException) -> str:
     """The message and what `add_note` has added to an exception, such as what it left."""
     return "; ".join((message, *getattr(error, "__notes__", ())))
+
+
+def _ended(word: str, outcome: str, error: BaseException) -> str:
+    """What a signal has ended; a note that the result is whole takes the place of `outcome`."""
+    is_whole = any(note.endswith(WHOLE) for note in getattr(error, "__notes__", ()))
+    return _with_notes(word if is_whole else f"{word}; {outcome}", error)
 
 
 class _TerminatedError(BaseException):

@@ -361,7 +361,8 @@ def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
         (
             ">/dev/full",
             1,
-            "qtoolkit: standard output: No space left on device; out is written and whole\n",
+            "qtoolkit: standard output: No space left on device; make room or choose "
+            "another disk; out is written and whole\n",
         ),
         ("2>/dev/full", 0, ""),
         ("2>&-", 0, ""),
