@@ -292,6 +292,38 @@ def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
         shutil.rmtree(tmp_path / "dst", ignore_errors=True)
 
 
+@pytest.mark.parametrize("place", ["cli._checkpoints.report_summary", "checkpoints._place.storage"])
+def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path, place):
+    """While the report is printed, or while what was replaced is removed."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    save(source / "model.safetensors", {"w.weight": np.ones((64, 64), np.float32)})
+    convert(source, target, layout="plain", format="e5m2")
+    module, _, name = place.rpartition(".")
+    program = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from qtoolkit.cli import main\n"
+        f"import qtoolkit.{module} as module\n"
+        f"real = module.{name}\n"
+        "def interrupted(argument):\n"
+        "    is_replaced = str(argument).endswith('-replaced') and os.path.isdir(argument)\n"
+        "    if 'Report' in str(type(argument)) or is_replaced:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return real(argument)\n"
+        f"module.{name} = interrupted\n"
+        "main()\n"
+    )
+    options = [str(source), str(target), "--layout", "plain", "--overwrite"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "convert", *options], capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == f"qtoolkit: interrupted; {target} is written and whole"
+    dtypes = {array.dtype.name for array in load(target / "model.safetensors").values()}
+    assert "float8_e4m3fn" in dtypes
+
+
 def test_little_is_loaded_before_interrupts_are_caught():
     program = (
         "import sys; before = set(sys.modules); from qtoolkit.__main__ import main; "

@@ -372,6 +372,18 @@ def test_a_mount_point_is_refused_before_the_work(source, tmp_path, monkeypatch)
     assert os.listdir(target) == ["src"]
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "{here}"])
+def test_the_folder_that_one_is_in_is_no_target(source, tmp_path, monkeypatch, name):
+    """It gets its name by a rename, and whoever was in it would be in a removed folder."""
+    here = tmp_path / "work" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with pytest.raises(CheckpointError, match="is the folder that this process is in, or one aro"):
+        convert(source, name.format(here=here))
+    convert(source, "new")
+    assert os.listdir() == ["new"]
+
+
 def test_overwrite_replaces_a_whole_checkpoint(source, tmp_path):
     convert(source, tmp_path / "dst", max_shard_size="40KB")
     convert(source, tmp_path / "dst", overwrite=True)

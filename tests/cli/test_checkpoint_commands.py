@@ -83,6 +83,7 @@ def test_reports(source, tmp_path):
     assert verbose.splitlines()[0].split()[:3] == ["tensor", "became", "bytes"]
     quiet = run(*arguments, "-q")
     assert (quiet.exit_code, quiet.output) == (0, "")
+    assert json.loads(run(*arguments, "-q", "--json").output) == report  # what was asked for
 
 
 def test_nan_in_what_is_copied_is_named(source, tmp_path):
