@@ -144,8 +144,8 @@ _SCALING = typer.Option(
 _SKIP = typer.Option(
     metavar="REGEX",
     help="Leave out tensors in whose names this is found; may be given more than once. "
-    "Embeddings, heads, norms, biases, routers, vision towers, vectors and anything that "
-    "is not float32, float16 or bfloat16 are left out anyway.",
+    "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
+    "and complex numbers are left out anyway; weights in float64 are refused.",
 )
 _KEEP_DTYPE = typer.Option(
     metavar="NAME",

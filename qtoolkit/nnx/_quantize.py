@@ -13,7 +13,7 @@ from qtoolkit.nnx._report import site_of
 from qtoolkit.nnx._rewriting import methods_of
 from qtoolkit.nnx._state import LsqScale, ProductState
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
-from qtoolkit.products import Recipe
+from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import Axes, serving_rules, stored_kernel
 from qtoolkit.products.internal import einsum_axes as of_einsum
 from qtoolkit.scaling import QArray
@@ -57,9 +57,10 @@ def quantize(
 
     Raises:
       TypeError: As `wrap`.
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, or has
-        a learned scale that was not started, or one with an offset (LSQ+), which is no integer as
-        the zero points of codes are; or `recipe` is None and `model` is not wrapped.
+      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, is
+        stored in another format than `recipe` says, or has a learned scale that was not started, or
+        one with an offset (LSQ+), which is no integer as the zero points of codes are; or `recipe`
+        is None and `model` is not wrapped.
 
     Gradient: None by stored kernels: `value_and_grad` says so, `nnx.grad` refuses their integers
     (name others, e.g. `wrt=nnx.LoRAParam`). By inputs and other parameters that of the product of
@@ -82,7 +83,7 @@ def quantize(
     served = rewired("quantize", model, rules, kv_cache)
     known: dict[Any, Any] = {}
     found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]
-    stored = [_store(layer, known) for layer in found]
+    stored = [_store(layer, known, recipe is not None) for layer in found]
     if not any(stored):
         names = ", ".join(layer.shown for layer in found[:3])
         raise ValueError(
@@ -94,17 +95,22 @@ def quantize(
     return served
 
 
-def _store(found: FoundModule, known: dict[Any, Any]) -> bool:
-    """Stores the kernel of a layer, if it has one that can be; whether it is stored now."""
+def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
+    """Stores the kernel of a layer, if it has one that can be; whether it is stored now.
+
+    Where a recipe was asked for, one that is stored already must have its format.
+    """
     layer: Any = found.module
     axes = _kernel_axes(layer)
     if axes is None:
         return False
     kernel = layer.kernel
     value = kernel.get_value()
-    if isinstance(value, QArray):
-        return True
     operand = site_of(layer).recipe.forward[1]
+    if isinstance(value, QArray):
+        if is_asked and operand is not None:
+            _check_stored(found, value, operand)
+        return True
     if operand is None:
         return False
     kept = _product_of(layer)
@@ -120,6 +126,16 @@ def _store(found: FoundModule, known: dict[Any, Any]) -> bool:
         known[name] = (kernel, scale), stored
     layer.kernel = known[name][1]
     return True
+
+
+def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
+    got, asked = kernel.spec.element, operand.spec.element
+    if got != asked:
+        raise ValueError(
+            f"quantize: {found.shown}: kernel is stored in {got.name} already, expected a wide one "
+            f"or one in {asked.name}, as the recipe says; quantize the model that it came from, or "
+            "leave the layer alone by a rule with None"
+        )
 
 
 def _product_of(layer: Any) -> ProductState | None:

@@ -1,13 +1,14 @@
 """`report`: every product of a wrapped model, quantized or left."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import leave, methods_of
-from qtoolkit.products import Report
-from qtoolkit.products.internal import report_of, with_values
+from qtoolkit.products import Product, Report
+from qtoolkit.products.internal import BY_RULE, report_of, with_values
 
 
 def hint(where: str, model: Any) -> str:
@@ -29,7 +30,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
     floats; nothing is computed, and its state stays as it is.
 
     Args:
-      wrapped: A model from `wrap`; one that is not wrapped has all its products left.
+      wrapped: A model from `wrap`; one that is not wrapped has all its products left, and says so.
       inputs, options: What the model is called with. Arrays are traced, all else passed on.
 
     Returns:
@@ -82,7 +83,17 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
         return [out for out in outs if hasattr(out, "dtype")]
 
-    return report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+    found = report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+    if paths:
+        return found
+    # No rule left these: what `wrap` returned was not used, or all its rules are None.
+    return dataclasses.replace(found, left=tuple(map(_not_wrapped, found.left)))
+
+
+def _not_wrapped(product: Product) -> Product:
+    if product.reason != BY_RULE:
+        return product
+    return dataclasses.replace(product, reason="no layer of the model is wrapped")
 
 
 def check_strict(wrapped: nnx.Module, inputs: Any) -> None:

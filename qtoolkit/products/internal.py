@@ -15,7 +15,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._product import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import report_of
+from qtoolkit.products._report import BY_RULE, report_of
 from qtoolkit.products._rewrite import (
     PRODUCTS,
     Found,
@@ -33,6 +33,7 @@ from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rule
 from qtoolkit.products._taps import Place, instrument
 
 __all__ = [
+    "BY_RULE",
     "NUMERICS_HEADER",
     "PRODUCTS",
     "Axes",

@@ -284,3 +284,13 @@ def test_a_frozen_model_is_served_with_its_scales():
     served = qt.nnx.quantize(frozen)
     call = nnx.jit(lambda model, x: model(x))
     np.testing.assert_array_equal(call(served, X), call(frozen, X))
+
+
+def test_a_kernel_that_is_stored_in_another_format_is_refused():
+    """It stayed as it was, and the recipe of the layer said another format."""
+    model = nnx.Linear(32, 4, rngs=nnx.Rngs(0))
+    served = qt.nnx.quantize(model, "e4m3fn")
+    with pytest.raises(ValueError, match=r"kernel is stored in e4m3fn already, .* one in int8, as"):
+        qt.nnx.quantize(served, "int8")
+    again = qt.nnx.quantize(served, qt.recipes.weight_only_e4m3)
+    np.testing.assert_array_equal(again.kernel.get_value().codes, served.kernel.get_value().codes)

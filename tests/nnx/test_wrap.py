@@ -411,3 +411,11 @@ def test_a_method_that_returns_its_module():
     wrapped = wrap(Filling())
     assert wrapped.fill(jnp.ones((2, 4))) is wrapped
     np.testing.assert_allclose(wrapped.last[...], np.ones((2, 4)), rtol=1e-6)
+
+
+def test_the_report_of_a_model_that_is_not_wrapped_blames_no_rule():
+    """As where what `wrap` returned was not used."""
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    qt.nnx.wrap(model)
+    left = qt.nnx.report(model, jnp.ones((1, 4))).left
+    assert {product.reason for product in left} == {"no layer of the model is wrapped"}
