@@ -4,10 +4,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
+.PHONY: help run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
 
 run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
 	$(BIN)/qtoolkit demo $(ARGS)
+
+help:  ## these lines
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
 
 test: $(VENV)/.stamp-dev  ## the suite, on every core; not what is exhaustive or runs documentation
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)

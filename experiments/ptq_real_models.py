@@ -139,7 +139,7 @@ def language_model(recorder: Recorder, folder: Path, names: list[str], tokens: i
     def add(name: str, found: float, other: str) -> None:
         lost[name] = found / wide - 1
         shown = f"{lost[name]:+.2%}" if name in CONVERSIONS else ""
-        rows[name] = {"perplexity": f"{found:.3f}", "lost": shown, "weights alone": other}
+        rows[name] = {"perplexity": f"{found:.3f}", "lost": shown, "weights alone, in plain JAX": other}
 
     add("bfloat16", wide, "")
     for name in names:
@@ -163,7 +163,7 @@ def sentence_model(recorder: Recorder, folder: Path, names: list[str], count: in
         cosines = np.sum(embeddings(folder, count) * wide, axis=1)
         means[name] = float(cosines.mean())
         figures = {"mean cosine": f"{means[name]:.4f}", "lowest": f"{cosines.min():.4f}"}
-        rows[name] = {**figures, "weights alone, mean": other}
+        rows[name] = {**figures, "weights alone, in plain JAX": other}
 
     add("bfloat16", source, "0.9999")
     for name in names:

@@ -4,6 +4,7 @@ Command: python experiments/readme_figures.py   (`make bench` ends so)
 Claim: nobody types them; a test compares README.md with experiments/results.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ def stored_results() -> Stored:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # there are none
     text = with_block(README.read_text(encoding="utf-8"), "figures", figures(stored_results()))
     README.write_text(text, encoding="utf-8")
 

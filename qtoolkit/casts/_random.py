@@ -105,16 +105,16 @@ def key_words(where: str, key: Any) -> jax.Array:
       TypeError: `key` is none.
       ValueError: It holds several keys.
     """
-    dtype = getattr(key, "dtype", None)
+    dtype = key.dtype if isinstance(key, jax.Array | np.ndarray) else None
     if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
     elif dtype == np.uint32 and np.ndim(key) >= 1 and np.shape(key)[-1] in (2, 4):
         words = jnp.asarray(key)  # as jax.random.PRNGKey makes them
     else:
         got = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
-        raise TypeError(
-            f"{where}: key has {got}, expected a key of jax.random, e.g. jax.random.key(0)"
-        )
+        is_flax = type(key).__module__.startswith("flax.")
+        example = "rngs.params() of nnx.Rngs" if is_flax else "jax.random.key(0)"
+        raise TypeError(f"{where}: key has {got}, expected a key of jax.random, e.g. {example}")
     if words.ndim != 1:
         raise ValueError(
             f"{where}: key holds {math.prod(words.shape[:-1])} keys of shape {words.shape[:-1]}, "

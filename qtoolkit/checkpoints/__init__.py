@@ -60,12 +60,14 @@ _COMPUTING = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _COMPUTING:
-        module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
-        globals()[name] = getattr(module, name)  # found without this function from now on
-        return globals()[name]
-    raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        if name in _COMPUTING:
+            module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
+            globals()[name] = getattr(module, name)  # found without this function from now on
+            return globals()[name]
+        raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

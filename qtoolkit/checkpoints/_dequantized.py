@@ -211,6 +211,12 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
             )
 
 
+def _dequantized(tensor: Any) -> Any:
+    """The values of a `QArray`, anything else as it is."""
+    is_qarray = hasattr(tensor, "codes") and hasattr(tensor, "spec")  # without JAX
+    return tensor.dequantize("float32") if is_qarray else tensor
+
+
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The float32 values of what `convert` has quantized in the plain layout.
 
@@ -219,7 +225,10 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Returns:
       The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
-      code * scale in float32, and the scale left out.
+      code * scale in float32, and the scale left out; and every `QArray` by its own.
+
+    Raises:
+      TypeError: `tensors` is no dictionary.
 
     Examples:
       >>> weights = {"w": jnp.asarray([[896.0, 0.3]]), "bias": jnp.ones(2)}
@@ -231,7 +240,12 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
       >>> qt.checkpoints.dequantize(tensors)["w"]
       array([[8.960e+02, 3.125e-01]], dtype=float32)
     """
-    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"dequantize: tensors has type {type(tensors).__name__}, expected arrays by name; "
+            "write dequantize(load(path))"
+        )
+    arrays = {name: np.asarray(_dequantized(tensor)) for name, tensor in tensors.items()}
     infos = {
         name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
         for name, array in arrays.items()

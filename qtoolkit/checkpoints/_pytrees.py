@@ -56,6 +56,11 @@ def save(
     arrays: dict[str, Any] = {}
     quantized: dict[str, Any] = {}
     for name, leaf in _flat(path, tensors):
+        if not name:
+            raise CheckpointError(
+                f"{path}: what is saved has type {type(leaf).__name__}, expected arrays by name; "
+                'write {"name": array}, or of a model of nnx nnx.state(model)'
+            )
         entries = {name: leaf}
         if _is_qarray(leaf):
             entries, quantized[name] = _entries(path, name, leaf)
@@ -167,6 +172,12 @@ def _like(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] =
 
 
 def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
+    if not hasattr(wanted, "shape"):
+        what = shown(name) or "`like`"
+        raise CheckpointError(
+            f"{path}: {what} has type {type(wanted).__name__}, expected a pytree of arrays; of a "
+            "model of nnx write load(path, like=nnx.state(model))"
+        )
     if name not in arrays:
         raise _differs(path, [name], "which the file has not; save them with the others")
     found = arrays.pop(name)

@@ -6,7 +6,7 @@ which layers a recipe is for.
 """
 
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtoolkit.casts import Projection
 from qtoolkit.formats import (
@@ -41,12 +41,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    close = difflib.get_close_matches(name, __all__, n=3, cutoff=0.5)
-    meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    raise AttributeError(
-        f"qtoolkit.recipes: no recipe {name!r}; {meant}Expected one of {', '.join(__all__)}"
-    )
+if not TYPE_CHECKING:  # which would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        close = difflib.get_close_matches(name, __all__, n=3, cutoff=0.5)
+        meant = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        raise AttributeError(
+            f"qtoolkit.recipes: no recipe {name!r}; {meant}Expected one of {', '.join(__all__)}"
+        )
 
 
 def _along(element: object) -> BlockFormat:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
@@ -182,9 +182,11 @@ class QArray:
 
     __jax_array__ = __array__
 
-    def __getattr__(self, name: str) -> Any:
-        hint = f"; write .dequantize().{name}" if hasattr(jax.Array, name) else ""
-        raise AttributeError(f"QArray has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; write .dequantize().{name}" if hasattr(jax.Array, name) else ""
+            raise AttributeError(f"QArray has no attribute {name!r}{hint}")
 
     def __getitem__(self, index: Any) -> "QArray":
         """Integers and slices along axes that no block crosses; or an array of integers, axis 0.

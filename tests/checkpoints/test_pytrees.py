@@ -148,6 +148,33 @@ def test_bad_states(tmp_path):
         assert not path.exists()
 
 
+def test_a_model_or_an_array_in_place_of_a_state(tmp_path):
+    path, model = tmp_path / "x.safetensors", nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    for what in (X, model):
+        with pytest.raises(
+            CheckpointError, match=r"expected arrays by name; .*nnx\.state\(model\)"
+        ):
+            save(path, what)
+    save(path, nnx.state(model))
+    with pytest.raises(
+        CheckpointError, match=r"`like` has type Linear, .* like=nnx\.state\(model\)"
+    ):
+        load(path, like=model)
+    with pytest.raises(
+        TypeError, match=r"tensors has type str, .*; write dequantize\(load\(path\)\)"
+    ):
+        qt.checkpoints.dequantize(str(path))
+
+
+def test_dequantize_takes_what_load_gives(tmp_path):
+    path = tmp_path / "x.safetensors"
+    quantized = qt.quantize(X, "mxfp8_e4m3")
+    save(path, {"w": quantized, "bias": X[0]})
+    values = qt.checkpoints.dequantize(load(path))
+    np.testing.assert_array_equal(values["w"], quantized.dequantize())
+    np.testing.assert_array_equal(values["bias"], X[0])
+
+
 def test_codes_that_the_format_has_not(tmp_path):
     """E2M3 has 64 codes, a byte each."""
     path = tmp_path / "x.safetensors"
