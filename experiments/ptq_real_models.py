@@ -139,7 +139,11 @@ def language_model(recorder: Recorder, folder: Path, names: list[str], tokens: i
     def add(name: str, found: float, other: str) -> None:
         lost[name] = found / wide - 1
         shown = f"{lost[name]:+.2%}" if name in CONVERSIONS else ""
-        rows[name] = {"perplexity": f"{found:.3f}", "lost": shown, "weights alone, in plain JAX": other}
+        rows[name] = {
+            "perplexity": f"{found:.3f}",
+            "lost": shown,
+            "weights alone, in plain JAX": other,
+        }
 
     add("bfloat16", wide, "")
     for name in names:

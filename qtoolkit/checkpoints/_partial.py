@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -69,6 +70,19 @@ def _open_locked(name: str, path: object, opened: list[int]) -> None:
             os.close(opened.pop())
             raise
         os.close(opened.pop())
+
+
+def keep_mode(old: str, new: str) -> None:
+    """Gives `new` permissions and group of what it is to replace, where there is something.
+
+    Of a system or an owner that has no such rights, it keeps those that it has.
+    """
+    with contextlib.suppress(OSError):
+        status = os.stat(old)
+        if os.stat(new).st_gid != status.st_gid:
+            with contextlib.suppress(OSError):
+                os.chown(new, -1, status.st_gid)
+        os.chmod(new, stat.S_IMODE(status.st_mode))
 
 
 def is_at(descriptor: int, name: str) -> bool:

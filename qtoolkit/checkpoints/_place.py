@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError
-from qtoolkit.checkpoints._partial import check_lock, is_at, partial_name
+from qtoolkit.checkpoints._partial import check_lock, is_at, keep_mode, partial_name
 from qtoolkit.checkpoints._source import PLAN, UNDER_WAY, plan_in
 from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
 
@@ -184,6 +184,7 @@ class Place:
             self._restore()
             raise
         with whole(str(self.path)):
+            keep_mode(self.old, self.target)
             # Not what a later run restores, however long its removal takes.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self.old, self.replaced)

@@ -23,7 +23,7 @@ from qtoolkit.checkpoints._header import (
     parse_header,
     shown,
 )
-from qtoolkit.checkpoints._partial import PARTIAL, Writer, partial_file
+from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, partial_file
 from qtoolkit.checkpoints._storage import Path, is_url, naming, storage
 
 
@@ -188,6 +188,7 @@ def write_safetensors(
         return
     header = header_bytes(tensors, metadata)
     with naming(path, PARTIAL), partial_file(target, path) as (file, temporary):
+        keep_mode(target, temporary)  # before anybody could read what is in it
         with Writer(file) as writer:
             writer.write(0, header)
             _write_chunks(writer, path, tensors, len(header), chunks)

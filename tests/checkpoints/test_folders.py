@@ -384,6 +384,25 @@ def test_the_folder_that_one_is_in_is_no_target(source, tmp_path, monkeypatch, n
     assert os.listdir() == ["new"]
 
 
+def test_what_is_replaced_keeps_its_permissions(source, tmp_path):
+    folder, file = tmp_path / "out", tmp_path / "out.safetensors"
+    folder.mkdir()
+    folder.chmod(0o2750)
+    file.touch()
+    file.chmod(0o600)
+    convert(source, folder)
+    convert(next(source.glob("*.safetensors")), file, overwrite=True)
+    convert(source, tmp_path / "new")
+    modes = [os.stat(path).st_mode & 0o7777 for path in (folder, file, tmp_path / "new")]
+    assert modes == [0o2750, 0o600, 0o777 & ~umask()]
+
+
+def umask():
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
 def test_overwrite_replaces_a_whole_checkpoint(source, tmp_path):
     convert(source, tmp_path / "dst", max_shard_size="40KB")
     convert(source, tmp_path / "dst", overwrite=True)
