@@ -98,19 +98,26 @@ def train(mesh: Mesh, steps: int, width: int, layers: int, batch: int) -> list[f
     return losses
 
 
+Positive = Annotated[int, typer.Option(min=1)]
+
+
 def main(
-    steps: int = 400,
-    width: int = 128,
-    layers: int = 2,
-    batch: Annotated[int, typer.Option(help="Of all devices together.")] = 32,
-    model_devices: Annotated[int, typer.Option(help="Devices that share a product.")] = 2,
-    devices: Annotated[int, typer.Option(help="Virtual devices of a process on a CPU.")] = 1,
+    steps: Positive = 400,
+    width: Positive = 128,
+    layers: Positive = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Of all devices together.")] = 32,
+    model_devices: Annotated[int, typer.Option(min=1, help="Devices that share a product.")] = 2,
+    devices: Annotated[int, typer.Option(min=1, help="Virtual devices of a process on a CPU.")] = 1,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0.")] = None,
-    processes: int = 1,
-    process_id: int = 0,
+    processes: Positive = 1,
+    process_id: Annotated[int, typer.Option(min=0)] = 0,
     cluster: bool = False,
     quick: bool = False,
 ) -> None:
+    if process_id >= processes:
+        raise typer.BadParameter(
+            f"process_id={process_id}, expected 0 to {processes - 1}: processes={processes}"
+        )
     if devices > 1:
         jax.config.update("jax_num_cpu_devices", devices)
     connect(coordinator, processes, process_id, cluster)

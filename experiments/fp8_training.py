@@ -211,8 +211,8 @@ def trained(problem: Problem, recipe: qt.Recipe | None, steps: int, seed: int) -
 
 
 def main(
-    steps: int = 400,
-    seeds: int = 3,
+    steps: Annotated[int, typer.Option(min=1)] = 400,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
     model: Annotated[list[str] | None, typer.Option(help="Names; all if left out.")] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="Names; all if left out.")] = None,
     results: Folder = None,

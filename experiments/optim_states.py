@@ -99,8 +99,8 @@ def final_loss(
 
 
 def main(
-    steps: int = 400,
-    seeds: int = 3,
+    steps: Annotated[int, typer.Option(min=1)] = 400,
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
     width: int = 128,
     b2: float = 0.999,
     state: Annotated[list[str] | None, typer.Option(help="Names; all if left out.")] = None,

@@ -148,8 +148,12 @@ def problems(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main(
-    flax: Annotated[Path | None, typer.Option(help="A clone of google/flax.")] = None,
-    bonsai: Annotated[Path | None, typer.Option(help="A clone of jax-ml/bonsai.")] = None,
+    flax: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A clone of google/flax.")
+    ] = None,
+    bonsai: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A clone of jax-ml/bonsai.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Parts of names.")] = None,
     results: Folder = None,
 ) -> None:

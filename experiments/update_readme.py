@@ -35,8 +35,11 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="what goes into it: qtoolkit-demo/table.md")
     parser.add_argument("--readme", type=Path, default=README)
     arguments = parser.parse_args()
-    block = arguments.file.read_text(encoding="utf-8")
-    text = arguments.readme.read_text(encoding="utf-8")
+    try:
+        block = arguments.file.read_text(encoding="utf-8")
+        text = arguments.readme.read_text(encoding="utf-8")
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}; `make run` writes qtoolkit-demo/table.md")
     try:
         filled = with_block(text, arguments.name, block)
     except ValueError as error:

@@ -22,11 +22,15 @@ import typer
 
 Quick = Annotated[bool, typer.Option(help="Few runs, small arrays: does it work at all?")]
 Folder = Annotated[
-    Path | None, typer.Option("--results", help="Where to store the results; nowhere if left out.")
+    Path | None,
+    typer.Option(
+        "--results", file_okay=False, help="Where to store the results; nowhere if left out."
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Of all random numbers.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for the result; nowhere if left out.")
+    Path | None,
+    typer.Option("--out", file_okay=False, help="Folder for the result; nowhere if left out."),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
