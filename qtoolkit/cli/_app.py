@@ -10,7 +10,7 @@ import typer
 from qtoolkit._version import __version__
 from qtoolkit.cli._checkpoints import convert, dequantize, finalize, inspect, layouts
 from qtoolkit.cli._compare import compare, picture, verify
-from qtoolkit.cli._errors import failure, one_line_errors
+from qtoolkit.cli._errors import failure, one_line_errors, os_failure
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._tables import page_width, prints_unicode, table
 from qtoolkit.formats import BLOCK_FORMATS
@@ -28,7 +28,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Runs the command `qtoolkit`; exits with 0, with 1 after a failure, with 2 after misuse."""
-    app()
+    try:
+        app()
+    except OSError as error:  # help that a full disk does not take; commands see to their own
+        sys.exit(os_failure(error).exit_code)
 
 
 def _known_format(name: str | None) -> str | None:

@@ -36,7 +36,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
         except CheckpointError as error:
             raise failure(str(error), 1) from error
         except OSError as error:
-            raise failure(_with_notes(_os_message(error), error), 1) from error
+            raise os_failure(error) from error
         except KeyboardInterrupt as error:
             _leave(_ended("interrupted", interrupted, error), 130)
         except _TerminatedError as error:
@@ -161,6 +161,11 @@ def failure(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
+def os_failure(error: OSError) -> typer.Exit:
+    """`failure` of an error of the system, with the file that it names."""
+    return failure(_with_notes(_os_message(error), error), 1)
+
+
 def _say(message: str) -> None:
     line = " ".join(message.splitlines())
     # Names of files may hold what a terminal obeys.
@@ -179,6 +184,8 @@ def _leave(message: str, code: int) -> NoReturn:
 
 def _os_message(error: OSError) -> str:
     where = "" if error.filename is None else f"{error.filename or repr('')}: "
+    if not where and error.errno == errno.ENOSPC:  # errors of files have their names
+        where = "standard output: "
     reason = error.strerror or str(error)
     hint = _HINTS.get(error.errno or 0, "")
     return f"{where}{reason}{hint and '; ' + hint}"

@@ -355,6 +355,15 @@ def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", ["--help", "convert --help", "--version", "formats"])
+def test_help_that_a_full_disk_does_not_take_is_one_line(arguments):
+    command = f"{sys.executable} -m qtoolkit {arguments} >/dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"qtoolkit: standard output: No space left on .*\n", done.stderr)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize(
     ("redirected", "code", "error"),
     [
