@@ -246,8 +246,9 @@ def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
     """It arrives in the first of the imports that take long; an exception would crash the last."""
     program = (
         "import os, signal, sys\n"
-        # A shell starts background jobs, and so this one, with SIGINT ignored.
+        # A shell starts background jobs, and so this one, with SIGINT ignored; nohup with SIGHUP.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "from qtoolkit.__main__ import main\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
