@@ -9,7 +9,7 @@ once for their dtypes. Where a program is lowered the jaxpr is replayed on array
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir, xla
+
+from qtoolkit.casts._stablehlo import Writer, is_writable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -123,6 +125,25 @@ def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Ar
         return [lax.reshape(x, shape) for x in _replayed(*numbers, jaxpr=jaxpr)]
 
 
+def _lowered(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, jaxpr: ClosedJaxpr, x64: bool
+) -> Sequence[Any]:
+    """As `_evaluated`, written down without tracing it where nothing stands against that: symbolic
+    shapes, meshes, several platforms in one program.
+    """
+    aval: Any = ctx.avals_in[0]
+    platforms = ctx.platforms or ctx.module_context.platforms
+    rules = _RULES["cpu" in platforms]
+    is_plain = all(isinstance(n, int) for n in aval.shape) and aval.sharding.mesh.empty
+    if not is_plain or len(platforms) > 1 or not is_writable(jaxpr, rules):
+        return _by_tracing(ctx, *arrays, jaxpr=jaxpr, x64=x64)
+    is_number = all(n == 1 for n in aval.shape)
+    with jax.enable_x64(True) if x64 else nullcontext():
+        writer = Writer(ctx, aval.update(shape=()) if is_number else aval, rules)
+        outs = writer.results(jaxpr, [writer.shaped(x) for x in arrays])
+        return [Writer(ctx, aval, rules).shaped(x) for x in outs]
+
+
 def _is_sharded(x: jax.Array) -> bool:
     """Whether `x` lies along an axis of an Explicit mesh."""
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
@@ -172,6 +193,8 @@ _elementwise.multiple_results = True
 _look_up = Primitive("look_up")
 # All others, sums and comparisons for instance, take numbers beside arrays.
 _OF_ONE_SHAPE: set[Any] = {lax.select_n_p}
+# How the operations of this file are lowered, elsewhere and on CPUs.
+_RULES: dict[bool, dict[Any, Callable[..., Any]]] = {False: {}, True: {}}
 
 
 def by_platform(
@@ -193,8 +216,7 @@ def by_platform(
     primitive = Primitive(name)
     _OF_ONE_SHAPE.add(primitive)
     primitive.def_abstract_eval(aval)
-    _define(primitive, others)
-    mlir.register_lowering(primitive, mlir.lower_fun(cpu, multiple_results=False), platform="cpu")
+    _define(primitive, others, cpu)
     return lambda *operands: primitive.bind(*_alike(*operands))
 
 
@@ -246,13 +268,22 @@ def _alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return varying_alike(*arrays)
 
 
-def _define(primitive: Primitive, function: Callable[..., Any]) -> None:
-    """What all operations here have in common; `function` is what they are lowered to."""
+def _define(
+    primitive: Primitive, function: Callable[..., Any], cpu: Callable[..., Any] | None = None
+) -> None:
+    """What all operations here have in common; `function` is what they are lowered to, on CPUs
+    `cpu` where it is given.
+    """
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = functools.partial(_constant, primitive)
     batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, primitive)
-    lowered = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    mlir.register_lowering(primitive, lowered)
+    rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+    mlir.register_lowering(primitive, rule)
+    _RULES[False][primitive] = _RULES[True][primitive] = rule
+    if cpu is not None:
+        rule = mlir.lower_fun(cpu, multiple_results=primitive.multiple_results)
+        mlir.register_lowering(primitive, rule, platform="cpu")
+        _RULES[True][primitive] = rule
 
 
 def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -284,6 +315,8 @@ def _batched(
 
 _elementwise.def_abstract_eval(_abstract_eval)
 _define(_elementwise, _evaluated)
+_by_tracing = _RULES[False].pop(_elementwise)
+mlir.register_lowering(_elementwise, _lowered)
 _look_up.def_abstract_eval(lambda x, table: x.update(dtype=table.entries.dtype, weak_type=False))
 _define(_look_up, _entries)
 
