@@ -2,8 +2,8 @@
 
 `jax.interpreters.mlir.lower_fun` would trace what an elementwise operation does again for every
 shape, and then lower each of its equations by a function of MLIR of its own, for that shape: a
-quarter of what lowering a quantized model took. Here the jaxpr of numbers is read once, and the type
-of the arrays takes the place of a number's.
+quarter of what lowering a quantized model took. Here the jaxpr of numbers is read once, and the
+type of the arrays takes the place of a number's.
 """
 
 from collections.abc import Callable, Mapping
