@@ -7,7 +7,8 @@ from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
 from qtoolkit.checkpoints._dequantized import dequantize
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
 from qtoolkit.checkpoints._parts import discard, finalize
-from qtoolkit.checkpoints._plan import Plan, TensorPlan, make_plan
+from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._pytrees import load, save
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP

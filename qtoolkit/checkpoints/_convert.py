@@ -15,9 +15,11 @@ from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized
 from qtoolkit.checkpoints._engine import Read, Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._input_scales import InputScales
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
-from qtoolkit.checkpoints._plan import InputScales, Plan, TensorPlan, make_plan
+from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
-from qtoolkit.products._operand import Cut, Rounded
-from qtoolkit.products._recipe import Operand, Recipe, is_calibratable
+from qtoolkit.products._operand import Operand, is_calibratable
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rounded import Cut, Rounded
 from qtoolkit.products._taps import MODEL, Place, tapped
 from qtoolkit.scaling import (
     MSE,

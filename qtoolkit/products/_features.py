@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.products._bilinear import Bilinear
-from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._operand import Operand
+from qtoolkit.products._recipe import Recipe
 
 LAST = -1
 # Of what a product of two activations gives, such as the scores of attention: which axis of these

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from qtoolkit.casts.internal import key_words
 from qtoolkit.products._bilinear import ConvGeneralDilated, DotGeneral, Einsum, RaggedDot
-from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._plan import State
+from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
 
 _DEFAULT = Recipe()

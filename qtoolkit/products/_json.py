@@ -17,7 +17,8 @@ from qtoolkit.formats import (
     format,
     spec,
 )
-from qtoolkit.products._recipe import Current, Delayed, Hadamard, Learned, Operand, Recipe, Static
+from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
+from qtoolkit.products._recipe import Recipe
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.products._operand import Cut, Rounded
-from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._operand import Operand
+from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
+from qtoolkit.products._rounded import Cut, Rounded
 from qtoolkit.products._taps import MODEL, Place, Stored, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (

@@ -21,7 +21,8 @@ from qtoolkit.formats import (
     BlockFormat,
 )
 from qtoolkit.products._json import from_json, to_json
-from qtoolkit.products._recipe import Delayed, Hadamard, Learned, Operand, Recipe
+from qtoolkit.products._operand import Delayed, Hadamard, Learned, Operand
+from qtoolkit.products._recipe import Recipe
 
 __all__ = [
     "deepseek_v3",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from qtoolkit.products._recipe import Learned
+from qtoolkit.products._operand import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._site import Scope, place_of
 from qtoolkit.products._stored import STORED

@@ -15,10 +15,12 @@ from jax.typing import DTypeLike
 
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._features import LAST, following
+from qtoolkit.products._found import Found, Names
 from qtoolkit.products._functions import conv_function, dot_function, einsum_function
-from qtoolkit.products._product import State, quantized_product
+from qtoolkit.products._plan import State
+from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import LEFT, SCOPE, Found, Multiply, Names
+from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray

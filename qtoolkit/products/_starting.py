@@ -12,8 +12,8 @@ import numpy as np
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._calibration import total_of
-from qtoolkit.products._operand import Cut, Rounded
-from qtoolkit.products._recipe import Learned, Operand
+from qtoolkit.products._operand import Learned, Operand
+from qtoolkit.products._rounded import Cut, Rounded
 from qtoolkit.products._taps import tapped
 from qtoolkit.scaling.internal import extreme, marked, marked_size
 

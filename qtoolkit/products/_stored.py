@@ -12,8 +12,9 @@ from qtoolkit.casts.internal import WIDTHS, check_holds, exact_float32, values_o
 from qtoolkit.formats import BlockFormat, Format, Rules
 from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
-from qtoolkit.products._operand import Rounded, code_values, cut
-from qtoolkit.products._recipe import Operand, Recipe
+from qtoolkit.products._operand import Operand
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rounded import Rounded, code_values, cut
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 

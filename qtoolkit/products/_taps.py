@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.casts.internal import varying_alike
-from qtoolkit.products._operand import Cut, Rounded
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rounded import Cut, Rounded
 
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 

@@ -9,23 +9,15 @@ from qtoolkit.products._calibration import (
     check_calibrated,
     summary_of,
 )
+from qtoolkit.products._found import Found, Names, Origin, Standing
 from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
-from qtoolkit.products._product import State
+from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import BY_RULE, report_of
-from qtoolkit.products._rewrite import (
-    PRODUCTS,
-    Found,
-    Names,
-    Origin,
-    Standing,
-    is_quantized,
-    rewritten,
-    with_values,
-)
+from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales

@@ -1,0 +1,66 @@
+"""Static activation scales that are given to a conversion, module by module. No JAX here."""
+
+from collections.abc import Mapping, Sequence
+
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._plan import TensorPlan
+from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._targets import word_of
+from qtoolkit.checkpoints.layouts import Layout, Scheme
+
+InputScales = float | Mapping[str, float]
+
+
+def input_scale(
+    given: InputScales | None, info: TensorInfo, scheme: Scheme, layout: Layout
+) -> float | None:
+    """The activation scale of a tensor's module, None where its scheme has none.
+
+    Raises:
+      CheckpointError: The scheme needs one and there is none; or it is no number above 0.
+    """
+    if isinstance(given, Mapping):
+        given = given.get(module_of(info.name), given.get(info.name))
+    if given is None and scheme.needs_input_scale:
+        raise CheckpointError(
+            f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
+            "activation scales, expected one for "
+            f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
+            + _without_them(scheme, layout)
+        )
+    if given is not None and not (
+        isinstance(given, int | float) and 0 < float(given) < float("inf")
+    ):
+        raise CheckpointError(
+            f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
+        )
+    return None if given is None else float(given)
+
+
+def _without_them(scheme: Scheme, layout: Layout) -> str:
+    if scheme in layout.static.values():
+        return "leave --input-scales out"
+    if word_of(scheme) == "none":
+        return "use --layout compressed-tensors, which needs none"
+    return "use --scaling channel or --layout compressed-tensors, which need none"
+
+
+def check_used(given: InputScales | None, tensors: Sequence[TensorPlan], layout: Layout) -> None:
+    """Raises where input scales were given and are used nowhere, or name nothing."""
+    if given is None:
+        return
+    if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
+        raise CheckpointError(
+            f"--input-scales: nothing in layout {layout.name} with this format and "
+            "scaling takes static activation scales, expected one that does; leave "
+            "--input-scales out, or use --scaling tensor with --layout modelopt or "
+            "compressed-tensors"
+        )
+    names = {name for info in tensors for name in (info.name, module_of(info.name))}
+    unknown = [name for name in (given if isinstance(given, Mapping) else {}) if name not in names]
+    if unknown:
+        some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
+        raise CheckpointError(
+            f"--input-scales: {shown(unknown[0])} is no module of the checkpoint, expected "
+            f"such as {some[:200]}; correct the name"
+        )

@@ -1,0 +1,447 @@
+"""What a conversion will do with every tensor, decided from headers alone. No JAX here."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._dequantized import folder_of
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
+from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._pytrees import remaining_arrays
+from qtoolkit.checkpoints._roles import (
+    AXIS_CHOICES,
+    EMBEDDING,
+    SKIPPED,
+    AxisChoice,
+    Roles,
+    fused_group,
+    module_of,
+    unused_patterns,
+)
+from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder, Source
+from qtoolkit.checkpoints._storage import join
+from qtoolkit.checkpoints._stored import Stored
+from qtoolkit.checkpoints._targets import (
+    WIDE,
+    dtype_of,
+    model_dtype,
+    resolve_target,
+    safetensors_dtype,
+    scheme_of,
+    wide_dtype,
+    word_of,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import SCALINGS
+from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
+
+METADATA_KEY = "qtoolkit"
+_SOURCES = ("F32", "F16", "BF16")
+_DIFFUSERS = "_class_name"  # in config.json of its models
+
+
+def make_plan(
+    source: Source,
+    *,
+    format: SpecLike | Rules[Any] | None = "e4m3fn",
+    scaling: str | None = None,
+    layout: str | None = None,
+    skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
+) -> Plan:
+    """Decides what `convert` does with every tensor of `source`.
+
+    With one format, quantized are the float32, float16 and bfloat16 tensors of two or more
+    dimensions whose names match neither `DEFAULT_SKIP` nor `skip`. `Rules` decide alone: neither
+    `DEFAULT_SKIP` nor the number of dimensions counts, only `skip` comes before them. What no rule
+    matches gets their default where it is float32, float16 or bfloat16.
+
+    Args:
+      source: The open checkpoint; only headers are used. What is quantized in it is dequantized.
+      format: An element format or a published block format, in any spelling, that the layout holds.
+        Or `Rules` of them, over the names of the tensors; None keeps a tensor. None: nothing is
+        quantized.
+      scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128, in
+        convolutions [O, I, kh, kw] one for each output; None for the layout's own choice.
+      layout: A name in `LAYOUTS`. None: of a folder with a config.json "compressed-tensors", which
+        loaders open, where that holds the format; else "plain".
+      skip: Regular expressions; a tensor is kept where one is found in its name.
+      keep_dtype: float32, float16 or bfloat16: what becomes of those that are not quantized.
+      channel_axis: Where the outputs of weights are: "first", "last", or "auto": by architecture,
+        names and biases.
+      input_scales: Static activation scales by module, or one for all, where a layout asks.
+
+    Raises:
+      CheckpointError: The layout cannot hold the format or one of the tensors; the source is a
+        folder that loaders would misread without config.json, or an adapter's; a tensor to be
+        quantized is float64 (by a rule: neither float32 nor float16 nor bfloat16); a name is taken;
+        a regular expression is invalid or, like a rule, matches nothing; outputs are not known.
+      TypeError: A rule has a class as its key, or a value that is no format.
+      ValueError: Unknown format, scaling or layout.
+
+    Examples:
+      >>> tensors = {"mlp/kernel": jnp.ones((64, 32)), "embed/kernel": jnp.ones((8, 32))}
+      >>> qt.checkpoints.save("model.safetensors", tensors)
+      >>> with qt.checkpoints.open_source("model.safetensors") as source:
+      ...     plan = qt.checkpoints.make_plan(source, scaling="tensor")
+      >>> for tensor in plan.tensors:
+      ...     print(tensor.name, tensor.dtype, tensor.reason or tensor.action)
+      embed/kernel F32 skipped by default
+      mlp/kernel F8_E4M3 quantize
+    """
+    if scaling is not None and scaling not in SCALINGS:
+        raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if channel_axis not in AXIS_CHOICES:
+        raise ValueError(
+            f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
+        )
+    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
+    plan = planner.plan(format, skip)
+    _check_loads(folder_of(source), plan)
+    return plan
+
+
+def _check_loads(folder: Folder | None, plan: Plan) -> None:
+    """Raises where loaders would take the codes in a folder for weights, without an error."""
+    if folder is None or not any(tensor.stored is not None for tensor in plan.tensors):
+        return
+    itself = ""
+    if len(folder.files) == 1:
+        itself = f", or give the file itself: {join(folder.path, folder.files[0])}"
+    if folder.is_adapter:
+        raise CheckpointError(
+            f"{folder.path}: the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load "
+            f"their codes as weights; merge it into its model first (merge_and_unload){itself}"
+        )
+    if plan.quantization_config and _DIFFUSERS in folder.config:
+        raise CheckpointError(
+            f"{folder.path}: a model of diffusers, by {_DIFFUSERS} in {CONFIG}, which loads no "
+            f"weights in layout {plan.layout}; use --layout plain, which `qtoolkit dequantize` "
+            f"undoes{itself}"
+        )
+    if plan.quantization_config and not folder.has_config:
+        raise CheckpointError(
+            f"{folder.path}: no {CONFIG}, and loaders of layout {plan.layout} learn from it that "
+            f"weights are codes; fetch it, use --layout plain{itself}"
+        )
+
+
+class _Planner:
+    """The choices of one conversion."""
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        scaling: str | None,
+        keep_dtype: FormatLike | None,
+        channel_axis: AxisChoice,
+        input_scales: InputScales | None,
+    ) -> None:
+        self.source = source
+        self.layout = layout
+        self.scaling = scaling
+        self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
+        self.roles = Roles(source.tensors, self.config, channel_axis)
+        self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
+        self.input_scales = input_scales
+
+    def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
+        given, rules = self._rules(format)
+        is_plain = not isinstance(given, Rules)
+        patterns = self._patterns(skip)
+        tensors = tuple(
+            self._tensor(info, *self._choice(info, rules, is_plain, patterns))
+            for info in self.source.tensors.values()
+        )
+        _check_names(self.source, tensors)
+        check_used(self.input_scales, tensors, self.layout)
+        used: dict[Scheme, list[str]] = {}
+        for tensor in tensors:
+            if tensor.scheme is not None:
+                used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+        if format is not None:
+            self._check_schemes(used, tensors)
+        word = self._scaling_word(used, rules)
+        kept = _kept_modules(tensors) if used else []
+        if used:
+            self._check_loadable(tensors)
+        return Plan(
+            layout=self.layout.name,
+            format=given,
+            scaling=word,
+            tensors=tensors,
+            metadata=self._metadata(given, word, tensors),
+            quantization_config=self.layout.config(used, kept) if used else {},
+            files=self.layout.files(used, kept) if used else {},
+            dequantizes=getattr(self.source, "layout", ""),
+        )
+
+    def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
+        """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
+        patterns = [_compiled(p) for p in (skip if not isinstance(skip, str) else (skip,))]
+        names = list(self.source.tensors)
+        unused = unused_patterns(patterns, self.source.tensors)
+        if unused:
+            some = ", ".join(map(shown, names[:3])) or "nothing"
+            raise CheckpointError(
+                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
+                f"found in the name of a tensor; there is {some}"
+                + (f" and {len(names) - 3} more" * (len(names) > 3))
+            )
+        return patterns
+
+    def _check_schemes(
+        self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
+    ) -> None:
+        """Raises where the layout would hold nothing, or schemes that it cannot hold together."""
+        if not used and self.layout.linear_only:
+            reasons = [tensor.reason for tensor in tensors if tensor.reason]
+            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
+            raise CheckpointError(
+                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
+                "and --rules take others"
+            )
+        if len(used) > 1 and not self.layout.is_mixed:
+            raise CheckpointError(
+                f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
+                "compressed-tensors holds several"
+            )
+
+    def _scaling_word(self, used: Iterable[Scheme], rules: Rules[Any]) -> str:
+        """`Plan.scaling`: that of all schemes, or what was asked for where they differ."""
+        words = {word_of(scheme) for scheme in used}
+        if len(words) == 1:
+            return words.pop()
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        return (self.scaling or "tensor") if has_scales else "none"
+
+    def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
+        """Raises where loaders of the layout are known to fail at a tensor of this name."""
+        for tensor in tensors:
+            for pattern, reason in self.layout.refused.items():
+                if re.search(pattern, tensor.name):
+                    raise self._error(tensor.source, reason)
+
+    def _rules(
+        self, format: SpecLike | Rules[Any] | None
+    ) -> tuple[Format | BlockFormat | Rules[Any] | None, Rules[Any]]:
+        if not isinstance(format, Rules):
+            one = None if format is None else self._target(format)
+            return one, Rules((), default=one)
+        try:
+            rules: Rules[Any] = format.map(self._target)
+            rules.map(lambda fmt: fmt.name)
+            for key, _ in rules.rules:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"Rules: rule {key.__name__} is a class, which JSON cannot hold; expected "
+                        "a regular expression"
+                    )
+            rules.check_used(str(self.source.path), self.source.tensors)
+        except ValueError as error:
+            raise CheckpointError(shown(str(error))) from error
+        return rules, rules
+
+    def _target(self, of: SpecLike) -> Format | BlockFormat:
+        """The format of this spelling; raises where the layout cannot hold it."""
+        target = resolve_target(of)
+        scheme_of(self.layout, target, self.scaling)
+        return target
+
+    def _choice(
+        self, info: TensorInfo, rules: Rules[Any], is_plain: bool, skip: list[re.Pattern[str]]
+    ) -> tuple[Format | BlockFormat | None, str]:
+        """The format of a tensor, or None and the reason not to quantize it."""
+        position, fmt = rules.match_index(info.name), rules.lookup(info.name)
+        if position is None and info.dtype not in (*_SOURCES, "F64"):
+            return None, f"dtype {info.dtype}"
+        if fmt is not None and dtype_of(fmt) == info.dtype:
+            return None, f"{info.dtype} already"
+        if is_plain and len(info.shape) < 2:
+            return None, "fewer than two dimensions"
+        if any(pattern.search(info.name) for pattern in skip):
+            return None, "--skip"
+        if is_plain and SKIPPED.search(info.name):
+            return None, "skipped by default"
+        if is_plain and fmt is None:
+            return None, "dequantized"
+        if is_plain and self.layout.linear_only and len(info.shape) != 2:
+            return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if self.layout.linear_only and 0 in info.shape:
+            return None, "empty"
+        if fmt is None:
+            return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
+        return fmt, ""
+
+    def _tensor(
+        self, info: TensorInfo, fmt: Format | BlockFormat | None, reason: str
+    ) -> TensorPlan:
+        if fmt is None:
+            return self._kept(info, reason)
+        if info.dtype not in _SOURCES:
+            raise self._error(
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
+            )
+        if isinstance(fmt, Format) and not fmt.needs_scale:
+            dtype = safetensors_dtype(fmt)
+            spec = BlockFormat.tensor(fmt, scale=None)
+            return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
+        scheme = self._scheme(info, fmt)
+        if self.input_scales is not None:
+            scheme = self.layout.static.get(scheme, scheme)
+        stored = self._entries(info, scheme)
+        shares = stored.spec.tensor_scale is not None
+        return TensorPlan(
+            source=info,
+            action="quantize",
+            reason="",
+            dtype=stored.codes.dtype,
+            spec=stored.spec,
+            stored=stored,
+            scheme=scheme,
+            group=fused_group(info.name) if shares else "",
+        )
+
+    def _scheme(self, info: TensorInfo, fmt: Format | BlockFormat) -> Scheme:
+        """The scheme of the layout; of a convolution [O, I, kh, kw] by channel for one by block.
+
+        Blocks are of its last two axes, of kh * kw elements: with 1x1 a float32 scale for each.
+        """
+        scheme = scheme_of(self.layout, fmt, self.scaling)
+        is_by_block = word_of(scheme) == "block" and len(info.shape) > 3
+        if is_by_block and self.roles.outputs_last(info) is False:
+            return scheme_of(self.layout, fmt, "channel")
+        return scheme
+
+    def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:
+        """What the layout writes for a tensor; raises where it cannot hold it."""
+        by_channel = word_of(scheme) == "channel" and len(info.shape) > 1
+        try:
+            if self.layout.linear_only:
+                self._check_linear(info)
+            axes = self.roles.axes(info) if by_channel else ()
+            scale = input_scale(self.input_scales, info, scheme, self.layout)
+            return self.layout.store(info, scheme, axes, scale)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.source.path}: {error}") from error
+
+    def _check_linear(self, info: TensorInfo) -> None:
+        # No "/weight": the other entries of a module are named by what is behind its last dot.
+        if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
+                f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
+                "or use --layout plain"
+            )
+        if EMBEDDING.search(info.name):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
+                f"layout {self.layout.name} take quantized weights of linear layers only; keep it "
+                "by a rule or with --skip, or use --layout plain"
+            )
+        if self.roles.outputs_last(info):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
+                f"GPT-2's Conv1D, and layout {self.layout.name} holds [outputs, inputs] only; use "
+                "--layout plain"
+            )
+
+    def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
+        """A tensor that is not quantized: copied, or cast to another wide dtype."""
+        wanted = self.keep_dtype if info.dtype in _SOURCES else None
+        stored = getattr(self.source, "stored", {})
+        if wanted is None and info.name in stored:
+            wanted = model_dtype(self.config)
+        if wanted is None or wanted == info.dtype:
+            return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
+        spec = BlockFormat.tensor(WIDE[wanted], scale=None)
+        return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
+
+    def _error(self, info: TensorInfo, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
+
+    def _metadata(self, given: Any, word: str, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+        about: dict[str, Any] = {"scaling": word, "version": __version__}
+        if isinstance(given, Rules):
+            named = given.map(lambda fmt: fmt.name)
+            about["rules"] = {"rules": named.rules, "default": named.default}
+        elif given is not None:
+            about["format"] = given.name
+        if self.layout.name != "plain":
+            about["layout"] = self.layout.name
+        changed = {t.name for t in tensors if t.action != "keep"}
+        changed |= getattr(self.source, "stored", {}).keys()
+        metadata = remaining_arrays(self.source.metadata, changed)
+        if self.layout.linear_only:
+            metadata["format"] = "pt"  # transformers asks for it
+        if given is None:
+            metadata.pop(METADATA_KEY, None)
+            return metadata
+        return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
+
+
+def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    config = getattr(source, "config", None)
+    if format is None or not config or _DIFFUSERS in config:
+        return "plain"
+    loaded = LAYOUTS["compressed-tensors"]
+    for target in _formats(format) if isinstance(format, Rules) else [format]:
+        try:
+            loaded.scheme(resolve_target(target), scaling)
+        except CheckpointError:
+            return "plain"
+    return loaded.name
+
+
+def _formats(rules: Rules[Any]) -> list[Any]:
+    values = (rules.default, *(value for _, value in rules.rules))
+    return [value for value in values if value is not None]
+
+
+def _kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+    """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
+    kept = [
+        module_of(tensor.name)
+        for tensor in tensors
+        if tensor.action != "quantize"
+        and len(tensor.source.shape) == 2
+        and tensor.name.endswith(".weight")
+    ]
+    quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
+    if "lm_head" not in quantized and "lm_head" not in kept:
+        kept.append("lm_head")
+    return kept
+
+
+def _check_names(source: Source, tensors: Iterable[TensorPlan]) -> None:
+    """Raises where two entries of the target would have one name."""
+    taken: dict[str, str] = {}
+    for tensor in tensors:
+        for entry in tensor.entries:
+            if entry.name in taken or (entry.name != tensor.name and entry.name in source.tensors):
+                raise CheckpointError(
+                    f"{source.path}: tensor {shown(tensor.name)}: its scale would be named "
+                    f"{shown(entry.name)}, which the file has already, expected a free name; leave "
+                    "the tensor out with --skip or rename it"
+                )
+            taken[entry.name] = tensor.name
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
+            r"'(^|/)head/'; write special characters with a backslash"
+        ) from error

@@ -1,0 +1,205 @@
+"""The tangent of a product and its transpose, dgrad and wgrad: what they keep and compute."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from qtoolkit.casts.internal import varying_alike
+from qtoolkit.formats.internal import hashed_once
+from qtoolkit.gradients.internal import differentiable_in_dtype
+from qtoolkit.products._arithmetic import OnSide, Transposed, combined
+from qtoolkit.products._plan import Given, Plan, State, operand_of
+from qtoolkit.products._rounded import Cut, Kept, Rounded, kept, restored, rounded
+from qtoolkit.products._taps import ROLES
+from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import Scales, amax_of, histogram
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What derivatives keep of the forward product.
+
+    Attributes:
+      operands: For each side that is differentiated, the other operand, as that product takes it.
+      amax: Of the cotangent, from the steps before.
+      key: For stochastic rounding.
+      seen: Of lhs and rhs, what `amax_of` gives, where the state observes.
+      tapped: What a tap keeps of lhs and rhs: float32[len(ROLES), size], zeros for the cotangents.
+      extra: The integer arrays of the function.
+    """
+
+    operands: tuple[Kept | Rounded, ...]
+    amax: Array | None
+    key: Array | None
+    seen: Any
+    tapped: Array | None
+    extra: tuple[Array, ...]
+
+
+def residual_of(
+    plan: Plan,
+    side: int,
+    given: tuple[Given, Given],
+    operands: tuple[Rounded, Rounded],
+    state: State,
+) -> Kept | Rounded:
+    """What the gradient of one side multiplies the cotangent by: the other operand.
+
+    It is the one of the forward product, where this rounds it in the same way; else it is rounded
+    again.
+    """
+    other = 1 - side
+    how = plan.other(side, *given)
+    x, operand = given[other], operands[other]
+    if isinstance(x, QArray):
+        return lax.stop_gradient(operand)
+    if how != plan.forward(*given)[other]:
+        operand = operand_of(x, state.amaxes[other], state.key, how)
+    return kept(operand, x, how)
+
+
+def seen_of(given: tuple[Given, Given]) -> Any:
+    """What `amax_of` gives of lhs and of rhs; 0 of stored operands, whose scales do not move."""
+    nothing = jnp.zeros((), jnp.float32)
+    return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
+
+
+def is_moving(given: Given, dot: Any) -> bool:
+    """Whether somebody differentiates by an operand."""
+    leaves = jax.tree.leaves(dot, is_leaf=lambda x: isinstance(x, SymbolicZero))
+    moving = [x for x in leaves if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
+    if moving and isinstance(given, QArray):
+        raise TypeError(
+            f"product: differentiated by a stored operand, {given!r}, which has no derivative; "
+            "differentiate by something else, or train the model from wrap and quantize it then"
+        )
+    return bool(moving)
+
+
+def tapped_of(
+    plan: Plan, given: tuple[Given, Given], operands: tuple[Rounded, Rounded], state: State
+) -> Array:
+    """What the tap keeps of lhs and rhs; also as dgrad and wgrad round them, where these differ."""
+    amaxes = state.amaxes
+    forward = plan.forward(*given)
+    rows: dict[int, Array] = {}
+    for side, x in enumerate(given):
+        if isinstance(x, QArray):  # not rounded here
+            continue
+        rows[side] = _kept_by_tap(plan, side, x, operands[side], forward[side])
+        how = plan.other(1 - side, *given)
+        role = 3 if side else 4
+        if role in _roles(plan) and role not in plan.recipe.twins:
+            again = rounded(x, amaxes[side], state.key, how)
+            rows[role] = _kept_by_tap(plan, role, x, again, how)
+    return _stacked(plan, rows)
+
+
+def _kept_by_tap(plan: Plan, role: int, x: Array, operand: Rounded, how: Cut) -> Array:
+    assert plan.tap is not None
+    if role not in plan.tap.roles:
+        return jnp.zeros((plan.tap.size,), jnp.float32)
+    x, operand = lax.stop_gradient((how.transformed(x), operand))
+    return plan.tap(x, operand, how)
+
+
+def _roles(plan: Plan) -> tuple[int, ...]:
+    """The operands that a tap looks at, as places in `ROLES`."""
+    return () if plan.tap is None else plan.tap.roles
+
+
+def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:
+    """float32[len(ROLES), size]: what a tap keeps, by role; zeros for the roles without a row."""
+    assert plan.tap is not None
+    nothing = jnp.zeros((plan.tap.size,), jnp.float32)
+    return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
+
+
+@hashed_once
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the tangent of a product and its transpose both know."""
+
+    plan: Plan
+    sides: tuple[int, ...]
+    given: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    is_observed: bool
+    is_tapped: bool
+    structure: Any
+
+    def residuals(self, leaves: tuple[Array, ...]) -> Residuals:
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """The sum of the products with a tangent on one side and the other operand rounded."""
+
+    facts: Facts
+    out: jax.ShapeDtypeStruct
+
+    def __call__(self, leaves: tuple[Array, ...], xs: tuple[Array, ...]) -> Array:
+        facts = self.facts
+        residuals = facts.residuals(leaves)
+        terms = []
+        for side, kept_other, x in zip(facts.sides, residuals.operands, xs, strict=False):
+            function = OnSide(facts.plan.function, side, residuals.extra)
+            how = facts.plan.other(side, *facts.given)
+            other = how.untransformed(restored(kept_other), facts.given[1 - side].shape)
+            terms.append(combined(function, Rounded(x, Scales(), None), other))
+        if not terms:  # only the probe
+            return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
+        return differentiable_in_dtype(functools.reduce(jnp.add, terms), facts.plan.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cotangent:
+    """The transpose of `Tangent`: dgrad and wgrad, of the cotangent as each of them rounds it."""
+
+    facts: Facts
+
+    def __call__(self, leaves: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+        facts = self.facts
+        residuals = facts.residuals(leaves)
+        found: dict[Cut, Rounded] = {}
+        outs = []
+        for side, other in zip(facts.sides, residuals.operands, strict=True):
+            how = facts.plan.cotangent(side, *facts.given, cotangent)
+            if how not in found:
+                found[how] = rounded(cotangent, residuals.amax, residuals.key, how)
+            wide = facts.given[side].update(dtype=jnp.float32)
+            function = Transposed(facts.plan.function, side, residuals.extra, wide)
+            contracted = facts.plan.contracted(side, *facts.given)
+            out = facts.plan.combined(function, found[how], restored(other), contracted)
+            outs.append(differentiable_in_dtype(out, facts.given[side].dtype))
+        if facts.is_observed:
+            seen = (*residuals.seen, amax_of(cotangent))
+            outs.append(jnp.stack([histogram(*one) for one in seen]))
+        if facts.is_tapped:
+            outs.append(self._tapped(residuals, cotangent, found))
+        return tuple(outs)
+
+    def _tapped(self, residuals: Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
+        """What the tap keeps of all operands; the cotangent's once, where both products take it
+        alike.
+        """
+        facts, rows = self.facts, {}
+        for side, role in ((0, 2), (1, 5)):
+            how = facts.plan.cotangent(side, *facts.given, cotangent)
+            if role not in _roles(facts.plan) or role in facts.plan.recipe.twins:
+                continue
+            operand = found.get(how)
+            if operand is None:
+                operand = rounded(cotangent, residuals.amax, residuals.key, how)
+            rows[role] = _kept_by_tap(facts.plan, role, cotangent, operand, how)
+        forward = residuals.tapped
+        assert forward is not None
+        return forward + _stacked(facts.plan, rows) if rows else forward

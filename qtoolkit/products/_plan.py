@@ -1,0 +1,129 @@
+"""A product without its arrays, `Plan`, and what a layer keeps for it, `State`."""
+
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qtoolkit.formats.internal import hashed_once
+from qtoolkit.products._arithmetic import Forward, Transposed, combined, native
+from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._learned import LearnedScale
+from qtoolkit.products._operand import Operand
+from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._rounded import Cut, Rounded, cut, keeps_codes, rounded
+from qtoolkit.products._stored import restored_operand
+from qtoolkit.products._taps import Tap, swapped_rows
+from qtoolkit.scaling import QArray
+
+Array = jax.Array
+Given: TypeAlias = Array | QArray
+
+
+class State(NamedTuple):
+    """What a layer keeps for its product from step to step.
+
+    Attributes:
+      amax: float32[3], of lhs, rhs and the cotangent, from the steps before; 0 for the current one.
+      probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
+      key: uint32[2], words of a key for stochastic rounding.
+      zeros: float32[len(ROLES), size], whose gradient is what a tap keeps.
+      learned: For lhs and rhs, the scale and the offset, float32 scalars, None where not learned.
+    """
+
+    amax: Array | None = None
+    probe: Array | None = None
+    key: Array | None = None
+    zeros: Array | None = None
+    learned: tuple[LearnedScale, LearnedScale] | None = None
+
+    @property
+    def amaxes(self) -> tuple[Array | None, Array | None, Array | None]:
+        """Those of lhs, rhs and the cotangent, each a scalar; None where nothing is kept."""
+        if self.amax is None:
+            return None, None, None
+        first, second, third = self.amax
+        return first, second, third
+
+    def swapped(self) -> "State":
+        """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
+        order = jnp.array([1, 0, 2])
+        amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
+        zeros = None if self.zeros is None else swapped_rows(self.zeros)
+        learned = None if self.learned is None else self.learned[::-1]
+        return self._replace(amax=amax, probe=probe, zeros=zeros, learned=learned)
+
+
+@hashed_once
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A product without its arrays. Products alike are traced once."""
+
+    function: Bilinear
+    recipe: Recipe
+    dtype: Any
+    tap: Tap | None = None
+
+    def forward(self, lhs: Any, rhs: Any) -> tuple[Cut, Cut]:
+        """How lhs and rhs are cut in the product."""
+        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
+        first, second = self.recipe.forward
+        return self._cut(first, of_lhs, lhs), self._cut(second, of_rhs, rhs)
+
+    def other(self, side: int, lhs: Any, rhs: Any) -> Cut:
+        """How the other operand is cut in the product that gives the gradient of one side."""
+        of_lhs, of_rhs, _ = self.function.axes(lhs.shape, rhs.shape)
+        axes, x = (of_lhs, lhs) if side else (of_rhs, rhs)
+        is_kept = self.recipe.keeps_forward[side]
+        operand = self.recipe.wgrad[0] if side else self.recipe.dgrad[1]
+        return self._cut(operand, axes if is_kept else axes.turned(), x)
+
+    def cotangent(self, side: int, lhs: Any, rhs: Any, cotangent: Any) -> Cut:
+        """How the cotangent is cut in the product that gives the gradient of one side."""
+        *_, of_out = self.function.axes(lhs.shape, rhs.shape)
+        if 0 in cotangent.shape:  # nothing to round, and no scale for it
+            return self._cut(None, of_out, cotangent)
+        if side:
+            return self._cut(self.recipe.wgrad[1], of_out.turned(), cotangent)
+        return self._cut(self.recipe.dgrad[0], of_out, cotangent)
+
+    def _cut(self, operand: Operand | None, axes: Axes, x: Any) -> Cut:
+        return cut(operand, axes, x.shape, self.recipe.axis_names)
+
+    def contracted(
+        self, side: int | None, lhs: Any, rhs: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which axes of its first and of its second operand a product sums over.
+
+        Args:
+          side: None: of the product of lhs and rhs. 0 or 1: of the one that gives the gradient of
+            lhs or rhs, whose operands are the cotangent and the other one.
+        """
+        of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
+        if side is None:
+            return of_lhs.contracted, of_rhs.contracted
+        return (of_out.kept, of_lhs.kept) if side else (of_out.contracted, of_rhs.kept)
+
+    def combined(
+        self,
+        function: "Forward | Transposed",
+        first: Rounded,
+        second: Rounded,
+        contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> Array:
+        """`function` of two operands, float32, by the recipe's arithmetic."""
+        if self.recipe.arithmetic != "native":
+            return combined(function, first, second)
+        is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
+        return native(function, first, second, contracted if is_dot else None)
+
+
+def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
+    """`x` rounded as `how` says, by an amax from the steps before where one is kept."""
+    if isinstance(x, QArray):
+        return restored_operand("product", x)
+    # `_product_jvp` reads no tangent of a rounded operand, and second derivatives flow through the
+    # carrier beside its codes: JAX would trace the derivative of the rounding for nobody.
+    return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)

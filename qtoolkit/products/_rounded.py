@@ -1,0 +1,395 @@
+"""One operand of a product: cut into blocks, rounded, kept for the derivatives in few bits."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from qtoolkit.casts import Stochastic
+from qtoolkit.casts.internal import (
+    UNCLAMPED,
+    codes_of,
+    dtype_from_codes,
+    elementwise,
+    exact_float32,
+    ordinal,
+    projection_of,
+    to_stored,
+    values_of,
+)
+from qtoolkit.formats import E4M3FN, BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from qtoolkit.formats.internal import hashed_once
+from qtoolkit.gradients.internal import differentiable_widened
+from qtoolkit.products._bilinear import Axes
+from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
+from qtoolkit.scaling import hadamard_transform
+from qtoolkit.scaling.internal import (
+    Scales,
+    amax_of,
+    computed_now,
+    operand_values,
+    scale_from,
+    single_scale,
+    tensor_scale_from,
+    unscaled_values,
+)
+
+Array = jax.Array
+
+CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """An operand as a product takes it: x ~ q * scale.
+
+    Attributes:
+      q: Values of the element format, infinities and NaNs of x among them; x itself where wide.
+      scales: As stored.
+      spec: With its blocks' axes; None where the operand stays wide.
+      codes: Of q, where it was stored as such.
+    """
+
+    q: Array
+    scales: Scales
+    spec: BlockFormat | None = dataclasses.field(metadata={"static": True})
+    codes: Array | None = None
+
+    @property
+    def scale(self) -> Array | None:
+        """The one scale by which a result may be multiplied instead of q; float32 scalar."""
+        if self.spec is None or self.spec.block or self.spec.has_powers:
+            return None
+        return None if self.spec.scale is None else single_scale(self.scales, self.spec)
+
+    @property
+    def is_wide(self) -> bool:
+        return self.spec is None or self.spec.scale is None
+
+    def unscaled(self) -> Array:
+        """Q * scale, float32."""
+        if self.spec is None or self.spec.scale is None:
+            return differentiable_widened(self.q)
+        return _unscaled(self.q, self.scales, self.spec)
+
+
+@hashed_once
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """An operand of a recipe for an array in a product: its blocks have their axes. Hashable.
+
+    Attributes:
+      operand: None where the array stays wide.
+      axis: The contracted axis along which a Hadamard transform runs, None where there is none.
+      axis_names: Mesh axes over which a scale is shared.
+    """
+
+    operand: Operand | None
+    axis: int | None
+    axis_names: tuple[str, ...]
+
+    def rounded(self, x: Array, delayed: Array | None, key: Array | None) -> Rounded:
+        """`x` by its own scale, or a delayed one where that is not 0, or a calibrated one.
+
+        Args:
+          delayed: float32 scalar, an amax of earlier steps or of calibration; or None.
+          key: Words of a key, for stochastic rounding; the values are mixed into it.
+        """
+        if self.operand is None:
+            return Rounded(x, Scales(), None)
+        operand = self.operand
+        x = self.transformed(x)
+        projection = operand.projection
+        if isinstance(projection.rounding, Stochastic):
+            words = _mixed(key, x)
+            projection = projection_of(
+                "product", x.shape, projection.rounding, projection.saturation, words
+            )
+        given = self._scales(operand, x, delayed)
+        q, scales = operand_values(x, operand.spec, projection, given)
+        return Rounded(q, scales, operand.spec)
+
+    def transformed(self, x: Array) -> Array:
+        """What is rounded in place of `x`: itself, or its Hadamard transform in float32."""
+        if self.operand is None or self.operand.transform is None or self.axis is None:
+            return x
+        return _transformed(x, self.axis, self.operand.transform)
+
+    def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
+        """The rounded operand in place of the array itself: wide and transformed back where it was
+        transformed; else as it is.
+        """
+        if self.operand is None or self.operand.transform is None or self.axis is None:
+            return operand
+        transform = self.operand.transform
+        key = _sign_key(transform)
+        y = hadamard_transform(
+            operand.unscaled(), block=transform.block, axis=self.axis, key=key, inverse=True
+        )
+        return Rounded(lax.slice(y, (0,) * y.ndim, shape), Scales(), None)
+
+    def scaled_tangent(self, x: Array, dot: Array, scales: Scales) -> Array:
+        """The tangent of q for that of `x`: transformed as `x` is, and divided by the scales."""
+        operand = self.operand
+        if operand is None:
+            return dot
+        if operand.transform is not None and self.axis is not None:
+            transform = functools.partial(_transformed, axis=self.axis, transform=operand.transform)
+            dot = jax.jvp(transform, (x,), (dot,))[1]
+        if operand.spec.scale is None:
+            return dot
+        ones = jnp.ones_like(dot, dtype=jnp.float32)
+        return dot.astype(jnp.float32) / unscaled_values(ones, operand.spec, scales)
+
+    def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
+        """The scales of `x` that its own blocks do not give: static and delayed ones, and those of
+        whole tensors that shards of a `shard_map` share. None in it where `x` alone gives them.
+        """
+        fmt = operand.spec
+        if operand.scaling == Static():
+            assert delayed is not None  # `quantized_product` has checked
+            if fmt.tensor_scale is not None:
+                return Scales(None, tensor_scale_from(delayed, fmt))
+            return Scales(scale_from(delayed.reshape((1,) * x.ndim), fmt, None))
+        if isinstance(operand.scaling, Static):
+            assert fmt.scale is not None
+            assert operand.scaling.scale is not None
+            scale = to_stored(
+                jnp.full((1,) * x.ndim, operand.scaling.scale, jnp.float32), fmt.scale
+            )
+            return Scales(_varying_as(scale, x))
+        is_delayed = delayed is not None and isinstance(operand.scaling, Delayed)
+        if not operand.has_one_scale or not (is_delayed or self.axis_names):
+            return Scales()
+        amax = jnp.zeros((), jnp.float32)
+        if delayed is not None and isinstance(operand.scaling, Delayed):
+            amax = delayed * np.float32(2.0**operand.scaling.margin)
+        own, _ = amax_of(lax.stop_gradient(x))
+        if self.axis_names:
+            own = _largest_over(own, self.axis_names)
+        amax = jnp.where(amax > 0, amax, own)
+        return Scales(scale_from(amax.reshape((1,) * x.ndim), fmt, None))
+
+
+def _largest_over(x: Array, names: tuple[str, ...]) -> Array:
+    try:
+        for name in names:
+            lax.axis_size(name)
+    except NameError as error:  # JAX's word for an axis that is not there
+        raise ValueError(
+            f"Recipe: axis_names={names} are not all axes of a jax.shard_map around this product "
+            f"({str(error).splitlines()[0]}); expected axes of its mesh. Under jit alone leave "
+            "axis_names out: arrays that are sharded there have one scale anyway"
+        ) from None
+    return lax.pmax(x, names)
+
+
+def cut(
+    operand: Operand | None, axes: Axes, shape: tuple[int, ...], axis_names: tuple[str, ...]
+) -> Cut:
+    """`operand` for an array of that shape whose `axes` are those of its product."""
+    if operand is None:
+        return Cut(None, None, axis_names)
+    fmt = operand.spec
+    if not shape:
+        fmt = dataclasses.replace(fmt, block=(), axes=None, other_axes=None)
+    elif fmt.block and fmt.axes is None:
+        along = axes.contracted[-1:] or (len(shape) - 1,)
+        kept = tuple(axis for axis in axes.kept if axis not in along)
+        places = (*kept, *along)[-len(fmt.block) :]
+        fmt = dataclasses.replace(fmt, block=fmt.block[-len(places) :], axes=places)
+    if fmt.axes is not None:
+        fmt = _clipped(fmt, shape)
+    axis = axes.transformed if operand.transform is not None else None
+    return Cut(dataclasses.replace(operand, spec=fmt), axis, axis_names)
+
+
+def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
+    """An axis shorter than a block is one block."""
+    assert fmt.axes is not None
+    lengths = [
+        length
+        if length is None or not -len(shape) <= axis < len(shape) or length <= shape[axis]
+        else None
+        for axis, length in zip(fmt.axes, fmt.block, strict=True)
+    ]
+    return fmt if tuple(lengths) == fmt.block else dataclasses.replace(fmt, block=tuple(lengths))
+
+
+@functools.partial(jax.jit, static_argnums=(3,))
+def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+    return how.rounded(x, delayed, key)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def rounded(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
+    """The derivative takes x = q * scale for an equality, with scales that do not move."""
+    return _rounded_jitted(x, delayed, key, how)
+
+
+@rounded.defjvp
+def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounded]:
+    x, delayed, key = primals
+    out = rounded(x, delayed, key, how)
+    zeros = jax.tree.map(_zero_tangent, out.scales)
+    dot = how.scaled_tangent(x, tangents[0], out.scales)
+    return out, Rounded(dot.astype(out.q.dtype), zeros, out.spec)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _unscaled(q: Array, scales: Scales, fmt: BlockFormat) -> Array:
+    return unscaled_values(q, fmt, scales)
+
+
+@_unscaled.defjvp
+def _unscaled_jvp(fmt: BlockFormat, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    q, scales = primals
+    factors = unscaled_values(jnp.ones_like(q, dtype=jnp.float32), fmt, scales)
+    return _unscaled(q, scales, fmt), tangents[0].astype(jnp.float32) * factors
+
+
+def _zero_tangent(x: Array) -> Any:
+    """What JAX takes for the tangent of `x` where nothing flows."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
+    """The Hadamard transform along `axis`, which is padded with zeros; float32."""
+    wide = differentiable_widened(x)
+    missing = -x.shape[axis] % transform.block
+    if missing:
+        wide = jnp.pad(wide, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return hadamard_transform(wide, block=transform.block, axis=axis, key=_sign_key(transform))
+
+
+def _sign_key(transform: Hadamard) -> Array | None:
+    if transform.seed is None:
+        return None
+    with computed_now():
+        return jax.random.key(transform.seed)
+
+
+def _mixed(key: Array | None, x: Array) -> Array:
+    """Words of a key that differ where the values do: each step, layer and use draws anew.
+
+    The values enter by the sum of a hash of each, which is the same under any sharding.
+    """
+    words = jnp.zeros((2,), jnp.uint32) if key is None else key
+    hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
+    hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
+    content = jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32)
+    folded = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), content)
+    return jax.random.key_data(folded)
+
+
+def _varying_as(scale: Array, x: Array) -> Array:
+    return scale + jnp.zeros_like(x, shape=(1,) * x.ndim, dtype=scale.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A rounded operand as derivatives keep it from the forward product: 8-bit codes and scales.
+
+    Attributes:
+      codes: Of `container`.
+      scales: As in `Rounded`.
+      carrier: Zeros that stand for the operand in second derivatives, which flow through it; a
+        constant, which compiled programs do not hold.
+      how: How the operand was rounded.
+      container: The format of the codes.
+    """
+
+    codes: Array
+    scales: Scales
+    carrier: Array
+    how: Cut = dataclasses.field(metadata={"static": True})
+    container: Format = dataclasses.field(metadata={"static": True})
+
+    def restored(self) -> Rounded:
+        assert self.how.operand is not None
+        q = _restored(self.codes, self.scales, self.carrier, self.how, self.container)
+        return Rounded(q, self.scales, self.how.operand.spec)
+
+
+def keeps_codes(how: Cut) -> bool:
+    """Whether derivatives keep codes of an operand, beside a carrier of its own derivative."""
+    return _codes_format(how) is not None
+
+
+def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
+    """What derivatives need of an operand that was rounded from `x`."""
+    fmt = _codes_format(how)
+    if fmt is None:
+        return operand
+    q = lax.stop_gradient(operand.q)
+    codes = checkpoint_name(code_values(q, fmt), CODES)
+    scales = jax.tree.map(lambda scale: checkpoint_name(scale, CODES), operand.scales)
+    return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt)
+
+
+@elementwise
+def code_values(q: Array, fmt: Format) -> Array:
+    """The codes of values of `fmt`, infinities and NaNs.
+
+    A format may have a NaN, but no infinity: what an infinity does to a sum, a NaN does, too.
+    """
+    wide = exact_float32(q)
+    # Other formats keep an infinity or make a NaN of it; these would clamp it.
+    if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
+        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+    return codes_of(wide, fmt, UNCLAMPED)
+
+
+def restored(operand: Kept | Rounded) -> Rounded:
+    return operand.restored() if isinstance(operand, Kept) else operand
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
+    dtype = jnp.float32 if how.axis is not None else carrier.dtype
+    if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
+        # Exact too, a tenth slower, and one operation to compile where `values_of` has seventeen.
+        return dtype_from_codes(codes, fmt).astype(dtype)
+    return values_of(codes, fmt, jnp.float32).astype(dtype)
+
+
+@_restored.defjvp
+def _restored_jvp(how: Cut, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    codes, scales, carrier = primals
+    q = _restored(codes, scales, carrier, how, fmt)
+    return q, how.scaled_tangent(carrier, tangents[2], scales).astype(q.dtype)
+
+
+@jax.custom_jvp
+def _carrier(x: Array) -> Array:
+    return jnp.zeros_like(x)
+
+
+@_carrier.defjvp
+def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _carrier(*primals), tangents[0]
+
+
+def _codes_format(how: Cut) -> Format | None:
+    """The format of the codes that derivatives keep; None where they keep the operand itself."""
+    return None if how.operand is None else _container(how.operand.spec.element)
+
+
+@functools.lru_cache
+def _container(fmt: Format) -> Format | None:
+    """A format of 8 bits that holds the values of `fmt` and a NaN: itself or E4M3FN, else None."""
+    if fmt.bits > 8:
+        return None
+    if fmt.has_nan:
+        return fmt
+    values = fmt.values()
+    return E4M3FN if np.isin(values, E4M3FN.values()).all() else None
