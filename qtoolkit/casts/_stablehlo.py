@@ -6,9 +6,11 @@ quarter of what lowering a quantized model took. Here the jaxpr of numbers is re
 type of the arrays takes the place of a number's.
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,8 +19,21 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-# How operations of `jax.extend.core` are lowered that are none of JAX's.
-Rules = Mapping[Any, Callable[..., Any]]
+
+class Rule(NamedTuple):
+    """How an operation is lowered that is none of JAX's.
+
+    Attributes:
+      lower: A function of MLIR's context and values, as JAX asks for.
+      function: What the operation does to numbers as to arrays, which is written down in place of
+        it where `Writer` can; None where it is not known or depends on the shape.
+    """
+
+    lower: Callable[..., Any]
+    function: Callable[..., Any] | None = None
+
+
+Rules = Mapping[Any, Rule]
 
 
 def is_writable(jaxpr: ClosedJaxpr, rules: Rules) -> bool:
@@ -87,13 +102,20 @@ class Writer:
         return [_OPERATIONS[primitive](*operands)]
 
     def _by_rule(self, equation: Any, operands: list[ir.Value]) -> list[ir.Value]:
+        rule = self.rules[equation.primitive]
+        if rule.function is not None and not equation.params:
+            x64 = bool(jax.config.read("jax_enable_x64"))
+            dtypes = tuple(x.aval.dtype for x in equation.invars)
+            jaxpr = _of_numbers(rule.function, dtypes, x64)
+            if is_writable(jaxpr, self.rules):
+                return self.results(jaxpr, operands)
         avals_in, avals_out = (
             [self.aval.update(dtype=x.aval.dtype, weak_type=False) for x in variables]
             for variables in (equation.invars, equation.outvars)
         )
         primitive = equation.primitive
         ctx = self.ctx.replace(primitive=primitive, avals_in=avals_in, avals_out=avals_out)
-        return list(self.rules[primitive](ctx, *operands, **equation.params))
+        return list(rule.lower(ctx, *operands, **equation.params))
 
     def _constant(self, number: np.ndarray) -> ir.Value:
         key = (number.tobytes(), number.dtype)
@@ -107,6 +129,29 @@ class Writer:
 
     def _type(self, dtype: Any) -> ir.Type:
         return ir.RankedTensorType.get(self.aval.shape, mlir.dtype_to_ir_type(np.dtype(dtype)))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_numbers(function: Callable[..., Any], dtypes: tuple[Any, ...], x64: bool) -> ClosedJaxpr:
+    """What a function does to numbers, found once; `x64` is how it would be traced."""
+    del x64
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+
+
+def all_true(ctx: mlir.LoweringRuleContext, x: ir.Value) -> list[ir.Value]:
+    """True for every element, by its place: no bits of an element's places are all set."""
+    aval: Any = ctx.avals_in[0]
+    axes = [axis for axis, n in enumerate(aval.shape) if n > 1]
+    if not axes:
+        kind = _kind_of_comparison(aval.dtype)
+        return [_COMPARISONS[lax.eq_p](x, x, compare_type=kind)]
+    places = ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(np.uint32)))
+    iotas = (stablehlo.iota(places, mlir.i64_attr(axis)) for axis in axes)
+    ones = mlir.ir_constant(np.uint32(2**32 - 1))
+    ones = stablehlo.broadcast_in_dim(places, ones, mlir.dense_int_array([]))
+    kind = _kind_of_comparison(np.uint32)
+    place = functools.reduce(stablehlo.or_, iotas)
+    return [_COMPARISONS[lax.ne_p](place, ones, compare_type=kind)]
 
 
 def _selected(which: ir.Value, if_false: ir.Value, if_true: ir.Value) -> ir.Value:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
 from qtoolkit.casts import _stablehlo
+from qtoolkit.casts._affine import quotient
 from qtoolkit.casts._elementwise import elementwise, look_up
 
 TABLE = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.float32)
@@ -107,6 +108,18 @@ def test_conversions_are_written_as_jax_lowers_them(source, dtype):
     expected = jax.jit(lambda x: x.astype(dtype))(x)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_divisions_are_written_from_what_they_do_to_numbers():
+    """Found once whatever the shapes. Oracle: NumPy, which divides as IEEE says."""
+    x = np.random.default_rng(0).normal(size=(6, 7)).astype(np.float32)
+    before = _stablehlo._of_numbers.cache_info().misses
+    for shape in ((6, 7), (42,), (3, 14), (2, 1, 21), (1, 1), ()):
+        part = x.reshape(shape) if x.size == np.prod(shape) else x[0, 0].reshape(shape)
+        for divisor in (np.float32(3), part[..., :1] if shape else part):
+            divide = jax.jit(lambda a, b: quotient(a, jnp.broadcast_to(b, a.shape)))
+            np.testing.assert_array_equal(divide(part, divisor), part / divisor)
+    assert _stablehlo._of_numbers.cache_info().misses <= before + 1
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (3, 5), (0, 2)])
