@@ -12,10 +12,11 @@ the same on Fashion-MNIST with 2,000 of its test images, where its Debian packag
 (dataset-fashion-mnist) is installed. Labels of images are smoothed by 0.1, so that the loss does
 not go to 0, where relative gaps would be noise.
 
-All products but the look-up of embeddings are rounded, forward and backward. "float32" rounds
-nothing, "bfloat16" the operands of all products and nothing else. For a seed, all recipes have the
-same initialisation and the same batches. With --results every run is stored when it is done, and
-one that is stored is not run again: an interrupted command goes on.
+All products but the look-up of embeddings are rounded, forward and backward, also in the last
+layers, which the source of nvfp4 (arXiv:2509.25149) leaves wide: "nvfp4, head wide" does so, too.
+"float32" rounds nothing, "bfloat16" the operands of all products and nothing else. For a seed, all
+recipes have the same initialisation and the same batches. With --results every run is stored when
+it is done, and one that is stored is not run again: an interrupted command goes on.
 """
 
 import functools
@@ -43,8 +44,12 @@ PRESETS = (
     *("te_current", "te_delayed_hybrid", "token_scaled", "mxfp8", "deepseek_v3", "fp8_lm"),
     *("fnuz_amd", "weight_only_e4m3", "nvfp4", "int8_qat", "int4_lsq", "w4a16"),
 )
-RECIPES: dict[str, qt.Recipe | None] = {"float32": None, "bfloat16": qt.Recipe(WIDE, WIDE)}
-RECIPES |= {name: getattr(qt.recipes, name) for name in PRESETS}
+RECIPES: dict[str, qt.Recipe | qt.Rules[qt.Recipe] | None] = {
+    "float32": None,
+    "bfloat16": qt.Recipe(WIDE, WIDE),
+    **{name: getattr(qt.recipes, name) for name in PRESETS},
+    "nvfp4, head wide": qt.Rules({"head": None}, default=qt.recipes.nvfp4),
+}
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -190,12 +195,14 @@ def transform(rate: float, steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
 
 
-def trained(problem: Problem, recipe: qt.Recipe | None, steps: int, seed: int) -> dict[str, Any]:
+def trained(
+    problem: Problem, recipe: qt.Recipe | qt.Rules[qt.Recipe] | None, steps: int, seed: int
+) -> dict[str, Any]:
     """The losses of one run on held-out data, after every twentieth of the steps."""
     model, batches = problem.make(seed), np.random.default_rng(seed)
     if recipe is not None:
         model = qt.nnx.wrap(model, recipe)
-        if any(recipe.learned):
+        if isinstance(recipe, qt.Recipe) and any(recipe.learned):
             inputs, *_ = problem.draw(np.random.default_rng(seed))
             qt.nnx.start_scales(model, (inputs[:, :-1] if inputs.ndim == 2 else inputs,))
     optimizer = nnx.Optimizer(model, transform(problem.rate, steps), wrt=nnx.Param)

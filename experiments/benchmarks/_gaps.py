@@ -10,7 +10,7 @@ BASES = ("float32", "bfloat16")
 GAPS = {
     **dict.fromkeys(("te_current", "te_delayed_hybrid", "token_scaled", "mxfp8"), 0.005),
     **dict.fromkeys(("deepseek_v3", "fp8_lm", "fnuz_amd", "weight_only_e4m3"), 0.005),
-    "nvfp4": 0.03,
+    **dict.fromkeys(("nvfp4", "nvfp4, head wide"), 0.03),
 }
 
 
@@ -39,7 +39,10 @@ def paired_gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def text_of_gaps(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same as tables in Markdown, with what is promised."""
+    """The same as tables in Markdown, with what is promised.
+
+    Gaps are means over the seeds, those to bfloat16 with their standard error.
+    """
     parts = []
     heads = ("recipe", "loss", "to float32", "to bfloat16", "largest", "seeds", "promise", "")
     for model, gaps in paired_gaps(rows).items():
@@ -88,6 +91,8 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
 def _gap_cells(gap: Mapping[str, Any]) -> list[str]:
     means = [f"{np.mean(gap[f'to {base}']):+.3%}" if gap[f"to {base}"] else "-" for base in BASES]
     paired, most = gap["to bfloat16"], GAPS.get(gap["recipe"])
+    if len(paired) > 1:
+        means[-1] += f" ± {np.std(paired, ddof=1) / len(paired) ** 0.5:.3%}"
     largest = f"{max(paired, key=abs):+.3%}" if paired else "-"
     cells = [gap["recipe"], f"{np.mean(gap['losses']):.4f}", *means, largest]
     promised = ["", ""]
