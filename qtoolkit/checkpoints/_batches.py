@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qtoolkit.checkpoints._engine import (
-    WIDTHS,
     Piece,
-    Read,
     Sums,
     TensorScales,
     check_symmetric,
@@ -39,6 +37,7 @@ from qtoolkit.checkpoints._programs import (
     second_scale,
     unit_amax,
 )
+from qtoolkit.checkpoints._tiles import WIDTHS, Read
 from qtoolkit.formats import BlockFormat
 
 _TILE = 2**15  # cells: quantizing them takes about as long as calling the programs

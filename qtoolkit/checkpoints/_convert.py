@@ -12,7 +12,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
-from qtoolkit.checkpoints._engine import Read, Sums, amax_of
+from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales
@@ -26,6 +26,7 @@ from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import Folder, Source, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
+from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time

@@ -12,10 +12,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from qtoolkit.checkpoints import _tiles
 from qtoolkit.checkpoints._chunks import Chunk, Cut
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
 from qtoolkit.checkpoints._programs import (
@@ -29,17 +30,11 @@ from qtoolkit.checkpoints._programs import (
     unit_amax,
 )
 from qtoolkit.checkpoints._report import decibels
+from qtoolkit.checkpoints._tiles import Read, Tile, laid_out, power_of_two
 from qtoolkit.formats import BlockFormat
 
-CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
-WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
-_COLUMNS = (128, 1024)  # of a tile with a scale for each column
-_FEW = 64  # rows of a chunk that is laid out in tiles of just that height, and wide
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
-
 _SMALL = 32  # how many small tensors a chunk holds at least
-
-Read = Callable[[int, memoryview], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -110,7 +105,7 @@ def is_small(shape: tuple[int, ...]) -> bool:
 
     A tensor of 256x256 takes as long with others as on its own, one of 128x256 half as long.
     """
-    return 0 < math.prod(shape) <= CHUNK // _SMALL
+    return 0 < math.prod(shape) <= _tiles.CHUNK // _SMALL
 
 
 def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1) -> float:
@@ -167,7 +162,7 @@ def quantized(
         found = amax_of(read, shape, dtype, workers=workers) if tensor_amax is None else tensor_amax
         tensor_scale = np.asarray(second_scale(np.float32(found), spec))
     amaxes = None
-    if spec.scale is not None and not cut.is_local(CHUNK):
+    if spec.scale is not None and not cut.is_local(_tiles.CHUNK):
         amaxes = _amaxes(cut, read, source, not spec.element.has_nan, workers)
     encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
     return TensorScales(None, tensor_scale), _pieces(encoder, workers, sums)
@@ -178,153 +173,21 @@ def check_symmetric(spec: BlockFormat) -> None:
         raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
 
 
-class _Tile(NamedTuple):
-    """A part of a chunk, padded with zeros: a unit to a row, or, by columns, to a column.
-
-    Attributes:
-      x: Its elements.
-      blocks: For each unit but padding, the block that it lies in.
-      place: Where it lies: rows of `_Layout.units`; or rows and columns of the chunk.
-    """
-
-    x: np.ndarray
-    blocks: np.ndarray
-    place: tuple[slice, ...]
-
-
-class _Rows:
-    """A chunk laid out in units that are pieces of its rows."""
-
-    axis = 1  # of a tile, along which elements share a scale
-
-    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
-        self._chunk = chunk
-        length = min(cut.axes[-1][1], chunk.columns)
-        self._length = length
-        self._width = next((width for width in WIDTHS if width >= length), WIDTHS[-1])
-        count = -(-chunk.columns // length)
-        each = -(-length // self._width)  # units of a block in a row
-        self._padded = (chunk.rows, count, each * self._width)
-        units = chunk.rows * count * each
-        self._heights = _heights(units, self._width)
-        self._units = np.empty((sum(self._heights), self._width), dtype)
-        column = chunk.column // cut.axes[-1][1]
-        blocks = cut.block_rows(chunk)[:, None] * cut.blocks_in_row + column + np.arange(count)
-        self._blocks = np.repeat(blocks.reshape(-1), each)
-
-    def fill(self, read: Read) -> None:
-        start, size = self._chunk.start, self._chunk.stop - self._chunk.start
-        item = self._units.itemsize
-        flat = self._units.reshape(-1)
-        if size == math.prod(self._padded):
-            flat[size:] = 0
-            read(start * item, flat[:size].view(np.uint8).data)
-            return
-        flat[:] = 0
-        data = np.empty(size, self._units.dtype)
-        read(start * item, data.view(np.uint8).data)
-        for padded, plain in self._parts(flat[: math.prod(self._padded)], data):
-            padded[...] = plain
-
-    def tiles(self) -> Iterator[_Tile]:
-        start = 0
-        for height in self._heights:
-            place = slice(start, start + height)
-            yield _Tile(self._units[place], self._blocks[place], (place,))
-            start += height
-
-    def joined(self, tiles: list[_Tile], parts: list[np.ndarray]) -> np.ndarray:
-        """The elements of the chunk, flat, from those of the tiles."""
-        units = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        flat = units.reshape(-1)[: math.prod(self._padded)]
-        if flat.size == self._chunk.stop - self._chunk.start:
-            return flat
-        data = np.empty(self._chunk.stop - self._chunk.start, flat.dtype)
-        for padded, plain in self._parts(flat, data):
-            plain[...] = padded
-        return data
-
-    def _parts(self, padded: np.ndarray, plain: np.ndarray) -> Iterator[tuple[Any, Any]]:
-        """Views of the same elements, in padded units and not: whole blocks, then the last."""
-        padded = padded.reshape(self._padded)
-        plain = plain.reshape(self._chunk.rows, self._chunk.columns)
-        whole = self._chunk.columns // self._length
-        edge = whole * self._length
-        blocks = plain[:, :edge].reshape(self._chunk.rows, whole, self._length)
-        yield padded[:, :whole, : self._length], blocks
-        if edge < self._chunk.columns:
-            yield padded[:, whole, : self._chunk.columns - edge], plain[:, edge:]
-
-
-class _Columns:
-    """A chunk laid out in units that are pieces of its columns."""
-
-    axis = 0
-
-    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
-        self._cut, self._chunk = cut, chunk
-        self._data = np.empty((chunk.rows, chunk.columns), dtype)
-
-    def fill(self, read: Read) -> None:
-        flat = self._data.reshape(-1)
-        read(self._chunk.start * flat.itemsize, flat.view(np.uint8).data)
-
-    def tiles(self) -> Iterator[_Tile]:
-        rows, columns = self._data.shape
-        block_rows = self._cut.block_rows(self._chunk)
-        ends = [*(np.flatnonzero(np.diff(block_rows)) + 1).tolist(), rows]
-        for start, end in itertools.pairwise([0, *ends]):
-            first = int(block_rows[start]) * self._cut.blocks_in_row + self._chunk.column
-            heights, widths = _sides(end - start, columns)
-            for top, bottom in itertools.pairwise(itertools.accumulate(heights, initial=start)):
-                for left, right in itertools.pairwise(itertools.accumulate(widths, initial=0)):
-                    part = tile = self._data[top : min(bottom, end), left:right]
-                    if part.shape != (bottom - top, right - left):
-                        tile = np.zeros((bottom - top, right - left), part.dtype)
-                        tile[: part.shape[0], : part.shape[1]] = part
-                    place = (slice(top, top + part.shape[0]), slice(left, left + part.shape[1]))
-                    yield _Tile(tile, first + left + np.arange(part.shape[1]), place)
-
-    def joined(self, tiles: list[_Tile], parts: list[np.ndarray]) -> np.ndarray:
-        data = np.empty(self._data.shape, parts[0].dtype)
-        for tile, part in zip(tiles, parts, strict=True):
-            place = data[tile.place]
-            place[...] = part[: place.shape[0], : place.shape[1]]
-        return data.reshape(-1)
-
-
-def _sides(rows: int, columns: int) -> tuple[list[int], list[int]]:
-    """Heights and widths of tiles that hold so many rows and columns, each its own unit."""
-    if columns > CHUNK // _FEW:
-        # Few rows: tiles of [4, 1024] would be 1024 calls for a chunk of one. Tiles of a whole
-        # chunk are no faster, and their scales and numbers in float32 take 100 MiB more.
-        height = _power_of_two(rows)
-        return [height], _heights(columns, 16 * height)
-    width = _COLUMNS[columns > _COLUMNS[1] // 2]
-    return _heights(rows, width), [width] * -(-columns // width)
-
-
-def _laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Columns:
-    layout = (_Columns if cut.is_by_column else _Rows)(cut, chunk, dtype)
-    layout.fill(read)
-    return layout
-
-
 def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: int) -> np.ndarray:
     """The amax of every block: float32, flat."""
     found = np.zeros(math.prod(cut.counts), np.float32)
 
     def amaxes(chunk: Chunk) -> list[tuple[np.ndarray, np.ndarray]]:
-        layout = _laid_out(cut, chunk, read, dtype)
+        layout = laid_out(cut, chunk, read, dtype)
         return [(tile.blocks, _unit_amaxes(tile, layout.axis, nan_wins)) for tile in layout.tiles()]
 
-    for parts in in_order(amaxes, cut.chunks(CHUNK), workers):
+    for parts in in_order(amaxes, cut.chunks(_tiles.CHUNK), workers):
         for blocks, part in parts:
             _raise(found, blocks, part)
     return found
 
 
-def _unit_amaxes(tile: _Tile, axis: int, nan_wins: bool) -> np.ndarray:
+def _unit_amaxes(tile: Tile, axis: int, nan_wins: bool) -> np.ndarray:
     return np.asarray(unit_amax(tile.x, axis, nan_wins)).reshape(-1)[: len(tile.blocks)]
 
 
@@ -351,7 +214,7 @@ class _Encoder:
     def __call__(self, chunk: Chunk) -> tuple[Piece, int, list[Sums]]:
         """A piece with the scales of all its blocks, the first of these blocks, and sums."""
         spec = self.spec
-        layout = _laid_out(self.cut, chunk, self.read, self.dtype)
+        layout = laid_out(self.cut, chunk, self.read, self.dtype)
         tiles = list(layout.tiles())
         first = min(int(tile.blocks.min()) for tile in tiles)
         stop = max(int(tile.blocks.max()) for tile in tiles) + 1
@@ -383,7 +246,7 @@ class _Encoder:
 
 def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
     done = 0  # blocks whose scales were handed out: those that start before this piece
-    for piece, first, parts in in_order(encoder, encoder.cut.chunks(CHUNK), workers):
+    for piece, first, parts in in_order(encoder, encoder.cut.chunks(_tiles.CHUNK), workers):
         for part in parts:
             sums.add(part)
         if piece.scale is not None:
@@ -426,7 +289,7 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
     return Piece(slice(row, row + rows), columns, codes.reshape(rows, -1), scale)
 
 
-def _sums(tile: _Tile, done: Encoded, factor: float, spec: BlockFormat, axis: int) -> Sums:
+def _sums(tile: Tile, done: Encoded, factor: float, spec: BlockFormat, axis: int) -> Sums:
     """What quantizing did to a tile; `factor` is that of `encoded`."""
     signal, noise, nonfinite = float(done.signal), float(done.noise), 0
     if not (math.isfinite(signal) and math.isfinite(noise)):
@@ -454,7 +317,7 @@ def _factor(amax: np.ndarray) -> float:
 
 def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | None) -> np.ndarray:
     """The scales of blocks with these amaxes, as stored."""
-    padded = np.zeros(_power_of_two(amaxes.size), np.float32)
+    padded = np.zeros(power_of_two(amaxes.size), np.float32)
     padded[: amaxes.size] = amaxes
     return np.asarray(scales_from(padded, tensor_scale, spec))[: amaxes.size]
 
@@ -471,21 +334,3 @@ def _scales_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> TensorScale
         scale = _scales(np.zeros(math.prod(counts), np.float32), spec, tensor_scale)
         scale = scale.reshape(counts)
     return TensorScales(scale, tensor_scale)
-
-
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`, and at least 1."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def _heights(units: int, width: int) -> list[int]:
-    """The heights of tiles that hold so many units: of three sizes, few of them, little padding."""
-    sizes = [max(CHUNK // 16**k // width, 1) for k in range(3)]
-    heights = []
-    for size, less in itertools.pairwise([*sizes, 0]):
-        count = units // size
-        if units - count * size > (size // 2 if less else 0):
-            count += 1
-        heights += [size] * count
-        units = max(units - count * size, 0)
-    return heights

@@ -10,12 +10,13 @@ from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._convert import entries, tasks_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource
-from qtoolkit.checkpoints._engine import Read, Sums, amax_of, quantized
+from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
 from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, Values
+from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 

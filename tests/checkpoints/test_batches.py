@@ -8,7 +8,7 @@ import pytest
 from test_engine import DTYPES, assert_equal_quantize, put_together, reader
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import _batches, _engine, _programs, convert, load, save
+from qtoolkit.checkpoints import _batches, _programs, _tiles, convert, load, save
 from qtoolkit.checkpoints._batches import Task, all_quantized
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.formats import BlockFormat, Rules, spec
@@ -136,7 +136,7 @@ def test_few_programs_whatever_the_shapes():
     shapes = [*itertools.product((1, 9, 63), (1, 14, 20, 100, 129, 200))]
     before = _programs.encoded._cache_size()
     list(results_of([awkward(shape, np.float16, 0) for shape in shapes], [fmt] * len(shapes)))
-    assert _programs.encoded._cache_size() - before == len(_engine.WIDTHS)
+    assert _programs.encoded._cache_size() - before == len(_tiles.WIDTHS)
 
 
 def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):

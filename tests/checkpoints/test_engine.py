@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import _engine, _programs
+from qtoolkit.checkpoints import _engine, _programs, _tiles
 from qtoolkit.checkpoints._chunks import Cut
 from qtoolkit.checkpoints._engine import Sums, amax_of, in_order, quantized
 from qtoolkit.checkpoints._programs import exceeds
@@ -112,7 +112,7 @@ CASES = {
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("spec", "shape"), CASES.values(), ids=CASES)
 def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
-    monkeypatch.setattr(_engine, "CHUNK", chunk)
+    monkeypatch.setattr(_tiles, "CHUNK", chunk)
     assert_as_quantize(weights(shape), spec, workers=2)
 
 
@@ -134,7 +134,7 @@ def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
     ],
 )
 def test_no_chunk_tears_blocks(monkeypatch, shape, block, chunk):
-    monkeypatch.setattr(_engine, "CHUNK", chunk)
+    monkeypatch.setattr(_tiles, "CHUNK", chunk)
     assert_as_quantize(weights(shape), BlockFormat(element="e4m3fn", block=block), workers=2)
 
 
@@ -151,7 +151,7 @@ def test_a_scale_for_each_of_many_columns_by_few_calls(monkeypatch, shape):
 
 def test_scales_come_with_the_pieces_that_their_blocks_start_in(monkeypatch):
     """So that what is held of them all is their amaxes, and no further copy."""
-    monkeypatch.setattr(_engine, "CHUNK", 2**8)
+    monkeypatch.setattr(_tiles, "CHUNK", 2**8)
     x = weights((3, 1000))
     spec = BlockFormat.channel("e4m3fn", -1)
     scales, pieces = quantized(reader(x), x.shape, "F32", spec, sums=Sums())
@@ -168,7 +168,7 @@ def test_no_chunk_tears_blocks_of_any_shape(monkeypatch):
         block = tuple(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n])) for n in shape)
         if not 1000 < np.prod(shape) < 20000:
             continue
-        monkeypatch.setattr(_engine, "CHUNK", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
+        monkeypatch.setattr(_tiles, "CHUNK", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
         block = tuple(map(int, block[rng.integers(len(shape)) :]))
         spec = BlockFormat(element="e4m3fn", block=block, other_axes=rng.choice([1, None]))
         assert_as_quantize(weights(shape), spec)
@@ -176,7 +176,7 @@ def test_no_chunk_tears_blocks_of_any_shape(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_of_16_bit_sources_too(monkeypatch, dtype):
-    monkeypatch.setattr(_engine, "CHUNK", 2**10)
+    monkeypatch.setattr(_tiles, "CHUNK", 2**10)
     assert_as_quantize(weights((33, 100), dtype), BlockFormat.channel("e4m3fn", 0))
 
 
