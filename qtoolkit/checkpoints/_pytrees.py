@@ -7,6 +7,7 @@ JSON under `qtoolkit_arrays` in the metadata: a format, lengths of blocks, a dty
 JAX loads only where there are quantized arrays.
 """
 
+import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -142,6 +143,9 @@ def _children(path: Path, tree: Any, keys: tuple[str, ...]) -> list[tuple[str, A
     holds; None for an array.
     """
     if isinstance(tree, Mapping):
+        # The dictionaries in an nnx.State are dictionaries to JAX; only when it is asked for one
+        # does the state make a State of it.
+        tree = getattr(tree, "raw_mapping", tree)
         wrong = [key for key in tree if not isinstance(key, str | int) or key == ""]
         if wrong:
             raise CheckpointError(
@@ -162,6 +166,10 @@ def _like(path: Path, tree: Any, arrays: dict[str, Any], keys: tuple[str, ...] =
     if children is None:
         return None if tree is None else _checked(path, ".".join(keys), tree, arrays)
     made = [_like(path, child, arrays, (*keys, key) if key else keys) for key, child in children]
+    if isinstance(tree, dict):
+        copied = copy.copy(tree)  # a defaultdict keeps what it makes absent values with
+        copied.update(zip(tree, made, strict=True))
+        return copied
     if isinstance(tree, Mapping):
         return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
     if isinstance(tree, list):

@@ -3,10 +3,12 @@
 one.
 """
 
+import collections
 import inspect
 import json
 import struct
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,23 @@ def test_quantized_arrays_come_back(tmp_path, spec):
     are_equal(found["a.w"], array)
     are_equal(load(tmp_path / "x.safetensors", like=tree)["c"][0], packed)
     np.testing.assert_array_equal(found["c.0"].dequantize(), array.dequantize())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        lambda: nnx.state(Model(nnx.Rngs(0)), nnx.Param),  # of a list of layers, and a norm
+        lambda: {"a": nnx.state(Model(nnx.Rngs(0)), nnx.Param)},
+        lambda: collections.defaultdict(list, {"b": jnp.ones(3), "a": {"c": jnp.zeros(2)}}),
+        lambda: collections.OrderedDict(b=jnp.ones(3), a=jnp.zeros(2)),
+        lambda: flax.core.freeze({"params": {"b": jnp.ones(3), "a": jnp.zeros(2)}}),
+    ],
+    ids=["nnx", "nnx in a dict", "defaultdict", "OrderedDict", "FrozenDict"],
+)
+def test_a_tree_comes_back_with_the_structure_that_jax_sees(tmp_path, tree):
+    """Else jax.tree.map(f, state, loaded) fails, and jit compiles anew. Oracle: JAX's treedef."""
+    save(tmp_path / "x.safetensors", tree())
+    are_equal(load(tmp_path / "x.safetensors", like=tree()), tree())
 
 
 def test_the_file_is_one_that_others_read(tmp_path):
