@@ -188,6 +188,7 @@ def _written(
         left=tuple(opened.left) if isinstance(opened, Folder) else (),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
+        caution=plan.caution,
         tensors=(),
     )
     if isinstance(opened, Folder):

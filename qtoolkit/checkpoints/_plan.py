@@ -71,6 +71,7 @@ class Plan:
       quantization_config: What loaders find in config.json; empty where they find nothing.
       files: Further JSON files, by name.
       dequantizes: The layout of a source that is quantized; "" where it is not.
+      caution: What one of the layout's loaders is known to misread; "" where nothing is.
     """
 
     layout: str
@@ -81,6 +82,7 @@ class Plan:
     quantization_config: Mapping[str, Any]
     files: Mapping[str, Any]
     dequantizes: str = ""
+    caution: str = ""
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:

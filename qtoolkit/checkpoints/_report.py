@@ -60,6 +60,7 @@ class Report:
       loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
         config.json is then called qtoolkit_config.json.
       quantization_config: What loaders find in config.json, or have to, beside a single file.
+      caution: What a loader of the layout is known to misread; "" where nothing is.
       tensors: One report for each tensor, in the order of the source's data.
     """
 
@@ -75,6 +76,7 @@ class Report:
     left: tuple[str, ...] = ()
     loads_nowhere: bool = False
     quantization_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    caution: str = ""
     tensors: tuple[TensorReport, ...]
 
     @property

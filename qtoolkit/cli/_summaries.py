@@ -56,6 +56,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "bytes_before": sum(tensor.source.nbytes for tensor in plan.tensors),
         "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
         "quantization_config": plan.quantization_config,
+        "caution": plan.caution,
         "tensors": [
             {
                 "name": tensor.name,
@@ -83,6 +84,7 @@ def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
             sum(tensor.source.nbytes for tensor in plan.tensors),
             sum(tensor.nbytes for tensor in plan.tensors),
         ),
+        *([f"  note       {plan.caution}"] if plan.caution else []),
         *([f"  shard      {part}"] if part else []),
     ]
 
@@ -135,8 +137,8 @@ def _errors(report: Report) -> list[str]:
 
 
 def _notes(report: Report) -> list[str]:
-    """What somebody should know of the numbers: NaNs, infinities, overflow."""
-    lines = []
+    """What somebody should know of loaders and numbers: what is misread, NaNs, overflow."""
+    lines = [f"  note       {report.caution}"] if report.caution else []
     copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         lines.append(f"  note       {changed:,} elements were NaN or infinite")
@@ -200,11 +202,12 @@ def loading_lines(report: Report) -> list[str]:
     if not report.quantization_config:
         return []
     loaders = LAYOUTS[report.layout].loaders
+    by_transformers = "transformers" in loaders and not report.caution
     if report.files:
-        if "transformers" not in loaders:
+        if not by_transformers:
             return [f'load it (by its documentation, untested here): vllm.LLM("{target}")']
         return [f'load it: transformers.{_model_class(report)}.from_pretrained("{target}")']
-    if "transformers" not in loaders:
+    if not by_transformers:
         loading = (
             "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it writes "
             "the further files that loaders ask for"

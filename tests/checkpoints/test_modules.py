@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from qtoolkit import Rules
 from qtoolkit.checkpoints import CheckpointError, convert, save
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 
@@ -139,3 +140,30 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"experts.down_proj: all experts of a Llama 4 layer"):
         convert(*arguments, layout="compressed-tensors")
     assert convert(*arguments, layout="plain").tensors
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scaling", "caution"),
+    [
+        ("nvfp4", None, r"nvfp4 with wrong weights, without an error; for it, .* mxfp4"),
+        ("e4m3fn", "block", r"does not load experts in e4m3fn \(--scaling block\)"),
+        ("int8", None, r"does not load experts in int8"),
+        ("mxfp4", None, "^$"),
+        ("e4m3fn", "channel", "^$"),
+        (Rules({r"w1\.": "mxfp4", r"w2\.": "e4m3fn"}), None, "reads all experts by one format"),
+        (Rules({r"experts\.": "mxfp4", "q_proj": "nvfp4"}), None, "^$"),
+    ],
+)
+def test_experts_that_transformers_misreads_are_named(tmp_path, fmt, scaling, caution):
+    """Which those are: tests/interop/test_transformers.py asks transformers. Other loaders, such as
+    vLLM, take them, so they are not refused.
+    """
+    experts = "model.layers.0.block_sparse_moe.experts.0"
+    names = (f"{experts}.w1", f"{experts}.w2", "model.layers.0.self_attn.q_proj")
+    x = np.ones((128, 128), np.float32)
+    save(tmp_path / "in.safetensors", {f"{name}.weight": x for name in names})
+    report = convert(
+        tmp_path / "in.safetensors", tmp_path / "out.safetensors", layout="compressed-tensors",
+        format=fmt, scaling=scaling,
+    )  # fmt: skip
+    assert re.search(caution, report.caution)

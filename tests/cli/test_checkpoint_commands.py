@@ -279,3 +279,17 @@ def test_statistics_of_numbers_whose_squares_are_infinite(tmp_path):
     done = run("inspect", tmp_path / "f", "--stats")
     assert done.exit_code == 0
     assert done.stdout.splitlines()[-1].split()[:5] == ["w", "-1e+300", "1e+300", "0", "inf"]
+
+
+def test_what_transformers_misreads_is_not_recommended_to_be_loaded_by_it(source, tmp_path):
+    """NVFP4 experts: it computes with wrong weights, without an error."""
+    name = "model.layers.0.mlp.experts.0.down_proj.weight"
+    save(source / "model.safetensors", {name: load(source / "model.safetensors")[WEIGHT]},
+         {"format": "pt"}, overwrite=True)  # fmt: skip
+    options = ("--format", "nvfp4")
+    dry = run("convert", source, tmp_path / "out", *options, "--dry-run")
+    done = run("convert", source, tmp_path / "out", *options)
+    for result in (dry, done):
+        assert "note       transformers (5.24) loads experts in nvfp4 with wrong" in result.stdout
+    assert "transformers.Auto" not in done.stdout
+    assert f'vllm.LLM("{tmp_path / "out"}")' in done.stdout

@@ -32,6 +32,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     read_groups,
     scale_format,
     scaling_of,
+    spelling,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.formats import (
@@ -69,6 +70,9 @@ W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups o
 W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
 
 _PACKED = {W4A16, W4A16_32, W8A16}
+# What transformers reads of the experts of a mixture, which it joins into one tensor: it multiplies
+# FP8 by one scale or one per output, and gives the package's decompressors weight_scale alone.
+_READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
 _DIVIDED = "weight_global_scale"
 _SHAPE = "weight_shape"
 
@@ -359,6 +363,29 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
     return args
 
 
+def caution(used: Mapping[Scheme, Sequence[str]]) -> str:
+    """What transformers does not read of the experts of a mixture; "" where it reads them.
+
+    With the E4M3 scales of NVFP4, but without the second one, a two-layer Mixtral has logits that
+    are wrong by 1.5 times the largest. transformers 5.24, integrations/compressed_tensors.py.
+    """
+    schemes = {
+        scheme for scheme, modules in used.items() if any("experts." in name for name in modules)
+    }
+    if len(schemes) < 2 and schemes <= _READ_OF_EXPERTS:
+        return ""
+    if len(schemes) > 1:
+        what = "reads all experts by one format, with wrong weights where they have several"
+    elif NV4 in schemes:
+        what = "loads experts in nvfp4 with wrong weights, without an error"
+    else:
+        what = f"does not load experts in {spelling(schemes.pop().spec)}"
+    return (
+        f"transformers (5.24) {what}; for it, give all of them e4m3fn by channel or tensor, mxfp4, "
+        "int4_group128, int4_group32 or int8_group128"
+    )
+
+
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
@@ -372,6 +399,7 @@ LAYOUT = Layout(
     config=config,
     is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
+    caution=caution,
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
         "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "

@@ -60,6 +60,7 @@ class Layout:
       is_mixed: Whether weights of one checkpoint may have different schemes.
       static: For schemes that take static activation scales but need none, those that need them.
       refused: Patterns of names of tensors that its loaders cannot take, and why.
+      caution: Schemes in use with their modules -> what one of its loaders does not read of them.
 
     Examples:
       >>> for layout in qt.checkpoints.LAYOUTS.values():
@@ -84,6 +85,7 @@ class Layout:
     is_mixed: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    caution: Callable[[Mapping[Scheme, Sequence[str]]], str] = lambda used: ""
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a word for its scales; None: the layout's first.
