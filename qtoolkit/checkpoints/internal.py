@@ -9,7 +9,7 @@ from qtoolkit.checkpoints._place import WHOLE, check_replaced, whole
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, read_json
-from qtoolkit.checkpoints._statistics import statistics
+from qtoolkit.checkpoints._statistics import Statistics, statistics
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import resolve_target, target_names
@@ -22,6 +22,7 @@ __all__ = [
     "DequantizedSource",
     "Folder",
     "Source",
+    "Statistics",
     "Stored",
     "byte_count",
     "check_destination",

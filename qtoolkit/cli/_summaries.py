@@ -1,5 +1,6 @@
 """What `qtoolkit convert` says of a conversion, and of a plan for one. No JAX here."""
 
+import dataclasses
 import json
 import math
 import operator
@@ -11,6 +12,7 @@ from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report,
 from qtoolkit.checkpoints.internal import (
     DequantizedSource,
     Source,
+    Statistics,
     Stored,
     dequantized,
     join,
@@ -301,7 +303,10 @@ def inspect_summary(source: Source) -> list[str]:
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
-    """What `inspect_table` shows, and with `stats` the ranges of `stats_rows`, as JSON has it."""
+    """What `inspect_table` shows, and with `stats` the ranges of `stats_rows`, as JSON has it.
+
+    Numbers are numbers, in full; null where a tensor has none that are finite.
+    """
     stored = _quantized_weights(source)
     data: dict[str, Any] = {
         "path": str(source.path),
@@ -320,23 +325,35 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
         },
     }
     if stats:
-        data["stats"] = [dict(zip(STATS_HEADER, row, strict=True)) for row in stats_rows(source)]
+        data["stats"] = [
+            dict(zip(STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
+            for name, one in _stats(source)
+        ]
     return data
 
 
 def stats_rows(source: Source) -> Iterator[list[str]]:
     """A row for every tensor of floats, as `STATS_HEADER` says; quantized ones are dequantized."""
+    for name, stats in _stats(source):
+        numbers = (stats.lowest, stats.largest, stats.mean, stats.deviation)
+        counts = (stats.zeros, stats.nans, stats.infinities)
+        yield [
+            shown(name),
+            *(f"{number:.4g}" for number in numbers),
+            *(f"{count:,}" for count in counts),
+        ]
+
+
+def _stats(source: Source) -> Iterator[tuple[str, Statistics]]:
+    """The statistics of every tensor of floats that has elements."""
     wide = dequantized(source)
     for tensor in wide.tensors.values():
         if tensor.dtype in ("F32", "F16", "BF16", "F64") and tensor.size:
-            stats = statistics(wide, tensor)
-            numbers = (stats.lowest, stats.largest, stats.mean, stats.deviation)
-            counts = (stats.zeros, stats.nans, stats.infinities)
-            yield [
-                shown(tensor.name),
-                *(f"{number:.4g}" for number in numbers),
-                *(f"{count:,}" for count in counts),
-            ]
+            yield tensor.name, statistics(wide, tensor)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def layout_rows() -> list[list[str]]:

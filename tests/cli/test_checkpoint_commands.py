@@ -161,7 +161,23 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     assert data["quantized"][WEIGHT]["shape"] == [128, 128]
     stats = {row["tensor"]: row for row in data["stats"]}
     x = load(source / "model.safetensors")[WEIGHT].astype(np.float64)
-    assert float(stats[WEIGHT]["deviation"]) == pytest.approx(x.std(), rel=0.02)
+    assert stats[WEIGHT]["deviation"] == pytest.approx(x.std(), rel=0.02)
+
+
+def test_stats_in_json_are_numbers(tmp_path):
+    """As jq compares and sums them: 20,000 zeros were "20,000". Oracle: NumPy."""
+    x = np.random.default_rng(0).normal(size=30_000)
+    x[:20_000] = 0
+    nans = np.full(3, np.nan, np.float32)
+    save(tmp_path / "x.safetensors", {"a\nb": x.astype(np.float32), "nans": nans})
+    data = json.loads(run("inspect", tmp_path / "x.safetensors", "--json", "--stats").stdout)
+    stats = {row["tensor"]: row for row in data["stats"]}
+    assert stats.keys() == {row["name"] for row in data["tensors"]}
+    found, wide = stats["a\nb"], x.astype(np.float32).astype(np.float64)
+    assert (found["min"], found["max"], found["zeros"]) == (wide.min(), wide.max(), 20_000)
+    assert found["mean"] == pytest.approx(wide.mean(), rel=1e-12)
+    assert found["deviation"] == pytest.approx(wide.std(), rel=1e-12)
+    assert (stats["nans"]["min"], stats["nans"]["NaN"]) == (None, 3)
 
 
 def test_inspect_finds_what_was_to_be_replaced(source, tmp_path):
