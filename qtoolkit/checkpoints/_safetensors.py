@@ -180,18 +180,16 @@ def write_safetensors(
     """
     target = check_target(path, overwrite)
     if is_url(path):
-        with tempfile.TemporaryDirectory() as folder:
-            scratch = os.path.join(folder, "file.safetensors")
-            write_safetensors(scratch, tensors, chunks, metadata)
+        # A file without a name: nothing is left of it where the process is killed.
+        with tempfile.TemporaryFile() as scratch:
+            with naming(tempfile.gettempdir()):
+                _write_all(scratch.fileno(), path, tensors, chunks, metadata)
             check_target(path, overwrite)
             storage(path).upload(scratch, path)
         return
-    header = header_bytes(tensors, metadata)
     with naming(path, PARTIAL), partial_file(target, path) as (file, temporary):
         keep_mode(target, temporary)  # before anybody could read what is in it
-        with Writer(file) as writer:
-            writer.write(0, header)
-            _write_chunks(writer, path, tensors, len(header), chunks)
+        _write_all(file, path, tensors, chunks, metadata)
         os.fsync(file)
         check_target(path, overwrite)  # somebody else may have written it meanwhile
         os.replace(temporary, target)
@@ -260,6 +258,19 @@ def save(
         (info.name, np.asarray(arrays[info.name], info.numpy_dtype, order="C")) for info in infos
     )
     write_safetensors(path, infos, chunks, metadata, overwrite=overwrite)
+
+
+def _write_all(
+    descriptor: int,
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    chunks: Iterable[tuple[str, Any]],
+    metadata: Mapping[str, str] | None,
+) -> None:
+    header = header_bytes(tensors, metadata)
+    with Writer(descriptor) as writer:
+        writer.write(0, header)
+        _write_chunks(writer, path, tensors, len(header), chunks)
 
 
 def _write_chunks(

@@ -54,8 +54,8 @@ class Storage(Protocol):
     def write(self, path: Path, data: bytes) -> None:
         """Writes a small file: there is all of it, or none."""
 
-    def upload(self, file: str, path: Path) -> None:
-        """Copies a file of this machine; behind a URL there is all of it, or none."""
+    def upload(self, file: BinaryIO, path: Path) -> None:
+        """Copies the whole of an open file; behind a URL there is all of it, or none."""
 
     def remove(self, path: Path) -> None:
         """Removes a file, if it is there."""
@@ -110,14 +110,12 @@ def copy(source: Path, target: Path) -> None:
     if not is_url(source) and not is_url(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         shutil.copyfile(source, target)
-    elif not is_url(source):
-        storage(target).upload(str(source), target)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            local = os.path.join(folder, "file")
-            with open(local, "wb") as file:
+        return
+    with tempfile.TemporaryFile() if is_url(source) else open(source, "rb") as file:
+        if is_url(source):
+            with naming(tempfile.gettempdir()):
                 _copy_into(source, file)
-            storage(target).upload(local, target)
+        storage(target).upload(file, target)
 
 
 def _copy_into(source: Path, file: BinaryIO) -> None:
@@ -192,9 +190,11 @@ class _Disk:
         finally:
             self.remove(temporary)
 
-    def upload(self, file: str, path: Path) -> None:
+    def upload(self, file: BinaryIO, path: Path) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        shutil.copyfile(file, path)
+        file.seek(0)
+        with open(path, "wb") as target:
+            shutil.copyfileobj(file, target)
 
     def remove(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -292,17 +292,18 @@ class _Remote:
         with _one_line(path), _in_bucket():
             self._files.pipe_file(str(path), data)
 
-    def upload(self, file: str, path: Path) -> None:
-        size = os.path.getsize(file)
-        with _one_line(path), _in_bucket(), open(file, "rb") as source:
+    def upload(self, file: BinaryIO, path: Path) -> None:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        with _one_line(path), _in_bucket():
             if size <= _PART:
-                self._files.pipe_file(str(path), source.read())
+                self._files.pipe_file(str(path), file.read())
                 return
             part = max(_PART, -(-size // 9_000))
             # A file that is closed counts as whole, also after an error: not until `commit`.
             target = self._files.open(str(path), "wb", block_size=part, autocommit=False)
             try:
-                shutil.copyfileobj(source, target, part)
+                shutil.copyfileobj(file, target, part)
                 target.close()
             except BaseException:
                 with contextlib.suppress(Exception):

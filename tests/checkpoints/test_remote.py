@@ -3,9 +3,14 @@
 Oracle: the same conversion between folders of this machine.
 """
 
+import errno
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 
 import boto3
@@ -230,6 +235,37 @@ def test_large_files_go_up_in_parts_and_a_failure_leaves_none(bucket, tmp_path, 
     assert caught.value.filename == "s3://bkt/none.safetensors"
     assert keys(bucket, "none") == []
     assert "Uploads" not in bucket.list_multipart_uploads(Bucket="bkt")
+
+
+def test_a_killed_run_leaves_nothing_on_this_machine(source, tmp_path):
+    """What is uploaded lies in TMPDIR first, up to --max-shard-size of it."""
+    (tmp_path / "tmp").mkdir()
+    program = (
+        "import os, signal, sys\n"
+        "from qtoolkit.checkpoints import convert\n"
+        "def kill(*progress):\n"
+        "    print('written', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "convert(sys.argv[1], 'memory://bkt/dst', progress=kill)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, source],
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"written\n")
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_a_full_disk_is_named_where_uploads_are_prepared(source, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("qtoolkit.checkpoints._partial.write_at", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        convert(source, "memory://bkt/full")
+    assert caught.value.filename == tempfile.gettempdir()
 
 
 def test_a_bucket_that_does_not_exist(bucket, source):
