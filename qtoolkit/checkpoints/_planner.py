@@ -183,7 +183,7 @@ class _Planner:
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
             dequantizes=getattr(self.source, "layout", ""),
-            caution=self.layout.caution(used),
+            caution=self.layout.caution(used, kept) if used else "",
         )
 
     def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:

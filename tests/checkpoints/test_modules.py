@@ -152,14 +152,20 @@ def test_the_experts_of_llama_4_are_refused(tmp_path):
         ("e4m3fn", "channel", "^$"),
         (Rules({r"w1\.": "mxfp4", r"w2\.": "e4m3fn"}), None, "reads all experts by one format"),
         (Rules({r"experts\.": "mxfp4", "q_proj": "nvfp4"}), None, "^$"),
+        (Rules({r"experts\.0\.": "e4m3fn"}), None, "where some are in e4m3fn, without an error"),
+        (Rules({r"w1\.": "e4m3fn"}), None, "^$"),
+        (Rules({r"w1\.": "int4_group128"}), None, "stay wide beside others in int4_group128"),
+        (Rules({"q_proj": "int4_group128"}), None, "stay wide beside others in int4_group128"),
+        (Rules({"q_proj": "e4m3fn"}), None, "^$"),
     ],
 )
 def test_experts_that_transformers_misreads_are_named(tmp_path, fmt, scaling, caution):
     """Which those are: tests/interop/test_transformers.py asks transformers. Other loaders, such as
     vLLM, take them, so they are not refused.
     """
-    experts = "model.layers.0.block_sparse_moe.experts.0"
-    names = (f"{experts}.w1", f"{experts}.w2", "model.layers.0.self_attn.q_proj")
+    experts = "model.layers.0.block_sparse_moe.experts"
+    names = [f"{experts}.{number}.{part}" for number in range(2) for part in ("w1", "w2")]
+    names.append("model.layers.0.self_attn.q_proj")
     x = np.ones((128, 128), np.float32)
     save(tmp_path / "in.safetensors", {f"{name}.weight": x for name in names})
     report = convert(

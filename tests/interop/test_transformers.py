@@ -148,6 +148,24 @@ def test_experts_that_transformers_misreads_come_with_a_caution(
     assert ("without an error" in report.caution) == bool(report.caution)
 
 
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int4_group128", "nvfp4"])
+@pytest.mark.parametrize("skip", [r"experts\.3\.", r"layers\.0\.", r"w2", r"experts"])
+def test_experts_that_stay_wide_come_with_a_caution_where_they_are_misread(
+    folders, tmp_path, fmt, skip
+):
+    """FP8: all or none of those that are joined. Oracle: the dequantized weights."""
+    report = convert(folders / "mixtral", tmp_path / "out", format=fmt, skip=[skip])
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected = logits(tmp_path / "back")
+    try:
+        found = logits(tmp_path / "out", quantization_config=dequantizing())
+    except RuntimeError:
+        assert report.caution
+        return
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert not error < 0.1 if report.caution else error < 0.02  # uninitialized memory may be NaN
+
+
 def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
     rules = Rules({r"experts\.\d+\.w2": "int8_group128", "experts": "int4_group128"})
     report = convert(folders / "mixtral", tmp_path / "out", format=rules)

@@ -5,7 +5,8 @@ Entries and configs follow the package itself: `compressors/*/base.py` and the p
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
@@ -70,6 +71,7 @@ W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups o
 W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
 
 _PACKED = {W4A16, W4A16_32, W8A16}
+_EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
 # What transformers reads of the experts of a mixture, which it joins into one tensor: it multiplies
 # FP8 by one scale or one per output, and gives the package's decompressors weight_scale alone.
 _READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
@@ -363,27 +365,49 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
     return args
 
 
-def caution(used: Mapping[Scheme, Sequence[str]]) -> str:
+def caution(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> str:
     """What transformers does not read of the experts of a mixture; "" where it reads them.
 
     With the E4M3 scales of NVFP4, but without the second one, a two-layer Mixtral has logits that
     are wrong by 1.5 times the largest. transformers 5.24, integrations/compressed_tensors.py.
     """
-    schemes = {
-        scheme for scheme, modules in used.items() if any("experts." in name for name in modules)
-    }
-    if len(schemes) < 2 and schemes <= _READ_OF_EXPERTS:
-        return ""
-    if len(schemes) > 1:
-        what = "reads all experts by one format, with wrong weights where they have several"
-    elif NV4 in schemes:
-        what = "loads experts in nvfp4 with wrong weights, without an error"
-    else:
-        what = f"does not load experts in {spelling(schemes.pop().spec)}"
-    return (
-        f"transformers (5.24) {what}; for it, give all of them e4m3fn by channel or tensor, mxfp4, "
-        "int4_group128, int4_group32 or int8_group128"
+    experts = {scheme: [*filter(_EXPERT.search, modules)] for scheme, modules in used.items()}
+    schemes = [scheme for scheme, modules in experts.items() if modules]
+    what = _misread(schemes)
+    wide = [*filter(_EXPERT.search, kept)]
+    if not what and wide:
+        quantized = {_EXPERT.sub("", module) for modules in experts.values() for module in modules}
+        what = _misread_beside(
+            schemes or [*used][:1], quantized & {_EXPERT.sub("", m) for m in wide}
+        )
+    return what and (
+        f"transformers (5.24) {what}; for it, quantize all of them alike, in e4m3fn by channel or "
+        "tensor, mxfp4, int4_group128, int4_group32 or int8_group128"
     )
+
+
+def _misread(schemes: Sequence[Scheme]) -> str:
+    """What transformers does with experts in these schemes that it does not read."""
+    if len(schemes) > 1:
+        return "reads all experts by one format, with wrong weights where they have several"
+    if NV4 in schemes:
+        return "loads experts in nvfp4 with wrong weights, without an error"
+    unread = [spelling(scheme.spec) for scheme in schemes if scheme not in _READ_OF_EXPERTS]
+    return f"does not load experts in {unread[0]}" if unread else ""
+
+
+def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
+    """What it does with experts that stay wide, beside others.
+
+    Args:
+      schemes: Of the experts that are quantized; without any, of the first group of the config.
+      joined: The weights of all experts that are in part quantized, in part wide.
+    """
+    is_fp8 = all(scheme.spec.element == E4M3FN for scheme in schemes)
+    if is_fp8 and joined:  # one scale too few: it belongs to the next expert then
+        return "loads experts with wrong weights where some are in e4m3fn, without an error"
+    name = spelling(schemes[0].spec)
+    return "" if is_fp8 else f"does not load experts that stay wide beside others in {name}"
 
 
 LAYOUT = Layout(

@@ -56,11 +56,11 @@ class Layout:
       read: Those quantized weights that it finds: (quantization config or {}, tensors, where).
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: The same -> further JSON files by name.
+      caution: The same -> what one of its loaders does not read of them; "" if nothing.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       static: For schemes that take static activation scales but need none, those that need them.
       refused: Patterns of names of tensors that its loaders cannot take, and why.
-      caution: Schemes in use with their modules -> what one of its loaders does not read of them.
 
     Examples:
       >>> for layout in qt.checkpoints.LAYOUTS.values():
@@ -85,7 +85,7 @@ class Layout:
     is_mixed: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    caution: Callable[[Mapping[Scheme, Sequence[str]]], str] = lambda used: ""
+    caution: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], str] = lambda used, kept: ""
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a word for its scales; None: the layout's first.
