@@ -182,7 +182,7 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
 
     Args:
       codes: As `encode` returns them, any shape, dtype `fmt.code_dtype`; or an array of the
-        format's own dtype, as `cast` returns it. Bits above the format's width must be zero.
+        format's own dtype, as `cast` returns it. Bits above the format's width do not count.
       fmt: A format or any spelling of one.
       dtype: Any dtype that holds every finite value of `fmt`.
 
@@ -366,4 +366,8 @@ def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
 
 
 _cast_jitted = jax.jit(_cast, static_argnums=2)
-_decode = jax.jit(values_of, static_argnums=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _decode(codes: jax.Array, fmt: Format, dtype: np.dtype) -> jax.Array:
+    return values_of(codes & codes.dtype.type(2**fmt.bits - 1), fmt, dtype)

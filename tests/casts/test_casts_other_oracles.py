@@ -288,6 +288,16 @@ def test_decode_of_tf32_codes_equals_the_oracle():
     assert_same_bits(qt.decode(code, "tf32"), values32(code, spec), code)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in EVERY if _spec_of_any(name).bits < 8])
+def test_decode_takes_the_low_bits_of_a_number(name):
+    """All 256 bytes. Oracle: as above, of the code that is left of them."""
+    spec = _spec_of_any(name)
+    byte = np.arange(256, dtype=np.uint8)
+    code = byte & np.uint8(2**spec.bits - 1)
+    assert_same_bits(qt.decode(byte, name), values32(code, spec), byte)
+
+
 @pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", EVERY)
