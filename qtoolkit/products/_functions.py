@@ -34,7 +34,8 @@ def dot_general(
     back: after the product where both have one scale, before it, in float32, where one has scales
     of blocks, channels or tokens. It computes in the dtype of `lhs`; `rhs` may have another one and
     is rounded from that, so that float32 weights beside bfloat16 activations are rounded once. No
-    step overflows or underflows where the result does not. Infinities and NaNs of operands stay:
+    step overflows or underflows where the result does not, but for formats with an `amax_epsilon`
+    (DeepSeek's), in which numbers far below it become 0. Infinities and NaNs of operands stay:
     they make the same elements of the result, and of either gradient, non-finite as in the plain
     product. A result within the operands' rounding of float32's largest number may overflow in one
     and not in the other.
