@@ -122,10 +122,11 @@ def settled(x: jax.Array) -> jax.Array:
 
 @elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
-    """Quotients `u` of `x`, those that became zero or subnormal as the least normal number.
+    """The quotients `u` of `x`, where those that became zero or subnormal are replaced by 2**-126.
 
-    Directed roundings and to odd tell next to nothing from zero: 1e-45 / 448 rounded up to E4M3FN
-    is 2**-9. No element format has a step as small as 2**-126, so that it stands for all of them.
+    The directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
+    up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so it is rounded as any
+    smaller number would be.
     """
     bits = lax.bitcast_convert_type(u, jnp.uint32)
     sign = lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x80000000)

@@ -33,10 +33,11 @@ class Exact(NamedTuple):
     """Numbers (-1)**negative * significand * 2**(exponent - top), and what is none.
 
     `significand` is unsigned, its leading one at bit `top` or, where it is not normalized, below.
-    With two spare bits above it there is room to add to it. Then its last bit is set where lower
-    bits were cut off (rounding to odd), so that a later rounding is that of the exact number, but
-    for stochastic rounding: that reads the bit for what it is worth, 1 where 1/4 was cut off from
-    2**31 + 1, and rounds up four times too often. It adds nothing, and takes no spare bits.
+    Deterministic roundings add to it, for which there are two spare bits above it. Where room for
+    these has to be made, the last bit is set if lower bits were cut off (rounding to odd), so that
+    a later rounding is that of the exact number. Stochastic rounding would take that bit at its
+    value: 1 where 1/4 was cut off from 2**31 + 1, so that it would round up four times too often.
+    It adds nothing, and asks for no spare bits.
     """
 
     negative: jax.Array

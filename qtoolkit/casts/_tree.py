@@ -118,7 +118,7 @@ def _cast_leaves(
 
 
 def _leaf_keys(key: jax.Array | None, paths: list[str]) -> list[jax.Array | None]:
-    """A key for each leaf, apart: slices of one array would take XLA four times as long."""
+    """A key for each leaf, arrays of their own: slices of one would take XLA four times as long."""
     if key is None:
         return [None] * len(paths)
     hashes = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)

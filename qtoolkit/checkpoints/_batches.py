@@ -45,7 +45,7 @@ _AHEAD = 2**17  # elements of small tensors that are quantized together
 
 
 class Task(NamedTuple):
-    """A tensor to quantize: arguments of `quantized`, the last one to be called for."""
+    """A tensor to quantize: arguments of `quantized`, `tensor_amax` as a function that finds it."""
 
     read: Read
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `quantized` returns, and what it adds to its sums, when all pieces were taken."""
+    """What `quantized` returns, and, once all pieces were taken, what it adds to its sums."""
 
     scales: TensorScales
     pieces: Iterable[Piece]
@@ -211,7 +211,7 @@ class _Batch:
     def _amaxes(self) -> np.ndarray:
         """For each unit the amax of its block."""
         amax = self._unit_amaxes(not self._spec.element.has_nan)
-        with np.errstate(invalid="ignore"):  # of NaN, which wins
+        with np.errstate(invalid="ignore"):  # NumPy warns of a NaN, which is the largest
             of_blocks = np.maximum.reduceat(amax, self._blocks)
         return np.repeat(of_blocks, np.diff(self._blocks, append=self._count))
 
@@ -234,9 +234,10 @@ class _Batch:
         return _joined(made).reshape(-1)[self._firsts]
 
     def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
-        """A value for each unit as a column for each tile, filled up with ones.
+        """Columns, one for each tile, of a value for each unit; padded with ones.
 
-        With ones: powers of two for blocks of zeros take a slower way.
+        Not with zeros: a block of zeros has the scale 2**-127 where scales are powers of two, and
+        the whole tile would be divided in the slower of two ways.
         """
         if values is None:
             return [None] * len(self._tiles)
@@ -297,7 +298,7 @@ def _result(
 
 
 def _split(values: np.ndarray | None, lengths: Sequence[int]) -> Sequence[Any]:
-    """Parts of these lengths, of nothing as many times None."""
+    """`values` in parts of these lengths; None for each of them where there are no values."""
     if values is None:
         return [None] * len(lengths)
     ends = [0, *itertools.accumulate(lengths)]

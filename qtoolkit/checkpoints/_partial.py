@@ -73,9 +73,9 @@ def _open_locked(name: str, path: object, opened: list[int]) -> None:
 
 
 def keep_mode(old: str, new: str) -> None:
-    """Gives `new` permissions and group of what it is to replace, where there is something.
+    """Gives `new` the permissions and group of `old`, the file that it is to replace, if any.
 
-    Of a system or an owner that has no such rights, it keeps those that it has.
+    Where the system or the user may not change them, `new` keeps its own.
     """
     with contextlib.suppress(OSError):
         status = os.stat(old)

@@ -276,7 +276,7 @@ class _Operands(NamedTuple):
 
     Attributes:
       arrays: As `jit` takes them.
-      types: Theirs.
+      types: The type of each of these.
       granularity: Axis of the array and size of its blocks along it, 0 without them, for which
         there is a scale each; None for one scale.
     """

@@ -41,9 +41,13 @@ def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
 
 
 def cache_after(where: str, before: QArray, wide: Array) -> QArray:
-    """The cache that was `before`, and is `wide` after a step wrote some tokens into its numbers.
+    """The codes and scales of a cache after a step that wrote some of its tokens.
 
-    What the step left as it was keeps its codes: rounding twice could move it.
+    Tokens that the step left alone keep their codes: rounding them a second time could move them.
+
+    Args:
+      before: The cache before the step.
+      wide: Its numbers after the step.
     """
     after = cached(where, wide, before.spec)
     is_same = exact_float32(before.dequantize()) == exact_float32(wide)

@@ -113,7 +113,7 @@ class Summary:
     Attributes:
       rows: For each product, float32[roles, size].
       places: The products.
-      recipes: Theirs.
+      recipes: For each product.
     """
 
     rows: tuple[jax.Array, ...]

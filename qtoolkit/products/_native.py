@@ -86,7 +86,7 @@ def _own_elements(operand: Rounded) -> Array:
 
 
 def _elements(q: Array, codes: Array | None, fmt: Format) -> Array:
-    """Q as an array of a format; `codes` are its codes where they are known."""
+    """`q` as an array of a format; `codes` are its codes where they are known."""
     assert isinstance(fmt, FloatFormat)
     return dtype_from_codes(code_values(q, fmt) if codes is None else codes, fmt)
 

@@ -60,8 +60,8 @@ class Row:
       product: Its name in the layer.
       operand: "lhs", "rhs" or "cotangent".
       parts: The products that round it so: "forward", "forward, wgrad".
-      fmt: What it is rounded to, as text; "wide" where it is not, "e4m3fn_channel, stored" for a
-        kernel that is codes already.
+      fmt: What it is rounded to, as text; "wide" where it is not, "e4m3fn by tensor, stored" for
+        a kernel that is codes already.
       limits: The least positive and the largest value of the elements; None where it stays wide.
       tally: What was measured.
     """
@@ -301,7 +301,7 @@ class Sums:
     Attributes:
       vectors: float32[products, roles, TALLY_SIZE].
       places: The products.
-      recipes: Theirs.
+      recipes: For each product.
       stored: Which of their operands are codes already.
       left: As in `Numerics`.
     """
@@ -330,14 +330,14 @@ class Sums:
 
 @jax.jit
 def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.Array) -> Tally:
-    """Those of all rows, in one program.
+    """The tallies of all rows, computed by one program.
 
     Args:
       vectors: float32[products, roles, TALLY_SIZE]: what the taps kept.
-      number, role: int[rows]: of which product and which operand a row is.
-      twin: The role of the same operand in another product, `role` itself where there is none. It
-        is measured once, in one of both: of a product whose lhs is the kernel, the cotangent in
-        that of wgrad.
+      number, role: int[rows]: which product and which operand each row describes.
+      twin: The role of the same operand in another product, `role` itself where there is none. The
+        tap measures the operand in one of the two and leaves zeros for the other, so both are
+        added. Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
     """
     other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
     return jax.vmap(tally_of)(vectors[number, role] + other)

@@ -242,7 +242,7 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
         part = "wgrad" if side else "dgrad"
         labels = ["wide" if operand is None else str(operand) for operand in pair]
         # Stored and learned operands are rounded before the product: its recipe has None for them.
-        # Dgrad takes rhs, and wgrad lhs, as the forward product did, whose label names them.
+        # dgrad takes rhs, and wgrad takes lhs, as the forward product did, whose label names them.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]

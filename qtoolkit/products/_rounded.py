@@ -73,7 +73,7 @@ class Rounded:
         return self.spec is None or self.spec.scale is None
 
     def unscaled(self) -> Array:
-        """Q * scale, float32."""
+        """`q * scale`, float32."""
         if self.spec is None or self.spec.scale is None:
             return differentiable_widened(self.q)
         return _unscaled(self.q, self.scales, self.spec)

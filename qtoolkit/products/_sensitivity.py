@@ -29,7 +29,7 @@ class Sensitivity:
     Attributes:
       losses: float32[layers + 2], of each layer alone quantized, then of none, then of all.
       paths: Of the layers, in the order in which they run.
-      recipes: Theirs.
+      recipes: Of the layers, in the same order.
     """
 
     losses: jax.Array

@@ -173,5 +173,5 @@ def has_no_derivative(error: ValueError) -> bool:
 
 
 def swapped_rows(rows: jax.Array) -> jax.Array:
-    """Lhs and rhs exchanged, as `State.swapped` does."""
+    """The rows of lhs and rhs exchanged, as `State.swapped` does."""
     return rows[jnp.array([1, 0, 5, 4, 3, 2])]

@@ -279,7 +279,10 @@ def stored_tensor_scale(state: Observer) -> Array | None:
 
 
 def _on_any_mesh(state: State, x: Array) -> State:
-    """On Explicit meshes the compiler shards what happens in between; the state stays as it is."""
+    """`_observed`, on Explicit meshes too, where the compiler chooses the shardings within it.
+
+    The new state has the shardings of the old one.
+    """
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return _observed(state, x)
