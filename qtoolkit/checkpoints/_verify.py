@@ -9,12 +9,16 @@ import numpy as np
 from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._convert import entries, tasks_of
-from qtoolkit.checkpoints._dequantized import DequantizedSource
+from qtoolkit.checkpoints._dequantized import (
+    DequantizedSource,
+    folder_of,
+    quantization_config,
+)
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
-from qtoolkit.checkpoints._source import Source
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._source import CONFIG, Source
+from qtoolkit.checkpoints._storage import Path, join, storage
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
@@ -45,7 +49,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     """Quantizes `src` again as `converted` is quantized, and compares every code and scale.
 
     Headers and index are checked as they are opened. Of config.json only what reading the weights
-    asks for is looked at; input scales and other files are not compared. Then each tensor of
+    asks for is looked at, and that it says that they are quantized; input scales and other files
+    are not compared. Then each tensor of
     `src` must be there: unchanged, rounded to another wide dtype, or quantized, its codes and
     scales being those of `qtoolkit.quantize`. Nothing is written; memory is a few chunks.
 
@@ -79,7 +84,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             done += info.nbytes
             if progress is not None:
                 progress(shown(name), done, total)
-        problems = check.problems + [
+        problems = [*_unsaid(target), *check.problems] + [
             f"{shown(name)}: is not in {src}"
             for name in target.tensors
             if name not in source.tensors
@@ -91,6 +96,24 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             quantized=len(check.stored),
             problems=tuple(problems),
         )
+
+
+def _unsaid(target: Source) -> list[str]:
+    """What is wrong where a folder's config.json says nothing of quantized weights in it.
+
+    transformers then takes the codes for weights, without an error: SmolLM2-135M in E4M3 has a
+    perplexity of 17 million instead of 18.
+    """
+    folder = folder_of(target)
+    if folder is None or not isinstance(target, DequantizedSource) or quantization_config(folder):
+        return []
+    path = join(folder.path, CONFIG)
+    if storage(path).kind(path) != "file":
+        return []
+    return [
+        f"{CONFIG}: no quantization_config, expected that of layout {target.layout}: loaders take "
+        "codes for weights, without an error; convert it again"
+    ]
 
 
 class _Check:

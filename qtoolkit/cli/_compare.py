@@ -70,7 +70,8 @@ def verify(
 ) -> None:
     """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
 
-    Input scales, config.json and other files than the weights are not compared.
+    Of config.json it asks no more than whether it says that the weights are quantized; input scales
+    and other files are not compared.
     Formats and layout are read from CONVERTED, so that no options are needed; any program may have
     made it. Exits with 1 where something differs.
     """

@@ -309,3 +309,17 @@ def test_what_transformers_misreads_is_not_recommended_to_be_loaded_by_it(source
         assert "note       transformers (5.24) loads experts in nvfp4 with wrong" in result.stdout
     assert "transformers.Auto" not in done.stdout
     assert f'vllm.LLM("{tmp_path / "out"}")' in done.stdout
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "plain"])
+def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tmp_path, layout):
+    """As transformers does with SmolLM2-135M: a perplexity of 17 million, without an error."""
+    run("convert", source, tmp_path / "dst", "--layout", layout)
+    assert run("verify", source, tmp_path / "dst").exit_code == 0
+    (tmp_path / "dst" / "config.json").write_bytes((source / "config.json").read_bytes())
+    (tmp_path / "dst" / "qtoolkit_config.json").unlink(missing_ok=True)
+    found = run("verify", source, tmp_path / "dst")
+    assert found.exit_code == 1
+    assert found.stdout.startswith(
+        f"config.json: no quantization_config, expected that of layout {layout}: loaders take codes"
+    )
