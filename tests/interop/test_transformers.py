@@ -178,6 +178,28 @@ def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
         assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()
 
 
+def test_models_that_ask_for_weights_of_layers_run_dequantized(tmp_path):
+    """T5's code reads wo.weight.dtype, and a packed layer has none. Oracle: dequantized weights."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, decoder_start_token_id=0, **sizes)
+    )
+    model.save_pretrained(tmp_path / "wide")
+    convert(tmp_path / "wide", tmp_path / "out", format="int4_group128")
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+
+    def run(folder, **options):
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32, **options)
+        with torch.no_grad():
+            return loaded.eval()(input_ids=IDS, decoder_input_ids=IDS).logits.numpy()
+
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        run(tmp_path / "out")
+    found = run(tmp_path / "out", quantization_config=dequantizing())
+    np.testing.assert_array_equal(found, run(tmp_path / "back"))
+
+
 def test_gpt2_is_refused_where_nothing_loads_it_and_round_trips_in_plain(folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"Conv1D.*use --layout plain"):
         convert(folders / "gpt2", tmp_path / "out", layout="compressed-tensors")
