@@ -109,6 +109,11 @@ def convert(
       >>> {name: x.dtype.name for name, x in qt.checkpoints.load("fp8.safetensors").items()}
       {'bias': 'float32', 'w_scale': 'float32', 'w': 'float8_e4m3fn'}
     """
+    if format is None:  # of `make_plan` it asks to quantize nothing: a copy would look converted
+        raise TypeError(
+            "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
+            "dequantize_checkpoint writes wide weights"
+        )
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)

@@ -458,3 +458,11 @@ def test_blocks_of_convolutions_are_their_outputs(tmp_path):
     values = dequantize(found)
     for name, array in arrays.items():
         np.testing.assert_allclose(values[name], array, rtol=2**-4, atol=0.02)
+
+
+def test_no_format_at_all_is_refused(tmp_path):
+    """A copy, with "dequantized" as the reason of each tensor, would look converted."""
+    save(tmp_path / SRC, {"w.weight": np.ones((4, 4), np.float32)})
+    with pytest.raises(TypeError, match=r"format=None, expected .* dequantize_checkpoint writes"):
+        convert(tmp_path / SRC, tmp_path / DST, format=None)
+    assert os.listdir(tmp_path) == [SRC]
