@@ -38,6 +38,7 @@ from qtoolkit.cli._summaries import (
     inspect_data,
     inspect_summary,
     inspect_table,
+    layout_data,
     layout_page,
     layout_rows,
     loading_lines,
@@ -373,9 +374,14 @@ def layouts(
             autocompletion=_complete(tuple(LAYOUTS)),
         ),
     ] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """List the layouts that `convert` writes and reads, or show one of them."""
     with one_line_errors("nothing was changed"):
+        if as_json:
+            chosen = LAYOUTS.values() if name is None else [LAYOUTS[name]]
+            typer.echo(json.dumps({one.name: layout_data(one) for one in chosen}, indent=2))
+            return
         if name is None:
             table(LAYOUTS_HEADER, layout_rows())
             return

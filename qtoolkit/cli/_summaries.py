@@ -368,6 +368,24 @@ def layout_rows() -> list[list[str]]:
     ]
 
 
+def layout_data(layout: Layout) -> dict[str, Any]:
+    """A layout as JSON has it; format and scaling are what `convert` takes."""
+    return {
+        "title": layout.title,
+        "loaders": layout.loaders,
+        "schemes": [
+            {
+                "format": text.split()[0],
+                "scaling": text.rstrip(")").partition("--scaling ")[2] or None,
+                "name": scheme.name,
+                "about": scheme.about,
+                "needs_input_scale": scheme.needs_input_scale,
+            }
+            for scheme, text in zip(layout.schemes, layout.spellings(), strict=True)
+        ],
+    }
+
+
 def layout_page(layout: Layout) -> list[str]:
     """What there is to say of a layout."""
     texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]

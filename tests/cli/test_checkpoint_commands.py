@@ -323,3 +323,19 @@ def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tm
     assert found.stdout.startswith(
         f"config.json: no quantization_config, expected that of layout {layout}: loaders take codes"
     )
+
+
+def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
+    """Oracle: `convert`, which takes format and scaling as they stand there."""
+    data = json.loads(run("layouts", "--json").stdout)
+    assert list(data) == ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
+    assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}
+    (tmp_path / "scales.json").write_text('{"model.layers.0.mlp.down_proj": 0.5}')
+    for layout, about in data.items():
+        for scheme in about["schemes"]:
+            options = ["--layout", layout, "--format", scheme["format"]]
+            options += ["--scaling", scheme["scaling"]] if scheme["scaling"] else []
+            if scheme["needs_input_scale"]:
+                options += ["--input-scales", tmp_path / "scales.json"]
+            planned = run("convert", source, tmp_path / "dst", *options, "--dry-run", "--json")
+            assert planned.exit_code == 0, planned.output
