@@ -94,7 +94,7 @@ def _applied(module: nn.Module, variables: Any, batch: Batch) -> Any:
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
     """A module like `wrapped` with the scales of a calibration, and its variables.
 
-    What it gives for an example does not depend, by a bit, on the others of its batch: see
+    Its result for an example depends in no bit on the other examples of the batch: see
     `qtoolkit.nnx.freeze`. The amaxes are in the collection "qtoolkit", for each product; layers
     that `nn.scan` stacks share one.
 

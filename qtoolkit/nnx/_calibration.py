@@ -96,7 +96,7 @@ def _called(graph: Any, state: Any, batch: Batch) -> Any:
 def freeze(wrapped: Model, calibration: Calibration) -> Model:
     """A model like `wrapped` whose scales of whole tensors are those of a calibration.
 
-    What it gives for an example does not depend, by a bit, on the others of its batch, nor an
+    Its result for an example depends in no bit on the other examples of the batch, nor that for an
     earlier token on a later one, where XLA computes the products of both batches alike. The amaxes
     are `ScalingState` variables beside the products, and are saved with the model; the recipes say
     `Static()`. Gradients flow, with current scales for cotangents.
