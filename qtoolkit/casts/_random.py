@@ -138,6 +138,9 @@ def _offset_words(where: str, offset: Any) -> jax.Array | None:
             "before the first one of x"
         )
     offset = jnp.asarray(offset)
+    is_known = not isinstance(offset, jax.core.Tracer) and offset.is_fully_addressable
+    if is_known and int(offset) < 0:
+        raise ValueError(f"{where}: index_offset={offset}, expected 0 to 2**64 - 1")
     low = offset.astype(jnp.uint32)
     high = (offset >> 32).astype(jnp.uint32) if dtype.itemsize == 8 else jnp.zeros_like(low)
     return jnp.stack([low, high])

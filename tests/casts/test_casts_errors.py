@@ -259,7 +259,9 @@ def test_wrong_random_bits(name):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("offset", [-1, 2**64, np.int64(-3), np.array(-1), -(2**70)], ids=repr)
+@pytest.mark.parametrize(
+    "offset", [-1, 2**64, np.int64(-3), np.array(-1), -(2**70), jnp.int32(-1)], ids=repr
+)
 def test_offsets_out_of_range(name, offset):
     with pytest.raises(
         ValueError, match=rf"^{name}: index_offset=-?\d+, expected 0 to 2\*\*64 - 1"
