@@ -82,7 +82,7 @@ FUNCTIONS = {
     "pypto.cast": lambda x: qt.pypto.cast(x, qt.pypto.DT_INT16, qt.pypto.CastMode.CAST_FLOOR),
 }
 # What asks for the number of elements as a number.
-FIXED_SHAPE = ("AbsMax", "Percentile", "lsq_scale", "metrics", "sqnr_db")
+FIXED_SHAPE = ("AbsMax", "Percentile", "lsq_scale")
 
 
 def example(rows):

@@ -191,7 +191,7 @@ def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFor
         sqnr_db=found.sqnr_db(),
         max_error=found.max_error(),
         cosine=found.cosine(),
-        saturated=_fraction(found.saturated, np.float32(x.size)),
+        saturated=_fraction(found.saturated, jnp.asarray(x.size, jnp.float32)),
         flushed=_fraction(found.flushed, found.alive.astype(jnp.float32)),
         nonfinite=found.nonfinite,
         histogram=occurrences(codes, 2**spec.element.bits) if spec.element.bits <= 8 else None,
@@ -347,7 +347,7 @@ def occurrences(places: jax.Array, count: int) -> jax.Array:
     return jnp.zeros(count, jnp.uint32).at[places].add(np.uint32(1), mode="drop", **where)
 
 
-def _fraction(count: jax.Array, of: jax.Array | np.float32) -> jax.Array:
+def _fraction(count: jax.Array, of: jax.Array) -> jax.Array:
     return count.astype(jnp.float32) / jnp.maximum(of, np.float32(1))
 
 
