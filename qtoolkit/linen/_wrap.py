@@ -76,8 +76,9 @@ def wrap(
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; `kv_cache` has scales that join tokens; or, with `strict`, what
-        is said there. When the module runs: a layer under `nn.jit` has learned scales.
+      ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that join tokens;
+        or, with `strict`, what is said there. When the module runs: a layer under `nn.jit` has
+        learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)

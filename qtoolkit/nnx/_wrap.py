@@ -104,10 +104,10 @@ def wrap(
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         kernel of float64, of 8 bits, or a `QArray`.
-      ValueError: `kv_cache` for a model without attention, or with scales that join tokens; no
-        layer is quantized; a rule matches no layer (one with None: no module); a layer
-        has a product of the user's own in the place where ours would go, and the message names its
-        path; or, with `strict`, a product is left.
+      ValueError: `kv_cache` for a model without attention, without negative numbers, or with scales
+        that join tokens; no layer is quantized; a rule matches no layer (one with None: no module);
+        a layer has a product of the user's own in the place where ours would go, and the message
+        names its path; or, with `strict`, a product is left.
 
     Examples:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

@@ -14,11 +14,17 @@ def cache_format(where: str, like: SpecLike) -> BlockFormat:
     """The format of a cache; an element stands for one scale for each token and head.
 
     Raises:
-      ValueError: An unknown format, or one whose scales join tokens or heads.
+      ValueError: An unknown format; one without negative numbers; or one whose scales join tokens
+        or heads.
     """
     found = spec(like)
     if not isinstance(like, BlockFormat) and not found.block and found.scale is not None:
         found = BlockFormat.token(found.element)
+    if not (found.element.signed or found.zero_point):
+        raise ValueError(
+            f"{where}: kv_cache={found.element.name}, which has no negative numbers: those of keys "
+            "and values would become its lowest; expected a signed format, e.g. 'int8'"
+        )
     is_unscaled = found.scale is None
     is_along_features = len(found.block) == 1 and found.axes in (None, (-1,))
     if found.tensor_scale or not (is_unscaled or (is_along_features and found.other_axes == 1)):

@@ -94,6 +94,26 @@ def test_other_formats(spec):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("spec", ["uint8", "e8m0fnu", qt.BlockFormat.token("uint4")])
+def test_a_cache_holds_negative_numbers(spec):
+    """Oracle: keys and values have both signs, so without one about half of them would be lost."""
+    with pytest.raises(ValueError, match=r"kv_cache=\w+, which has no negative numbers"):
+        qt.nnx.wrap(attention(), WIDE, kv_cache=spec)
+
+
+def test_zero_points_hold_negative_numbers_as_well():
+    """Oracle: an 8-bit code with a zero point is off by at most a step, range / 255."""
+    plain = attention()
+    spec = qt.BlockFormat.token("uint8", zero_point=True)
+    model = qt.nnx.wrap(plain, WIDE, kv_cache=spec)
+    step(model, TOKENS[0]), step(plain, TOKENS[0])
+    got = np.asarray(model.cached_key.get_value().dequantize())
+    expected = np.asarray(plain.cached_key[...])
+    assert expected.min() < 0
+    np.testing.assert_allclose(got, expected, atol=2 * np.abs(expected).max() / 255)
+
+
+@pytest.mark.quick
 def test_messages():
     with pytest.raises(ValueError, match="kv_cache=e4m3fn by tensor, expected scales that belong"):
         qt.nnx.wrap(attention(), WIDE, kv_cache=qt.BlockFormat.tensor("e4m3fn"))
