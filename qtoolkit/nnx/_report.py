@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from qtoolkit.nnx._rewriting import leave, methods_of
+from qtoolkit.nnx._rewriting import is_left, leave, methods_of
 from qtoolkit.products import Product, Report
-from qtoolkit.products.internal import BY_RULE, report_of, with_values
+from qtoolkit.products.internal import BY_RULE, MODEL, report_of, with_values
 
 
 def hint(where: str, model: Any) -> str:
@@ -58,6 +58,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
             f"{hint('report', wrapped)}"
         )
     paths: list[str] = []
+    unmarked: set[str] = set()
     seen: set[int] = set()
 
     def tagged(path: tuple[Any, ...], node: Any) -> Any:
@@ -70,6 +71,8 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         if site is not None:
             paths.append(site.path)
         elif _has_products(node):
+            if not is_left(node):
+                unmarked.add(shown or MODEL)
             leave(node, shown)
         return node
 
@@ -85,15 +88,17 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     found = report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
     if paths:
-        return found
-    # No rule left these: what `wrap` returned was not used, or all its rules are None.
-    return dataclasses.replace(found, left=tuple(map(_not_wrapped, found.left)))
+        reason = "its layer is not wrapped: wrap the model again after layers are replaced"
+    else:  # what `wrap` returned was not used, or all its rules are None
+        reason = "no layer of the model is wrapped"
 
+    def explained(product: Product) -> Product:
+        is_by_rule = bool(paths) and product.path not in unmarked
+        if product.reason != BY_RULE or is_by_rule:
+            return product
+        return dataclasses.replace(product, reason=reason)
 
-def _not_wrapped(product: Product) -> Product:
-    if product.reason != BY_RULE:
-        return product
-    return dataclasses.replace(product, reason="no layer of the model is wrapped")
+    return dataclasses.replace(found, left=tuple(map(explained, found.left)))
 
 
 def check_strict(wrapped: nnx.Module, inputs: Any) -> None:

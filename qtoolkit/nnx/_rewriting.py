@@ -66,9 +66,14 @@ def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
     return subclass(kind, body, kind, (rewriting_class, kind, methods))
 
 
+def is_left(module: Any) -> bool:
+    """Whether `leave` marked a layer, which `wrap` does where a rule leaves it."""
+    return "qtoolkit_path" in vars(module)
+
+
 def leave(module: Any, path: str) -> None:
     """Marks the products of a layer as left."""
-    if "qtoolkit_path" not in vars(module):
+    if not is_left(module):
         kind: Any = type(module)
         module.__class__ = _scoped_class(kind, ("__call__", *methods_of(module)))
         module.qtoolkit_path = path

@@ -22,10 +22,11 @@ from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import Place, instrument
+from qtoolkit.products._taps import MODEL, Place, instrument
 
 __all__ = [
     "BY_RULE",
+    "MODEL",
     "NUMERICS_HEADER",
     "PRODUCTS",
     "Axes",

@@ -404,6 +404,25 @@ def test_rules_decide_for_each_module():
     assert paths(qt.Rules({nnx.Linear: recipe})) == ({"inner", "own"}, {"(model)"})
 
 
+def test_a_layer_that_came_after_wrap_is_not_left_by_a_rule():
+    """Oracle: no rule is None for it. A head that is replaced in a wrapped model is Flax's own."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=rngs) for _ in range(3)))
+    rules = qt.Rules({"layers/1": None}, Recipe())
+    wrapped = qt.nnx.wrap(model, rules)
+    wrapped.layers[2] = nnx.Linear(16, 4, rngs=rngs)
+
+    def reasons(model):
+        return {product.path: product.reason for product in qt.nnx.report(model, x).left}
+
+    found = reasons(wrapped)
+    assert found.keys() == {"layers/1", "layers/2"}
+    assert found["layers/1"] == "left by a rule"
+    assert found["layers/2"].startswith("its layer is not wrapped: wrap the model again")
+    assert {p.path for p in qt.nnx.report(wrapped, x).unexplained} == {"layers/2"}
+    assert reasons(qt.nnx.wrap(wrapped, rules)) == {"layers/1": "left by a rule"}
+
+
 class Held:
     def __init__(self, function):
         self.function = function
