@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST
-from qtoolkit.formats import BlockFormat, SpecLike, spec
+from qtoolkit.formats import E4M3FN, BlockFormat, SpecLike, spec
 from qtoolkit.formats.internal import hashed_once
 
 
@@ -231,9 +231,11 @@ class Operand:
         found = self.spec
         has_calibrated_second = self.scaling == Static() and bool(found.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
+            of_element = Operand(found.element)  # of float32 and NF4 that has no such scale, either
+            example = found.element.name if of_element.has_one_scale else E4M3FN.name
             raise ValueError(
                 f"Operand: {found.name} has no single scale of float32 for the tensor, which "
-                f"{type(self.scaling).__name__} scaling needs; expected e.g. {found.element.name!r}"
+                f"{type(self.scaling).__name__} scaling needs; expected e.g. {example!r}"
             )
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(

@@ -772,11 +772,13 @@ def test_hadamard_refuses(wrong):
         Hadamard(wrong)
 
 
-@pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "int4_group32", "bfloat16"])
+@pytest.mark.parametrize("spec", ["mxfp8", "nvfp4", "int4_group32", "bfloat16", "nf4"])
 @pytest.mark.parametrize("scaling", [Static(1.0), Delayed()])
 def test_only_formats_with_one_scale_take_delayed_and_static_ones(spec, scaling):
-    with pytest.raises(ValueError, match="has no single scale of float32 for the tensor"):
+    with pytest.raises(ValueError, match="has no single scale of float32 for the tensor") as caught:
         Operand(spec, scaling=scaling)
+    _, example, _ = str(caught.value).rsplit("'", 2)
+    Operand(example, scaling=scaling)  # what the message says to write is taken
 
 
 def test_operands_refuse_arguments_of_other_kinds():
