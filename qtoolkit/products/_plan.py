@@ -48,7 +48,7 @@ class State(NamedTuple):
         return first, second, third
 
     def swapped(self) -> "State":
-        """Lhs and rhs exchanged: of a product whose lhs is the kernel."""
+        """`lhs` and `rhs` exchanged: of a product whose `lhs` is the kernel."""
         order = jnp.array([1, 0, 2])
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
         zeros = None if self.zeros is None else swapped_rows(self.zeros)

@@ -73,6 +73,7 @@ def random_of(dtype, seed):
     return jnp.asarray(np.where(np.arange(50) % 3, x, np.ones_like(x)))
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(("primitive", "dtype"), CASES)
 def test_operations_are_written_as_jax_lowers_them(primitive, dtype):
     """Oracle: the operation itself."""
