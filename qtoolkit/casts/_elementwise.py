@@ -117,7 +117,7 @@ def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Ar
     chain of operations by one of them in each round of its simplifications, of the whole program.
     """
     shape = arrays[0].shape
-    is_number = bool(shape) and all(n == 1 for n in shape) and not _is_sharded(arrays[0])
+    is_number = bool(shape) and all(n == 1 for n in shape) and not is_sharded(arrays[0])
     with jax.enable_x64(True) if x64 else nullcontext():
         if not is_number:
             return _replayed(*arrays, jaxpr=jaxpr)
@@ -144,8 +144,12 @@ def _lowered(
         return [Writer(ctx, aval, rules).shaped(x) for x in outs]
 
 
-def _is_sharded(x: jax.Array) -> bool:
-    """Whether `x` lies along an axis of an Explicit mesh."""
+def is_sharded(x: jax.Array) -> bool:
+    """Whether `x` lies along an axis of an Explicit mesh.
+
+    A `lax.cond` must neither take nor give such arrays: under `vmap` its predicate may be one for
+    each example, and JAX's rule then selects by an array without their sharding, which is an error.
+    """
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 

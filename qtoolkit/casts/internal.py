@@ -10,7 +10,13 @@ from qtoolkit.casts._affine import (
 )
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
-from qtoolkit.casts._elementwise import by_platform, elementwise, on_cpu, varying_alike
+from qtoolkit.casts._elementwise import (
+    by_platform,
+    elementwise,
+    is_sharded,
+    on_cpu,
+    varying_alike,
+)
 from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (
     from_magnitude_ordinal,
@@ -102,6 +108,7 @@ __all__ = [
     "infinity_ordinal",
     "inside",
     "is_array",
+    "is_sharded",
     "is_zero",
     "kept_from_zero",
     "key_words",

@@ -23,6 +23,7 @@ from qtoolkit.casts.internal import (
     exact_float32,
     from_magnitude_ordinal,
     in_dtype,
+    is_sharded,
     kept_from_zero,
     magnitude_ordinal,
     on_cpu,
@@ -153,8 +154,11 @@ def block_values(
     if spec.has_powers and nonzero is not None:
         # In a block whose finite elements are all 0 the scale is 2**-127, and an infinity there
         # becomes 448 * 2**-127: such a block is not one of zeros.
-        need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
-        nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
+        if is_sharded(x):
+            nonzero |= jnp.any(jnp.isinf(x))
+        else:
+            need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
+            nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
     elements = _elements(x, blocks, projection, scales, dtype)
     return blocks.join(_of_elements(_values, elements, spec, scales, blocks, nonzero))
 
@@ -182,7 +186,7 @@ def operand_values(
         elements = _elements(x, blocks, projection, scales)
         return blocks.join(_of_elements(_operands, elements, spec, scales, blocks, is_short=True))
 
-    if scales.scale is None:  # nothing is divided
+    if scales.scale is None or is_sharded(x):  # nothing is divided; or no branch, see is_sharded
         return everything(), scales
     if largest is None:
         largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
@@ -410,7 +414,7 @@ def _of_elements(
     if not spec.has_powers:
         return by(_by_scale, blocks.spread(effective(scales.scale, scales.tensor_scale, spec)))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
-    if is_short:
+    if is_short or is_sharded(jax.tree.leaves(elements)[0]):
         return by(_by_exponent, exponent, is_nan)
     down, up = factors(exponent, is_nan)
     safe = are_safe(exponent, spec) | is_nan
@@ -479,5 +483,7 @@ def _tensor_amax(x: Array, amax: Array) -> Array:
         found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
         return exact_float32(found).reshape(())
 
+    if is_sharded(x):
+        return anew()
     within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.zeros_like(amax, shape=()))
     return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)

@@ -104,3 +104,43 @@ def test_random_signs_are_constants_inside_a_shard_too():
 
 def _nvfp4(x, w, key):
     return jnp.sum(jnp.sin(qt.dot_general(x, w, NUMBERS, recipe=qt.recipes.nvfp4, key=key)))
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["te_current", "token_scaled", "mxfp8"])
+def test_mapped_products_of_what_is_sharded_along_another_axis(kind, name):
+    """Oracle: the same products on one device. JAX maps no `lax.cond` of sharded arrays where
+    its predicate is one for each example, as whether a tensor is zero is.
+    """
+    recipe = getattr(qt.recipes, name)
+    numbers = (((1,), (0,)), ((), ()))
+    x = jax.random.normal(jax.random.key(0), (4, 3, 32)).at[:, 1].set(0.0)
+    w = jax.random.normal(jax.random.key(1), (3, 32, 32))
+
+    def products(x, w):
+        product = functools.partial(qt.dot_general, dimension_numbers=numbers, recipe=recipe)
+        return jax.vmap(product, (1, 0), 1)(x, w)
+
+    def run(x, w):
+        return products(x, w), jax.grad(lambda x: jnp.sum(products(x, w) ** 2))(x)
+
+    expected = jax.jit(run)(x, w)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+        got = jax.jit(run)(placed, jax.device_put(w, NamedSharding(mesh, P())))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@every_kind
+@pytest.mark.parametrize("spec", ["e4m3fn", "mxfp8_e4m3", "nvfp4"])
+def test_mapped_quantizing_of_what_is_sharded_along_another_axis(kind, spec):
+    """Oracle: the same values on one device."""
+    x = jax.random.normal(jax.random.key(0), (4, 3, 32)).at[:, 1].set(0.0)
+    x = x.at[0, 0, :2].set(jnp.array([jnp.nan, jnp.inf])).at[1, 1, 3].set(jnp.inf)
+    run = jax.jit(jax.vmap(lambda x: qt.fake_quantize(x, spec), 1, 1))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        got = run(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    np.testing.assert_array_equal(got, run(x))
