@@ -13,13 +13,14 @@ from qtoolkit.products._bilinear import ConvGeneralDilated, DotGeneral, Einsum, 
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
+from qtoolkit.scaling import QArray
 
 _DEFAULT = Recipe()
 
 
 def dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -82,8 +83,8 @@ def dot_general(
 
 def einsum(
     subscripts: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -114,8 +115,8 @@ def einsum(
 
 
 def conv_general_dilated(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -171,8 +172,8 @@ def conv_general_dilated(
 
 
 def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: jax.Array | QArray,
+    rhs: jax.Array | QArray,
     group_sizes: jax.Array,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,

@@ -9,6 +9,7 @@ from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._operand import (
     Current,
     Delayed,
+    Learned,
     Operand,
     OperandLike,
     Pair,
@@ -110,8 +111,9 @@ class Recipe:
           arithmetic, axis_names: See above.
 
         Raises:
-          ValueError: An unknown format; a transform that only one operand of a product has; a scale
-            of a cotangent that would be learned or calibrated.
+          ValueError: An unknown format; one without negative numbers for both operands, which no
+            pair spells out; a transform that only one operand of a product has; a scale of a
+            cotangent that would be learned or calibrated.
           TypeError: An argument of another kind.
         """
         lhs, rhs = _pair("forward", forward)
@@ -396,6 +398,13 @@ def _pair(name: str, given: Any) -> Pair:
             )
         return _operand(name, given[0]), _operand(name, given[1])
     both = _operand(name, given)
+    has_offset = both is not None and both.scaling == Learned(offset=True)
+    if both is not None and not both.spec.element.signed and not has_offset:
+        raise ValueError(
+            f"Recipe: {name} is {both.spec.element.name} for both operands, which has no negative "
+            "numbers: those of a kernel would become its lowest; expected a signed format, or a "
+            "pair, e.g. ('uint8', 'int8') behind a relu"
+        )
     return both, both
 
 

@@ -842,3 +842,15 @@ def test_keys_of_products():
         product(5)
     with pytest.raises(ValueError, match=r"einsum: key holds 2 keys of shape \(2,\), expected one"):
         product(jax.random.split(jax.random.key(0)))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("given", ["uint8", "uint4", "e8m0fnu"])
+def test_one_format_without_negative_numbers_is_refused(given):
+    """A kernel's negative numbers would all become 0. In a pair somebody has thought of them."""
+    with pytest.raises(ValueError, match=rf"forward is {given} .*no negative numbers.*'int8'"):
+        Recipe(given)
+    pair = Recipe(("uint8", "int8"), gradient=None)
+    x = jnp.asarray([[0.0, 3.0]])
+    w = jnp.asarray([[1.0], [-1.0]])
+    assert qt.einsum("ij,jk->ik", x, w, recipe=pair).item() == -3
