@@ -133,6 +133,21 @@ def test_the_gradient_of_a_learned_scale_follows_a_symbolic_batch():
         np.testing.assert_allclose(exported.call(scale, x), function(scale, x), rtol=1e-5)
 
 
+def test_blocks_of_several_rows_say_that_a_symbolic_batch_may_be_too_short():
+    def quantized(x):
+        return qt.fake_quantize(x, "deepseek_128x128")
+
+    def exported(rows):
+        return export.export(jax.jit(quantized))(jax.ShapeDtypeStruct((rows, 256), np.float32))
+
+    (rows,) = export.symbolic_shape("b")
+    with pytest.raises(ValueError, match=r"128 elements along axis -2.*has b, expected a size"):
+        exported(rows)
+    (rows,) = export.symbolic_shape("b", constraints=["b >= 128"])
+    x = np.random.default_rng(0).normal(size=(300, 256)).astype(np.float32)
+    np.testing.assert_array_equal(exported(rows).call(x), quantized(x))
+
+
 def test_stochastic_bits_with_symbolic_axes_in_the_middle():
     """The index of an element needs products of sizes that are not known."""
     b, c = export.symbolic_shape("b, c")

@@ -179,7 +179,8 @@ class BlockFormat:
         """The length of a block along each axis of an array.
 
         Raises:
-          ValueError: An axis is out of range, empty, or shorter than a block.
+          ValueError: An axis is out of range, empty, or shorter than a block; or, where it is
+            symbolic, not known to be as long.
         """
         rank = len(shape)
         if 0 in shape:
@@ -200,7 +201,7 @@ class BlockFormat:
                     f"different axes from {-rank} to {rank - 1}; choose them with .along(...)"
                 )
             taken.add(axis % rank)
-            if length is not None and length > shape[axis]:
+            if length is not None and self._is_longer(length, axis, shape):
                 raise ValueError(
                     f"{self.name}: a block has {length} elements along axis {axis}, and shape "
                     f"{shape} only {shape[axis]}; use a shorter block"
@@ -209,6 +210,16 @@ class BlockFormat:
         return tuple(
             n if length is None else length for n, length in zip(shape, lengths, strict=True)
         )
+
+    def _is_longer(self, length: int, axis: int, shape: tuple[int, ...]) -> bool:
+        try:
+            return bool(length > shape[axis])
+        except Exception as error:  # JAX's, which is not imported here: a symbolic size
+            raise ValueError(
+                f"{self.name}: a block has {length} elements along axis {axis}, and shape {shape} "
+                f"has {shape[axis]}, expected a size that is known, or known to be {length} or "
+                "more; export for that, or cut blocks along other axes"
+            ) from error
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The number of blocks along each axis of an array. Raises: as `block_lengths`."""
