@@ -64,16 +64,17 @@ def test_unknown_names():
 
 @pytest.mark.quick
 def test_gaps_are_paired_by_seed():
-    """By hand: 2.2 / 2 and 3.3 / 3; the mean of the losses alone would hide that."""
+    """By hand: 2.2 / 2 and 3.6 / 3, whose mean is 1.15 with a standard error of 0.05."""
     losses = {("bfloat16", 0): 2.0, ("bfloat16", 1): 3.0, ("te_current", 0): 2.2}
-    losses |= {("te_current", 1): 3.3, ("int8_qat", 1): 3.0}
+    losses |= {("te_current", 1): 3.6, ("int8_qat", 1): 3.0}
     rows = [
         {"model": "cnn", "recipe": r, "seed": s, "steps": 1, "data": "d", "losses": [9.0, *[x] * 5]}
         for (r, s), x in losses.items()
     ]
     gaps = {gap["recipe"]: gap["to bfloat16"] for gap in paired_gaps(rows)["cnn"]}
-    np.testing.assert_allclose(gaps["te_current"], [0.1, 0.1])
+    np.testing.assert_allclose(gaps["te_current"], [0.1, 0.2])
     assert gaps["int8_qat"] == [0.0]
     text = text_of_gaps(rows)
-    assert "| te_current | 2.7500 | - | +10.000% | +10.000% | 2 | <= 0.5% | **missed** |" in text
+    means, promise = "- | +15.000% ± 5.000% | +20.000%", "<= 0.5% | **missed**"
+    assert f"| te_current | 2.9000 | {means} | 2 | {promise} |" in text
     assert "| int8_qat | 3.0000 | - | +0.000% | +0.000% | 1 |  |  |" in text
