@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
+from qtoolkit.checkpoints._container import check_container, check_destination, layout_in
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
-from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
-from qtoolkit.checkpoints._plan import Plan, TensorPlan
+from qtoolkit.checkpoints._plan import ContainerName, Plan, TensorPlan
 from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import Folder, Source, open_source
+from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.checkpoints._tiles import Read
@@ -49,6 +49,7 @@ def convert(
     keep_dtype: FormatLike | None = None,
     channel_axis: AxisChoice = "auto",
     input_scales: InputScales | None = None,
+    to: ContainerName = "safetensors",
     max_shard_size: int | str = "5GB",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
@@ -60,17 +61,21 @@ def convert(
     """Quantizes the weights of a checkpoint into another one, streaming.
 
     A folder becomes a folder, with index, config.json and the other files in it (`Report.left`
-    names what is not copied); a file becomes a
-    safetensors file. Codes and scales are those of `qtoolkit.quantize`, rounded to nearest even,
-    saturating. What is quantized in the source is dequantized first. The same arguments give the
-    same bytes.
+    names what is not copied); a file or a checkpoint of orbax becomes a safetensors file. With
+    `to="orbax"` each becomes a checkpoint of orbax. Codes and scales are those of
+    `qtoolkit.quantize`, rounded to nearest even, saturating. What is quantized in the source is
+    dequantized first. The same arguments give the same bytes.
 
     Args:
-      src: A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack, GGUF. Folders
-        and safetensors files may also be URLs, such as "s3://bucket/model", which fsspec reads.
+      src: A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack, GGUF.
+        Folders of the first kind and safetensors files may also be URLs, such as
+        "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
         folder behind a URL each file does, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
+      to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
+        split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
+        every run, its bytes are not: orbax chooses names of files at random.
       max_shard_size: Bytes of a file of a folder, or such as "5GB".
       allow_nonfinite: Whether weights with NaN or Inf are quantized and cast; what is copied may
         have them, as masks do, and is named in the report. Inf saturates, but stays in
@@ -93,8 +98,9 @@ def convert(
 
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
-        not copied have NaN or Inf, `src` is a file and there is a shard, or `make_plan` raises it.
-        Nothing is written, of shards no file that is not whole.
+        not copied have NaN or Inf, there is a shard of something that is no folder of files, orbax
+        cannot hold a tensor, or `make_plan` raises it. Nothing is written, of shards no file that
+        is not whole.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
@@ -117,21 +123,22 @@ def convert(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
-    check_destination(src, dst, overwrite)
+    check_container(to, shard)
+    check_destination(src, dst, overwrite, to)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
         plan = make_plan(
             source,
             format=format,
             scaling=scaling,
-            layout=layout,
+            layout=layout_in(to, layout),
             skip=skip,
             keep_dtype=keep_dtype,
             channel_axis=channel_axis,
             input_scales=input_scales,
         )
         work = _Work(source, plan, allow_nonfinite, progress, workers)
-        return _written(dst, opened, work, limit, overwrite, shard)
+        return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
 def dequantize_checkpoint(
@@ -139,6 +146,7 @@ def dequantize_checkpoint(
     dst: Path,
     *,
     dtype: FormatLike | None = None,
+    to: ContainerName = "safetensors",
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     shard: Shard | None = None,
@@ -149,8 +157,8 @@ def dequantize_checkpoint(
     """Writes the weights that a quantized checkpoint stands for, streaming.
 
     Args:
-      src, dst, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
-        GGUF is quantized, too.
+      src, dst: As in `convert`. GGUF is quantized, too.
+      to, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
       dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
         names, else float32.
 
@@ -171,32 +179,40 @@ def dequantize_checkpoint(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
-    check_destination(src, dst, overwrite)
+    check_container(to, shard)
+    check_destination(src, dst, overwrite, to)
     with contextlib.closing(open_source(src)) as opened:
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
         work = _Work(source, plan, True, progress, workers)
-        return _written(dst, opened, work, limit, overwrite, shard)
+        return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
 def _written(
-    dst: Path, opened: Source, work: "_Work", limit: int, overwrite: bool, shard: Shard | None
+    dst: Path,
+    opened: Source,
+    work: "_Work",
+    to: ContainerName,
+    limit: int,
+    overwrite: bool,
+    shard: Shard | None,
 ) -> Report:
     plan = work.plan
     report = Report(
         source=str(opened.path),
         target=str(dst),
+        container=to,
         layout=plan.layout,
         format=plan.format_names,
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
-        left=tuple(opened.left) if isinstance(opened, Folder) else (),
+        left=_left(opened, to),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         caution=plan.caution,
         tensors=(),
     )
-    if isinstance(opened, Folder):
+    if isinstance(opened, Folder) and to == "safetensors":
         return write_folder(
             dst, opened, plan, work, report, limit=limit, overwrite=overwrite, shard=shard
         )
@@ -207,8 +223,22 @@ def _written(
         )
     work.start(plan.tensors)
     chunks = work.chunks(plan.tensors, work.finish)
-    write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
+    if to == "orbax":
+        from qtoolkit.checkpoints._orbax_writer import write_orbax
+
+        paths = getattr(opened, "paths", {})
+        write_orbax(dst, plan, chunks, paths, overwrite=overwrite)
+    else:
+        write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(work.reports))
+
+
+def _left(opened: Source, to: ContainerName) -> tuple[str, ...]:
+    """The files of a source folder that do not go with the weights."""
+    if not isinstance(opened, Folder):
+        return ()
+    config = [CONFIG] if opened.has_config else []
+    return (*opened.left, *(() if to == "safetensors" else (*config, *opened.copied)))
 
 
 def tasks_of(

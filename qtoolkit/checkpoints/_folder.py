@@ -8,7 +8,7 @@ from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._safetensors import check_target
+from qtoolkit.checkpoints._safetensors import exists_already
 from qtoolkit.checkpoints._source import is_under_way, weight_files
 from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
 
@@ -60,20 +60,6 @@ def _real(path: Path) -> str:
     return str(path).rstrip("/") if is_url(path) else os.path.realpath(path)
 
 
-def check_destination(src: Path, dst: Path, overwrite: bool) -> None:
-    """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
-
-    Raises:
-      CheckpointError, OSError: As `check_paths`, `check_folder` or `check_target`.
-    """
-    check_paths(src, dst)
-    if storage(src).kind(src) == "folder":
-        found = storage(src).entries(src)
-        check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
-    else:
-        check_target(dst, overwrite)
-
-
 def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """Raises where a folder cannot be written, or files would be lost by it.
 
@@ -84,7 +70,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """
     place, target = storage(path), _real(path)
     if not is_url(path):
-        _check_nameable(path, target)
+        check_nameable(path, target)
     kind = place.kind(target)
     if kind not in ("folder", ""):
         raise CheckpointError(
@@ -94,14 +80,11 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     if not found or is_under_way(path, found):
         return
     if not overwrite:
-        raise CheckpointError(
-            f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace "
-            "it, or choose another name"
-        )
+        raise exists_already(path)
     _check_replaceable(path, target, found, own)
 
 
-def _check_nameable(path: Path, target: str) -> None:
+def check_nameable(path: Path, target: str) -> None:
     """Raises where no folder on this machine can get this name by a rename."""
     if os.path.ismount(target):
         raise CheckpointError(

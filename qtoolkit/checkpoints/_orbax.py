@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,10 +17,30 @@ from qtoolkit.checkpoints._storage import Path, is_url, join, storage
 _METADATA = "_METADATA"  # beside the arrays of a tree
 
 
+class TreePath(NamedTuple):
+    """Where an array is in a tree.
+
+    Attributes:
+      keys: As `jax.tree_util` has them, without the last one of a variable.
+      is_variable: Whether "value" follows them: `nnx.state` has its arrays under that key.
+    """
+
+    keys: tuple[Any, ...]
+    is_variable: bool = False
+
+    @property
+    def name(self) -> str:
+        return jax.tree_util.keystr(self.keys, simple=True, separator=".")
+
+
 class OrbaxFolder(ArraySource):
     """An open checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
 
     Names are paths in the tree, joined by "."; of a variable of `nnx.state` that of the variable.
+    What is text in the checkpoint's custom metadata is its `metadata`.
+
+    Attributes:
+      paths: Where each array is in the tree, by name.
 
     Args:
       path: Of the checkpoint, or of a step of a manager, with one item in it.
@@ -41,15 +61,18 @@ class OrbaxFolder(ArraySource):
         self._folder = os.path.abspath(_of_one_item(path))  # orbax takes no other
         self._structure: Any
         try:
-            with _quiet():  # a step's item has no metadata of its own, which it warns of
+            with quiet():  # a step's item has no metadata of its own, which it warns of
                 described = ocp.PyTreeCheckpointer().metadata(self._folder).item_metadata
             if described is None:
                 raise ValueError("arrays are missing")
             leaves, self._structure = jax.tree_util.tree_flatten_with_path(described.tree)
+            custom = dict(described.custom_metadata or {})
         except Exception as error:  # whatever orbax, tensorstore and json raise
             raise self._damaged(path, error) from error
-        names = _names([keys for keys, _ in leaves])
+        paths = _paths([keys for keys, _ in leaves])
+        names = [path.name for path in paths]
         self._index = {name: i for i, name in enumerate(names)}
+        self.paths = dict(zip(names, paths, strict=True))
         _check_names(path, names, self._index)
         super().__init__(
             path,
@@ -59,6 +82,7 @@ class OrbaxFolder(ArraySource):
             },
             self._array,
         )
+        self.metadata = {key: text for key, text in custom.items() if isinstance(text, str)}
 
     def _array(self, name: str) -> np.ndarray:
         ocp, count = self._orbax, self._structure.num_leaves
@@ -69,7 +93,7 @@ class OrbaxFolder(ArraySource):
             item=self._structure.unflatten(wanted), restore_args=self._structure.unflatten(how)
         )
         try:
-            with _quiet():
+            with quiet():
                 restored = ocp.PyTreeCheckpointer().restore(self._folder, args=arguments)
         except Exception as error:
             raise self._damaged(f"{self.path}: tensor {shown(name)}", error) from error
@@ -84,11 +108,11 @@ class OrbaxFolder(ArraySource):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of orbax."""
+def quiet() -> Iterator[None]:
+    """Without what orbax logs: what goes wrong is raised."""
     logger = logging.getLogger("absl")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
@@ -119,18 +143,21 @@ def _of_one_item(path: Path) -> Path:
     return join(path, items[0])
 
 
-def _names(paths: list[tuple[Any, ...]]) -> list[str]:
-    """A name for each path; a variable of `nnx.state` is a node with nothing but "value" in it.
+def _paths(leaves: list[tuple[Any, ...]]) -> list[TreePath]:
+    """Paths of leaves; a variable of `nnx.state` is a node with nothing but "value" in it.
 
-    The metadata say it of no node. In {"query": q, "key": k, "value": v} "value" is a name.
+    The metadata do not say which nodes are variables. In {"query": q, "key": k, "value": v},
+    "value" is a name like the others.
     """
-    leaves = collections.Counter(keys[:n] for keys in paths for n in range(1, len(keys)))
+    below = collections.Counter(keys[:n] for keys in leaves for n in range(1, len(keys)))
 
     def is_variable(keys: tuple[Any, ...]) -> bool:
-        return leaves[keys[:-1]] == 1 and jax.tree_util.keystr(keys[-1:], simple=True) == "value"
+        return below[keys[:-1]] == 1 and jax.tree_util.keystr(keys[-1:], simple=True) == "value"
 
-    named = (keys[:-1] if is_variable(keys) else keys for keys in paths)
-    return [jax.tree_util.keystr(keys, simple=True, separator=".") for keys in named]
+    return [
+        TreePath(keys[:-1], is_variable=True) if is_variable(keys) else TreePath(keys)
+        for keys in leaves
+    ]
 
 
 def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:

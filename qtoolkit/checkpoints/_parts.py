@@ -270,9 +270,7 @@ def _clear(place: Place, there: Mapping[str, Any] | None, overwrite: bool) -> No
         elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
             storage(place.path).remove_folder(place.target)
         return
-    storage(place.parts).remove_folder(place.content)
-    for name in os.listdir(place.parts):
-        os.unlink(os.path.join(place.parts, name))
+    place.clear()
     os.mkdir(place.content)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -157,6 +158,23 @@ class Place:
             for name in (*job["files"], *job["copied"], *job["json"]):
                 storage(self.path).remove(join(self.content, *name.split("/")))
         storage(self.path).remove_folder(self.parts)
+
+    def check_no_shards(self, overwrite: bool) -> None:
+        """Refuses to remove what shards of a folder have written, unless it may be replaced."""
+        there = self.plan()
+        if there is not None and there.get("shards") and not overwrite:
+            raise CheckpointError(
+                f"{self.path}: files of a conversion in shards are there; finalize it, or remove "
+                f"them: qtoolkit finalize --discard {shlex.quote(str(self.path))}"
+            )
+
+    def clear(self) -> None:
+        """Empties the folder of parts on this machine: what runs that were killed have left."""
+        for entry in os.scandir(self.parts):
+            if entry.is_dir(follow_symlinks=False):
+                storage(entry.path).remove_folder(entry.path)
+            else:
+                os.unlink(entry.path)
 
     def remove_strays(self, files: Sequence[str]) -> None:
         """Removes what a process that was killed has left half-written beside the files."""

@@ -11,6 +11,8 @@ from qtoolkit.checkpoints._targets import is_named
 from qtoolkit.checkpoints.layouts import Scheme
 from qtoolkit.formats import BlockFormat, Format, Rules
 
+ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a target
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorPlan:

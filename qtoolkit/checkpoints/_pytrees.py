@@ -10,7 +10,7 @@ JAX loads only where there are quantized arrays.
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,12 @@ from qtoolkit.checkpoints import _safetensors as files
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
+from qtoolkit.checkpoints._source import is_orbax
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored
+
+if TYPE_CHECKING:
+    from qtoolkit.checkpoints._orbax import OrbaxFolder
 
 
 def save(
@@ -84,13 +88,14 @@ def save(
 
 
 def load(path: Path, like: Any = None) -> Any:
-    """What a safetensors file holds: arrays, 8-bit floats as ml_dtypes arrays, and `QArray`s.
+    """What a file or a checkpoint of orbax holds: arrays, 8-bit floats too, and `QArray`s.
 
         state = qtoolkit.checkpoints.load("model.safetensors", like=nnx.state(model))
         nnx.update(model, state)
 
     Args:
-      path: A file from `save`, `convert` or any other program.
+      path: A safetensors file, from `save`, `convert` or any other program, or a checkpoint of
+        orbax, as `convert(to="orbax")` writes it.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
         or trees of `jax.ShapeDtypeStruct`. Of the file's names it expects just those that `save`
         would give it. A tensor that `convert` quantized becomes a `QArray`, whatever `like` has.
@@ -114,7 +119,7 @@ def load(path: Path, like: Any = None) -> Any:
       >>> bool((state["kernel"][...] == model.kernel[...]).all())
       True
     """
-    with SafetensorsFile(path) as file:
+    with _opened(path) as file:
         arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
         described = file.metadata.get(ARRAYS_KEY)
     loaded = _with_qarrays(path, arrays, described)
@@ -125,6 +130,14 @@ def load(path: Path, like: Any = None) -> Any:
     if loaded:
         raise _differs(path, loaded, "which `like` has not; leave them out of the file")
     return state
+
+
+def _opened(path: Path) -> "SafetensorsFile | OrbaxFolder":
+    if is_orbax(path):
+        from qtoolkit.checkpoints._orbax import OrbaxFolder
+
+        return OrbaxFolder(path)
+    return SafetensorsFile(path)
 
 
 def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from qtoolkit.checkpoints._plan import ContainerName
+
 # Called after each piece of work: the name of a tensor, what is done of all, and how much all is.
 Progress = Callable[[str, int, int], None]
 
@@ -49,7 +51,8 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      layout: How it is stored: a name in `LAYOUTS`.
+      container: What holds the tensors: "safetensors" or "orbax".
+      layout: How weights are stored: a name in `LAYOUTS`.
       format, scaling: What tensors were quantized to, by rules several names with commas between
         them or "nothing"; scaling is "none" where no scale is needed or the format says which.
       dequantized: The layout of a source that was quantized; "" where it was not.
@@ -66,6 +69,7 @@ class Report:
 
     source: str
     target: str
+    container: ContainerName = "safetensors"
     layout: str = "plain"
     format: str
     scaling: str

@@ -226,10 +226,14 @@ def check_target(path: Path, overwrite: bool) -> str:
 
 def _check_new(path: Path, exists: bool, overwrite: bool) -> None:
     if exists and not overwrite:
-        raise CheckpointError(
-            f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
-            "or choose another name"
-        )
+        raise exists_already(path)
+
+
+def exists_already(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
+        "or choose another name"
+    )
 
 
 def save(

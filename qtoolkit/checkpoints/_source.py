@@ -26,7 +26,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 UNDER_WAY = ".qtoolkit-partial"
 PLAN = "plan.json"
 _PLAN_KEYS = {"made", "files", "copied", "json", "report"}
-_ORBAX = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in its folders
+ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in folders of orbax
 _MAX_JSON = 256 * 2**20
 _MAX_PLAN = 2**30
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
@@ -332,6 +332,12 @@ def _check_index(
         )
 
 
+def is_orbax(path: Path) -> bool:
+    """Whether a folder is a checkpoint of orbax, or a step of one."""
+    place = storage(path)
+    return place.kind(path) == "folder" and not ORBAX_FILES.isdisjoint(place.entries(path))
+
+
 def open_source(path: Path) -> Source:
     """Opens a checkpoint of any kind that is read, by what is in it, not by its name.
 
@@ -356,7 +362,7 @@ def open_source(path: Path) -> Source:
     """
     what = storage(path).kind(path)
     if what == "folder":
-        if not _ORBAX.isdisjoint(storage(path).entries(path)):
+        if is_orbax(path):
             from qtoolkit.checkpoints._orbax import OrbaxFolder
 
             return OrbaxFolder(path)

@@ -1,11 +1,12 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
+from qtoolkit.checkpoints._container import check_container, check_destination, layout_in
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
-from qtoolkit.checkpoints._folder import check_destination
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._place import WHOLE, check_replaced, whole
+from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, read_json
@@ -19,18 +20,21 @@ __all__ = [
     "SCALINGS",
     "WHOLE",
     "AxisChoice",
+    "ContainerName",
     "DequantizedSource",
     "Folder",
     "Source",
     "Statistics",
     "Stored",
     "byte_count",
+    "check_container",
     "check_destination",
     "check_quantized",
     "check_replaced",
     "check_target",
     "dequantized",
     "join",
+    "layout_in",
     "part_names",
     "read_json",
     "resolve_target",

@@ -14,13 +14,16 @@ from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
     AxisChoice,
+    ContainerName,
     Folder,
     Source,
     byte_count,
+    check_container,
     check_destination,
     check_quantized,
     check_replaced,
     dequantized,
+    layout_in,
     part_names,
     read_json,
     resolve_target,
@@ -54,6 +57,7 @@ from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
 
 AXES = get_args(AxisChoice)
+CONTAINERS = get_args(ContainerName)
 WIDE = ("float32", "bfloat16", "float16")
 
 
@@ -106,11 +110,19 @@ def _complete(choices: Sequence[str]) -> Any:
 
 _SRC = typer.Argument(
     metavar="SRC",
-    help="A folder as Hugging Face's, or a file: safetensors, npz, Flax's msgpack or GGUF. Folders "
-    "and safetensors may also be URLs: s3://bucket/model.",
+    help="A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack or "
+    "GGUF. Folders of the first kind and safetensors may also be URLs: s3://bucket/model.",
 )
 _DST = typer.Argument(
-    metavar="DST", help="The folder to write; of a file, the safetensors file. Or its URL."
+    metavar="DST",
+    help="The folder to write; of a file or of orbax, the safetensors file. Or its URL.",
+)
+_TO = typer.Option(
+    "--to",
+    metavar="NAME",
+    callback=_one_of("--to", CONTAINERS),
+    autocompletion=_complete(CONTAINERS),
+    help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
 )
 _FORMAT = typer.Option(
     "--format",
@@ -218,6 +230,7 @@ def convert(
     keep_dtype: Annotated[str | None, _KEEP_DTYPE] = None,
     channel_axis: Annotated[str, _CHANNEL_AXIS] = "auto",
     input_scales: Annotated[Path | None, _INPUT_SCALES] = None,
+    to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
@@ -233,9 +246,10 @@ def convert(
     """Quantize the weights of a checkpoint.
 
     A folder becomes a folder for the loaders of the layout (tested: transformers): index,
-    config.json and the other files in it are written with the weights. A file becomes a safetensors
-    file. What is quantized in SRC is dequantized first. In the layout "plain"
-    a tensor keeps its name and its scale is NAME_scale: value = code * scale.
+    config.json and the other files in it are written with the weights. A file or a checkpoint of
+    orbax becomes a safetensors file, or with --to orbax a checkpoint of orbax. What is quantized in
+    SRC is dequantized first. In the layout "plain" a tensor keeps its name and its scale is
+    NAME_scale: value = code * scale.
     """
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
@@ -251,12 +265,13 @@ def convert(
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
         if dry_run:
-            _dry_run(src, dst, options, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
                 src,
                 dst,
+                to=to,
                 max_shard_size=max_shard_size,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
@@ -282,6 +297,7 @@ def dequantize(
             help="float32, bfloat16 or float16.",
         ),
     ] = None,
+    to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
@@ -302,13 +318,14 @@ def dequantize(
     with one_line_errors(f"{dst} was not written"):
         if dry_run:
             options = {"format": None, "keep_dtype": dtype}
-            _dry_run(src, dst, options, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
                 src,
                 dst,
                 dtype=dtype,
+                to=to,
                 max_shard_size=max_shard_size,
                 overwrite=overwrite,
                 shard=shard,
@@ -444,6 +461,7 @@ def _dry_run(
     src: str,
     dst: str,
     options: dict[str, Any],
+    to: Any,
     shard: tuple[int, int] | None,
     max_shard_size: str,
     overwrite: bool,
@@ -452,7 +470,9 @@ def _dry_run(
     """Prints the plan that `make_plan` makes with these options."""
     if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
-    check_destination(src, dst, overwrite)
+    check_container(to, shard)
+    check_destination(src, dst, overwrite, to)
+    options["layout"] = layout_in(to, options.get("layout"))
     with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)

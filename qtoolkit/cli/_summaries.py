@@ -200,6 +200,11 @@ def loading_lines(report: Report) -> list[str]:
                 + ("config.json is now called qtoolkit_config.json; " if parked else "")
                 + f"`qtoolkit dequantize` undoes {'both' if parked else 'it'}"
             ]
+        if report.container == "orbax":
+            return [
+                f'load it: qtoolkit.checkpoints.load("{target}", like=nnx.state(model)), or by '
+                "orbax as a tree with scales beside the codes"
+            ]
         return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
     if not report.quantization_config:
         return []

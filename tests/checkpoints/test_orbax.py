@@ -1,8 +1,11 @@
 """Orbax checkpoints as sources. Oracle: the same tree as safetensors, written by `save`."""
 
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -170,3 +173,233 @@ def test_damaged_checkpoints(folder, tmp_path, damage):
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("qtoolkit: src"))
     assert line.endswith("expected what orbax reads; write it again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+
+
+# As targets. Oracle: the same conversion to safetensors, and orbax itself, which reads them.
+
+
+def restored(path, like=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def same(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.fixture(scope="module")
+def codes(folder, tmp_path_factory):
+    """TREE by channel as orbax and as safetensors."""
+    root = tmp_path_factory.mktemp("codes")
+    options = {"scaling": "channel", "channel_axis": "last"}
+    report = convert(folder / "tree", root / "orbax", to="orbax", **options)
+    convert(folder / "tree", root / "file", **options)
+    assert report.container == "orbax"
+    return root
+
+
+def test_orbax_restores_codes_and_scales_in_the_tree_of_the_source(codes):
+    tree, file = restored(codes / "orbax"), load(codes / "file")
+    assert isinstance(tree["params"]["layers"], list)
+    assert tree["params"]["dense"]["kernel"].dtype == "float8_e4m3fn"
+    assert tree["params"]["dense"]["kernel_scale"].shape == (1, 32)
+    found = flat(tree)
+    assert found.keys() == file.keys()
+    assert all(same(found[name], file[name]) for name in found)
+
+
+def test_a_model_that_is_not_quantized_does_not_take_the_codes(codes):
+    """Orbax would cast them to the dtype of the target: weights up to 448 without an error."""
+    with pytest.raises(ValueError, match="kernel_scale"):
+        restored(codes / "orbax", TREE)
+
+
+@pytest.mark.parametrize("fmt", ["e5m2", "e4m3fnuz", "e5m2fnuz", "int8", "bfloat16"])
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_formats(folder, tmp_path, fmt, scaling):
+    options = {"format": fmt, "scaling": None if fmt == "bfloat16" else scaling}
+    convert(folder / "tree", tmp_path / "orbax", to="orbax", **options)
+    convert(folder / "tree", tmp_path / "file", **options)
+    found, file = flat(restored(tmp_path / "orbax")), load(tmp_path / "file")
+    assert found.keys() == file.keys()
+    assert all(same(found[name], file[name]) for name in found)
+
+
+def test_the_commands_read_it(codes, folder, capsys):
+    checked = qt.checkpoints.verify(folder / "tree", codes / "orbax")
+    assert not checked.problems
+    assert checked.quantized == 3
+    assert qt.checkpoints.compare(codes / "orbax", codes / "file").equal
+    arrays = load(codes / "orbax")
+    assert all(same(x, arrays[name]) for name, x in load(codes / "file").items())
+    with open_source(codes / "orbax") as source:
+        assert '"format": "e4m3fn"' in source.metadata["qtoolkit"]
+
+
+def test_a_model_of_nnx_there_and_back(tmp_path):
+    """Oracle: `qt.quantize` of its kernels, and for the way back `dequantize`."""
+    model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", nnx.state(model))
+    convert(tmp_path / "wide", tmp_path / "fp8", scaling="channel", to="orbax")
+    state = load(tmp_path / "fp8", like=nnx.state(model))
+    expected = qt.quantize(
+        model.layers[0].kernel[...], qt.BlockFormat.channel(qt.format("e4m3fn"), 1)
+    )
+    kernel = state["layers"][0]["kernel"][...]
+    assert kernel.spec == expected.spec
+    assert same(kernel.codes, expected.codes)
+    assert same(kernel.scale, expected.scale)
+
+    qt.checkpoints.dequantize_checkpoint(tmp_path / "fp8", tmp_path / "back", to="orbax")
+    back = restored(tmp_path / "back", nnx.state(model))
+    assert same(back["layers"][0]["kernel"][...], expected.dequantize())
+    assert same(back["layers"][1]["bias"][...], model.layers[1].bias[...])
+
+
+def test_names_of_files_become_trees(tmp_path):
+    tensors = {
+        "model.layers.0.q.weight": jnp.ones((64, 32)),
+        "attn.value": jnp.ones((4, 4)),  # alone with that name, not a variable of nnx
+        "a..b": jnp.ones((2, 2)),
+        "x/y": jnp.ones(3),
+        "step": np.int64(7),
+    }
+    save(tmp_path / "src", tensors)
+    convert(tmp_path / "src", tmp_path / "dst", to="orbax", scaling="tensor")
+    tree = restored(tmp_path / "dst")
+    assert tree["model"]["layers"]["0"]["q"]["weight"].dtype == "float8_e4m3fn"
+    with open_source(tmp_path / "dst") as source:
+        assert tensors.keys() <= source.tensors.keys()
+    assert not qt.checkpoints.verify(tmp_path / "src", tmp_path / "dst").problems
+
+
+def test_a_folder_of_hugging_face(tmp_path):
+    (tmp_path / "src").mkdir()
+    save(tmp_path / "src/model.safetensors", {"a.weight": jnp.ones((64, 32)), "b": jnp.ones(3)})
+    (tmp_path / "src/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "src/tokenizer.json").write_text("{}")
+    report = convert(tmp_path / "src", tmp_path / "dst", to="orbax")
+    assert report.layout == "plain"
+    assert set(report.left) == {"config.json", "tokenizer.json"}
+    assert restored(tmp_path / "dst")["a"]["weight_scale"].dtype == "float32"
+
+
+def test_memory_is_one_array(tmp_path):
+    """32 arrays of 4 MiB in, of 1 MiB out: orbax alone would hold them all."""
+    code = """if True:
+        import resource, sys
+        from qtoolkit.checkpoints import convert
+        convert("one", "dst1", to="orbax", workers=1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        convert("all", "dst2", to="orbax", workers=1)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """
+    weight = np.ones((1024, 4096), np.float32)
+    save(tmp_path / "one", {"a.weight": weight})
+    save(tmp_path / "all", {f"a{i}.weight": weight for i in range(32)})
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64  # the arrays that are written have 128
+
+
+def refused_target(error, message, src, dst, **options):
+    before = sorted(path.name for path in dst.parent.iterdir())
+    with pytest.raises(error, match=message):
+        convert(src, dst, **{"to": "orbax", "channel_axis": "last"} | options)
+    assert sorted(path.name for path in dst.parent.iterdir()) == before
+
+
+def test_what_is_not_written(folder, tmp_path):
+    src = folder / "tree"
+    refused_target(
+        ValueError, "to='zip', expected one of safetensors, orbax", src, tmp_path / "a", to="zip"
+    )
+    refused_target(
+        CheckpointError,
+        "layout 'modelopt', expected 'plain'",
+        src,
+        tmp_path / "a",
+        layout="modelopt",
+    )
+    refused_target(CheckpointError, "leave --shard out", src, tmp_path / "a", shard=(0, 2))
+    save(tmp_path / "empty", {"w": jnp.ones((4, 4)), "none": jnp.ones((0, 3))})
+    refused_target(
+        CheckpointError, "none has shape .* no empty arrays", tmp_path / "empty", tmp_path / "a"
+    )
+    save(tmp_path / "both", {"w": jnp.ones((4, 4)), "w.x": jnp.ones(3)})
+    refused_target(
+        CheckpointError, "w is an array and has others below", tmp_path / "both", tmp_path / "a"
+    )
+    save(tmp_path / "nan", {"w": jnp.full((4, 4), jnp.nan)})
+    refused_target(CheckpointError, "NaN or Inf in weights: w", tmp_path / "nan", tmp_path / "a")
+    refused_target(
+        CheckpointError, "is a file, expected the name of a folder", src, tmp_path / "nan"
+    )
+    with pytest.raises(CheckpointError, match="folders of this machine"):
+        convert(src, "s3://bucket/a", to="orbax")
+
+
+def test_overwriting(folder, tmp_path):
+    src, dst = folder / "tree", tmp_path / "dst"
+    options = {"to": "orbax", "channel_axis": "last"}
+    convert(src, dst, scaling="tensor", **options)
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(src, dst, **options)
+    convert(src, dst, scaling="channel", overwrite=True, **options)
+    assert restored(dst)["params"]["dense"]["kernel_scale"].shape == (1, 32)
+    (dst / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds notes.txt, so it is no checkpoint of orbax"):
+        convert(src, dst, overwrite=True, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
+def test_after_a_kill_a_rerun_finishes(folder, tmp_path):
+    """What a killed run leaves: the file between engine and orbax, half of orbax's folder."""
+    parts = tmp_path / ".dst.qtoolkit-partial"
+    (parts / "checkpoint.orbax-checkpoint-tmp/d").mkdir(parents=True)
+    (parts / "weights.safetensors").write_bytes(b"half")
+    options = {"channel_axis": "last"}
+    convert(folder / "tree", tmp_path / "dst", to="orbax", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    (parts / "checkpoint.orbax-checkpoint-tmp/d").mkdir(parents=True)
+    (tmp_path / "src").mkdir()
+    save(tmp_path / "src/model.safetensors", {"a.weight": jnp.ones((64, 32))})
+    shutil.rmtree(tmp_path / "dst")
+    convert(tmp_path / "src", tmp_path / "dst", layout="plain")  # of a folder of files as well
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+
+
+@pytest.mark.parametrize(("raised", "error", "message"), [
+    (ValueError("RESOURCE_EXHAUSTED: ... [os_error_code='28']"), OSError, "No space left.*dst"),
+    (RuntimeError("a\nb"), CheckpointError, "dst: orbax did not write it: a; write safetensors"),
+])  # fmt: skip
+def test_what_orbax_raises_becomes_one_line(tmp_path, monkeypatch, raised, error, message):
+    def fail(*_, **__):
+        raise raised
+
+    save(tmp_path / "src", {"w": jnp.ones((4, 4))})
+    monkeypatch.setattr(ocp.Checkpointer, "save", fail)
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "src", tmp_path / "dst", to="orbax", scaling="tensor")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_interrupted_it_leaves_nothing(tmp_path, monkeypatch):
+    """The interrupt comes while orbax stores the first of the arrays, in a thread of its own."""
+    arrays = {f"w{i}": jnp.ones((4, 4)) for i in range(4)}
+    save(tmp_path / "src", arrays)
+    read, names = qt.checkpoints.SafetensorsFile.read, []
+
+    def interrupting(self, name):
+        names.append(name)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.5)
+        return read(self, name)
+
+    monkeypatch.setattr(qt.checkpoints.SafetensorsFile, "read", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "src", tmp_path / "dst", to="orbax", scaling="tensor")
+    assert len(names) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]

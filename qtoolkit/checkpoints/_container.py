@@ -1,0 +1,81 @@
+"""What holds a target: a folder as Hugging Face's, a safetensors file, or orbax. No JAX here."""
+
+import os
+import re
+from typing import get_args
+
+from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
+from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._plan import ContainerName
+from qtoolkit.checkpoints._safetensors import check_target, exists_already
+from qtoolkit.checkpoints._source import ORBAX_FILES
+from qtoolkit.checkpoints._storage import Path, is_url, storage
+
+# Beside the arrays of a tree of orbax; those are in "d" and "ocdbt.process_*", or in a folder each.
+_BESIDE_ARRAYS = re.compile(
+    r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
+)
+
+
+def check_container(to: ContainerName, shard: tuple[int, int] | None = None) -> None:
+    """Raises where a checkpoint is written to no such container, or not in shards."""
+    if to not in get_args(ContainerName):
+        raise ValueError(f"to={to!r}, expected one of {', '.join(get_args(ContainerName))}")
+    if to == "orbax" and shard is not None:
+        raise CheckpointError(
+            "--to orbax: one process writes a checkpoint of orbax, and shards are files of a "
+            "folder; leave --shard out"
+        )
+
+
+def layout_in(to: ContainerName, layout: str | None) -> str | None:
+    """The layout in a container: that of a folder's loaders only where they find their files."""
+    if to == "orbax" and layout not in (None, "plain"):
+        raise CheckpointError(
+            f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors"
+        )
+    return "plain" if to == "orbax" else layout
+
+
+def check_destination(
+    src: Path, dst: Path, overwrite: bool, to: ContainerName = "safetensors"
+) -> None:
+    """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
+
+    Raises:
+      CheckpointError, OSError: As `check_paths`, `check_folder`, `check_target` or
+        `check_orbax_folder`.
+    """
+    check_paths(src, dst)
+    if to == "orbax":
+        check_orbax_folder(dst, overwrite)
+    elif storage(src).kind(src) == "folder":
+        found = storage(src).entries(src)
+        check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
+    else:
+        check_target(dst, overwrite)
+
+
+def check_orbax_folder(path: Path, overwrite: bool) -> None:
+    """Raises where a checkpoint of orbax cannot be written, or files would be lost by it."""
+    if is_url(path):
+        raise CheckpointError(
+            f"{path}: checkpoints of orbax are written to folders of this machine; give one"
+        )
+    target = os.path.realpath(path)
+    check_nameable(path, target)
+    kind = storage(path).kind(target)
+    if kind not in ("folder", ""):
+        raise CheckpointError(f"{path}: is a file, expected the name of a folder: orbax writes one")
+    found = storage(path).entries(target) if kind == "folder" else {}
+    if not found:
+        return
+    if not overwrite:
+        raise exists_already(path)
+    others = [n for n in found if n not in ORBAX_FILES and not _BESIDE_ARRAYS.fullmatch(n)]
+    if others or ORBAX_FILES.isdisjoint(found):
+        what = f"holds {shown(others[0])}" if others else "holds nothing of orbax"
+        raise CheckpointError(
+            f"{path}: {what}, so it is no checkpoint of orbax that --overwrite could replace; "
+            "choose another name"
+        )

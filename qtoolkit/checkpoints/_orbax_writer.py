@@ -1,0 +1,195 @@
+"""Orbax checkpoints as targets: the plain layout in a tree, written one array at a time."""
+
+import concurrent.futures
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.tree_util import DictKey, SequenceKey
+
+from qtoolkit.checkpoints._container import check_orbax_folder
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, shown
+from qtoolkit.checkpoints._orbax import TreePath, quiet
+from qtoolkit.checkpoints._place import Place, whole
+from qtoolkit.checkpoints._plan import Plan
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._storage import Path, naming, storage
+from qtoolkit.checkpoints._stored import Entry
+
+_SCRATCH = "weights.safetensors"
+_Leaves = Sequence[tuple[tuple[Any, ...], Any]]
+
+
+def write_orbax(
+    path: Path,
+    plan: Plan,
+    chunks: Iterable[tuple[str, Any]],
+    paths: Mapping[str, TreePath],
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes a checkpoint of orbax, which appears when it is whole.
+
+    Codes and scales come from the engine a piece at a time and interleaved, while orbax asks for
+    whole arrays in an order of its own: between them lies a safetensors file beside the target. In
+    memory is one array.
+
+    Args:
+      path: The folder to write.
+      plan: What is written.
+      chunks: As `write_safetensors` takes them.
+      paths: Where tensors of the source are in its tree. Names of others are split at their dots.
+      overwrite: Whether a checkpoint of orbax at `path` may be replaced.
+
+    Raises:
+      CheckpointError: `path` exists, or another process writes it; an array is empty, which orbax
+        does not store, or two paths exclude each other. Nothing is left.
+      OSError: It cannot be written.
+    """
+    tree = _tree(path, plan, paths)
+    place = Place.of(path)
+    with naming(path, place.parts), place.locked(shared=False):
+        check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
+        place.check_no_shards(overwrite)
+        place.clear()
+        try:
+            scratch = os.path.join(place.parts, _SCRATCH)
+            write_safetensors(scratch, plan.outputs, chunks, overwrite=True)
+            with SafetensorsFile(scratch) as file:
+                _save(path, place.content, tree, file, plan.metadata)
+            check_orbax_folder(path, overwrite)
+            place.replace()
+        except BaseException:
+            storage(path).remove_folder(place.parts)
+            raise
+        with whole(str(path)):
+            storage(path).remove_folder(place.parts)
+
+
+class _Promised(np.ndarray):
+    """Shape and dtype of an array that is still in a file, under `name`: it has no elements."""
+
+    name: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> "_Promised":
+        zero = np.zeros((), NUMPY_DTYPES[entry.dtype])
+        promised = np.broadcast_to(zero, entry.shape).view(cls)
+        promised.name = entry.name
+        return promised
+
+
+class _FromFile(ocp.type_handlers.NumpyHandler):
+    """Stores what a file holds of promised arrays, one after the other, until it is stopped."""
+
+    def __init__(self, file: SafetensorsFile, stopped: threading.Event) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+        self._file, self._stopped = file, stopped
+
+    async def serialize(
+        self, values: Sequence[_Promised], infos: Sequence[Any], args: Any = None
+    ) -> list[Any]:
+        store = super().serialize
+
+        async def one_by_one() -> None:
+            for value, info, arg in zip(values, infos, args, strict=True):
+                if self._stopped.is_set():
+                    return
+                for future in await store([self._file.read(value.name)], [info], [arg]):
+                    future.result()
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(one_by_one(), name="qtoolkit")]
+
+
+def _save(
+    path: Path, folder: str, tree: Any, file: SafetensorsFile, metadata: Mapping[str, str]
+) -> None:
+    """Writes the checkpoint; what it raises, an interrupt too, when nothing writes any more."""
+    stopped = threading.Event()
+
+    def save() -> None:
+        arrays = (np.ndarray, _FromFile(file, stopped))
+        registry = ocp.type_handlers.create_type_handler_registry(arrays)
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            arguments = ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata))
+            checkpointer.save(os.path.abspath(folder), args=arguments)
+
+    # Interrupted in its own `save`, orbax would leave threads that go on writing.
+    with quiet(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(save).result()
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:  # whatever orbax and tensorstore raise
+            raise _failed(path, error) from error
+        finally:
+            stopped.set()
+
+
+def _failed(path: Path, error: Exception) -> Exception:
+    """The system's own error where tensorstore names its number, such as that of a full disk."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    if found:
+        return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+    line = shown(str(error).splitlines()[0][:200] if str(error) else repr(error))
+    return CheckpointError(f"{path}: orbax did not write it: {line}; write safetensors instead")
+
+
+def _tree(path: Path, plan: Plan, paths: Mapping[str, TreePath]) -> Any:
+    """Promised arrays for everything that is written, where they are in the tree."""
+    leaves = []
+    for tensor in plan.tensors:
+        beside = paths.get(tensor.name, _split(tensor.name))
+        for entry in tensor.entries:
+            if 0 in entry.shape:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(entry.name)} has shape {list(entry.shape)}, expected "
+                    "elements: orbax stores no empty arrays; write safetensors, without --to orbax"
+                )
+            keys = _with_suffix(beside.keys, entry.name.removeprefix(tensor.name))
+            tail = (DictKey("value"),) if beside.is_variable else ()
+            leaves.append(((*keys, *tail), _Promised.of(entry)))
+    return _nested(path, leaves)
+
+
+def _split(name: str) -> TreePath:
+    """The keys in a name; what it cannot be told from when it is read again stays one key."""
+    parts = name.split(".")
+    if "" in parts:
+        return TreePath((DictKey(name),))
+    if parts[-1] == "value":  # alone in its node it would be read as a variable
+        parts[-2:] = [".".join(parts[-2:])]
+    return TreePath(tuple(map(DictKey, parts)))
+
+
+def _with_suffix(keys: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
+    last = jax.tree_util.keystr(keys[-1:], simple=True)
+    return (*keys[:-1], DictKey(last + suffix)) if suffix else keys
+
+
+def _nested(path: Path, leaves: _Leaves, above: str = "") -> Any:
+    """The tree of (keys, leaf): dictionaries, and lists where the source has all of a list."""
+    if len(leaves) == 1 and not leaves[0][0]:
+        return leaves[0][1]
+    children: dict[Any, list[tuple[tuple[Any, ...], Any]]] = {}
+    for keys, leaf in leaves:
+        if not keys:
+            raise CheckpointError(
+                f"{path}: {shown(above)} is an array and has others below it, which no tree has; "
+                "write safetensors, without --to orbax"
+            )
+        children.setdefault(keys[0], []).append((keys[1:], leaf))
+    names = {key: jax.tree_util.keystr((key,), simple=True) for key in children}
+    made = {
+        key: _nested(path, child, f"{above}.{names[key]}".lstrip("."))
+        for key, child in children.items()
+    }
+    if set(made) == {SequenceKey(i) for i in range(len(made))}:
+        return [made[SequenceKey(i)] for i in range(len(made))]
+    return {names[key]: child for key, child in made.items()}
