@@ -267,6 +267,38 @@ def test_what_repeats_along_an_axis_is_divided(divisor):
         equal(got[name], made / scale, name)
 
 
+SOFT = (gradients.DSQ(), gradients.Ramp(0.5), gradients.ReSTE(), gradients.EWGS(delta=1.0))
+ROUNDINGS = {
+    "fake_cast": lambda x, rule: qt.fake_cast(x, "int4", gradient=rule),
+    "fake_convert": lambda x, rule: qt.fake_convert(x, 1.7, 0.3, fmt="int4", gradient=rule),
+    "fake_quantize": lambda x, rule: qt.fake_quantize(x, "int4", gradient=rule),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("rule", SOFT, ids=lambda rule: type(rule).__name__)
+def test_cotangents_and_tangents_by_soft_estimators_between_neighbours(rule, dtype):
+    """They are products: unlike others they are rounded whatever makes or reads them."""
+    a, b, x = (4 * jax.random.normal(key, (4096,), dtype) for key in jax.random.split(KEY, 3))
+    made = {"sum": lambda a, b: a + b, "product": lambda a, b: a * b, "argument": lambda a, b: a}
+
+    def neighbours(derivative, a, b, x):
+        return {name: wide(derivative(x, make(a, b))) for name, make in made.items()}
+
+    for name, function in ROUNDINGS.items():
+        rounded = functools.partial(function, rule=rule)
+        pulled = lambda x, g, f=rounded: jax.vjp(f, x)[1](g)[0]  # noqa: E731
+        pushed = lambda x, g, f=rounded: jax.jvp(f, (x,), (g,))[1]  # noqa: E731
+        # By EWGS tangents pass as they are, and XLA contracts a neighbour's product and sum.
+        passes = isinstance(rule, gradients.EWGS)
+        for derivative in (pulled,) if passes else (pulled, pushed):
+            got = jax.jit(functools.partial(neighbours, derivative))(a, b, x)
+            expected = neighbours(jax.jit(derivative), a, b, x)
+            for made_by in made:
+                equal(got[made_by], expected[made_by], f"{name} {made_by}")
+
+
 def test_fake_convert_of_one_number_repeated():
     """Step by step: 0.3 * 1.1 - 0.3 is rounded to 0.029296875. Oracle: NumPy, ml_dtypes."""
     x, scale, shift = np.float32(0.3), np.float32(1.1), np.float32(0.3)

@@ -10,7 +10,8 @@ from jax import lax
 
 from qtoolkit.casts.internal import inside
 from qtoolkit.formats import Format
-from qtoolkit.gradients._linear import linear_with_transpose
+from qtoolkit.gradients._linear import linear_in_dtype, linear_with_transpose
+from qtoolkit.gradients._widths import differentiable_product
 
 
 @runtime_checkable
@@ -147,6 +148,23 @@ def times_slope(slope: jax.Array, factor: jax.Array) -> jax.Array:
     return jnp.where(slope == 0, jnp.zeros_like(factor), slope * factor)
 
 
+def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> jax.Array:
+    """`times_slope` of a tangent, in its dtype; linear in it.
+
+    With slopes of 0 and 1 there is nothing to round. With others the product is rounded here, there
+    and back: XLA would leave out the rounding of a bfloat16 product that is widened in the same
+    `jit`, and contract a float32 one with an addition.
+    """
+    if isinstance(rule, Identity | Clipped | Zero | CotangentEstimator):
+        return times_slope(slope.astype(x_dot.dtype), x_dot)
+    return linear_with_transpose(_rounded_product, _rounded_product, (slope,), x_dot)
+
+
+def _rounded_product(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> jax.Array:
+    (slope,) = residuals
+    return jnp.where(slope == 0, jnp.zeros_like(x_dot), differentiable_product(slope, x_dot))
+
+
 def tangent(
     rule: Estimator,
     x: jax.Array,
@@ -160,16 +178,21 @@ def tangent(
     Linear in `x_dot`; what its transpose does is up to the estimator.
 
     Args:
+      x_dot: Of the dtype of `x`, or for float32 `x` a narrower one; so is the result.
       ends: Of the range; None for those of `fmt`.
     """
     ends = _ends(fmt) if ends is None else ends
     d = rule.slope(x, *ends, fmt)
     if not isinstance(rule, CotangentEstimator):
-        return times_slope(d, x_dot)
+        return slope_times_tangent(rule, d, x_dot)
     residuals = (d, x, lax.stop_gradient(q))
-    return linear_with_transpose(
-        _slope_times_tangent, _Cotangent(rule, fmt, ends), residuals, x_dot
+    dot = linear_with_transpose(
+        _slope_times_tangent,
+        _Cotangent(rule, fmt, ends),
+        residuals,
+        linear_in_dtype(x_dot, x.dtype),
     )
+    return linear_in_dtype(dot, x_dot.dtype)
 
 
 def _slope_times_tangent(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> jax.Array:

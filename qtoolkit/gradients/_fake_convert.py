@@ -30,10 +30,11 @@ from qtoolkit.gradients._estimators import (
     Estimator,
     estimator,
     slope,
+    slope_times_tangent,
     tangent,
     times_slope,
 )
-from qtoolkit.gradients._linear import broadcast_product
+from qtoolkit.gradients._linear import broadcast_product, linear_product
 from qtoolkit.gradients._widths import differentiable_widened
 
 
@@ -123,7 +124,8 @@ def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Ar
 @_argument.defjvp
 def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, scale, shift), (x_dot, scale_dot, shift_dot) = primals, tangents
-    u_dot = x_dot * scale + broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
+    u_dot = linear_product(scale, x_dot)
+    u_dot += broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift is not None:
         u_dot -= broadcast_product(jnp.ones(x.shape, jnp.float32), shift_dot, x.dtype)
     return _argument(x, scale, shift), u_dot
@@ -166,7 +168,7 @@ def _fake_convert_jvp(
     wide_d = differentiable_widened(d)
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
-        y_dot += times_slope(d, x_dot)
+        y_dot += slope_times_tangent(rule, d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
         by_scale = (times_slope(wide_d, differentiable_widened(x)) - wide_y) / wide_scale
         y_dot += broadcast_product(by_scale, scale_dot, y.dtype)

@@ -91,8 +91,7 @@ def _fake_quantize_jvp(
     q = element_values(u, spec, projection.drawn(x.shape), None)
     ends = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     u = _unclamped(u, spec, ends)
-    y_dot = tangent(rule, u, q, x_dot.astype(jnp.float32), spec.element, ends)
-    return y, y_dot.astype(x.dtype)
+    return y, tangent(rule, u, q, x_dot, spec.element, ends)
 
 
 def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:

@@ -16,7 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
-from qtoolkit.casts.internal import varying_alike
+from qtoolkit.casts.internal import in_dtype, varying_alike, widened
+from qtoolkit.gradients._widths import differentiable_product
 
 # From residuals and what it is linear in to its result: arrays, or tuples of arrays.
 Linear = Callable[[tuple[jax.Array, ...], Any], Any]
@@ -81,6 +82,36 @@ class _Flat:
     ) -> tuple[jax.Array, ...]:
         out = self.function(residuals, xs if self.takes_tuple else xs[0])
         return tuple(out) if self.gives_tuple else (out,)
+
+
+def linear_in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x.astype(dtype)` of a tangent, rounded there and back whatever XLA fuses it with."""
+    if x.dtype == dtype:
+        return x
+    there, back = _InDtype(jnp.dtype(dtype)), _InDtype(x.dtype)
+    return linear_with_transpose(there, back, (), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InDtype:
+    dtype: DTypeLike
+
+    def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        return in_dtype(widened(x), self.dtype)
+
+
+def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
+    """`coefficient * x` in the dtype of `x`, rounded there and back whatever XLA fuses it with.
+
+    Args:
+      coefficient: Broadcasts to the shape of `x`.
+    """
+    coefficient = jnp.broadcast_to(coefficient, x.shape)
+    return linear_with_transpose(_rounded_product, _rounded_product, (coefficient,), x)
+
+
+def _rounded_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    return differentiable_product(residuals[0], x)
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:

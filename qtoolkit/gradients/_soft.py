@@ -26,7 +26,7 @@ from qtoolkit.casts.internal import (
     widened,
 )
 from qtoolkit.formats import Format
-from qtoolkit.gradients._widths import differentiable_widened
+from qtoolkit.gradients._widths import differentiable_product, differentiable_widened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +158,7 @@ class EWGS:
         # Binds nowhere, and keeps the compiler from fusing the product with the sum.
         wide = change.dtype
         change = lax.clamp(np.array(-self.delta, wide), change, np.array(self.delta, wide))
-        g_wide = differentiable_widened(g)
-        scaled = (g_wide * (1 + jnp.sign(g_wide) * change)).astype(g.dtype)
+        scaled = differentiable_product(1 + jnp.sign(g).astype(wide) * change, g)
         return jnp.where(is_inside, scaled, jnp.zeros_like(scaled))
 
 
