@@ -96,7 +96,7 @@ def _fake_quantize_jvp(
 
 
 def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:
-    """Scaled values, with the end of the range in place of those that rounding brings back to it."""
+    """Scaled values; those that rounding brings back to an end of the range become that end."""
     lowest, largest = map(np.float32, ends)
     first, last = map(np.float32, kept_range(spec))
     u = jnp.where((u < lowest) & (u >= first), lowest, u)
