@@ -1,12 +1,11 @@
-"""Products and quotients that keep their own rounding inside any fusion, on any platform.
+"""Products and quotients that are rounded as IEEE says, inside any fusion and on any platform.
 
-Under `jit` XLA's CPU contracts `a * b + c` to one fused operation with one rounding, merges `(x *
-c) * b` and `(x / c) / b` where c and b are uniform, and rewrites a division by anything it sees to
-repeat along an axis to a multiplication by the reciprocal. Its GPUs divide float32 by an
-instruction that is off by up to two units in the last place, for a third of random operands. These
-helpers stop all of it; optimization barriers and `lax.reduce_precision` do not. They hide their
-operands from derivatives, too, which would be zero: use them where a rule of its own gives the
-derivative.
+Under `jit` XLA for CPUs contracts `a * b + c` to one operation with a single rounding. It merges
+`(x * c) * b` and `(x / c) / b` if c and b are uniform. It replaces a division by the multiplication
+by a reciprocal if it sees that the divisor repeats along an axis. On GPUs the division of float32
+is off by up to two units in the last place, for a third of random operands. The functions here
+prevent all of this; optimization barriers and `lax.reduce_precision` do not. Their derivative is
+zero: use them only inside of functions with a derivative rule of their own.
 """
 
 from collections.abc import Callable
@@ -56,11 +55,11 @@ def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
-    """By a divisor of which XLA cannot tell that it repeats along an axis: it would multiply by the
-    reciprocals of one that does, and lose the last bit of every sixth quotient.
+    """`a / b`, with b disguised so that XLA cannot see whether it repeats along an axis.
 
-    So each element selects one of two equal divisors. By its place, not by its value: where a row
-    is repeated, values are, too, and the divisors that they select.
+    If XLA sees that, it multiplies by reciprocals, and every sixth quotient is wrong in its last
+    bit. So each element selects one of two equal divisors. What it selects depends on its place in
+    the array, not on its value: in a repeated row values repeat, and so would the selection.
     """
     return lax.div(a, lax.select(is_somewhere(a), b, settled(b)))
 
@@ -106,12 +105,12 @@ def _corrected_quotient(
 
 @elementwise
 def settled(x: jax.Array) -> jax.Array:
-    """`x` behind a step that the compiler can neither leave out nor see through.
+    """`x`, unchanged, behind an operation that the compiler can neither remove nor see through.
 
-    The pattern's minimum with the quiet NaN's, once as an unsigned and once as a signed integer:
-    the first changes nothing but negative NaNs, the second nothing but positive ones. LLVM leaves
-    out the one that the sign decides, where it knows the sign (of numbers made from unsigned
-    integers, of magnitudes), but then the other one stays.
+    The operation is a minimum of the bit pattern with that of a quiet NaN, once as unsigned and
+    once as signed integers. It changes no number: the first may change only negative NaNs, the
+    second only positive ones. If LLVM knows the sign of x, as for magnitudes, it removes one of the
+    two, but never both.
     """
     positive, negative = _QUIET_NAN[x.dtype.itemsize]
     unsigned, signed = (np.dtype(f"{kind}{8 * x.dtype.itemsize}") for kind in ("uint", "int"))
@@ -122,7 +121,8 @@ def settled(x: jax.Array) -> jax.Array:
 
 @elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
-    """The quotients `u` of `x`, where those that became zero or subnormal are replaced by 2**-126.
+    """The quotients `u` of `x`, with 2**-126 in place of those that became zero or subnormal.
+
 
     The directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
     up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so it is rounded as any

@@ -1,8 +1,8 @@
-"""Bit patterns: the shapes in which values are rounded.
+"""The bit patterns on which rounding works.
 
-A source of up to 32 bits is the pattern of its exact float32 value. What float32 does not hold,
-32- and 64-bit integers and float64, is an `Exact`: sign, significand, exponent. All of it is
-integer work: XLA's float arithmetic reads subnormals as zero on CPU.
+A value that float32 holds is represented by its float32 pattern. Other values, such as 32- and
+64-bit integers and float64, are represented by an `Exact`: sign, significand, exponent. All
+arithmetic is on integers, since XLA's float arithmetic reads subnormals as zero on CPUs.
 """
 
 from fractions import Fraction
@@ -30,14 +30,14 @@ def u32(value: int) -> np.uint32:
 
 
 class Exact(NamedTuple):
-    """Numbers (-1)**negative * significand * 2**(exponent - top), and what is none.
+    """Numbers (-1)**negative * significand * 2**(exponent - top), with infinities and NaNs.
 
-    `significand` is unsigned, its leading one at bit `top` or, where it is not normalized, below.
-    Deterministic roundings add to it, for which there are two spare bits above it. Where room for
-    these has to be made, the last bit is set if lower bits were cut off (rounding to odd), so that
-    a later rounding is that of the exact number. Stochastic rounding would take that bit at its
-    value: 1 where 1/4 was cut off from 2**31 + 1, so that it would round up four times too often.
-    It adds nothing, and asks for no spare bits.
+    `significand` is unsigned. Its leading one is at bit `top`, or below if it is not normalized.
+    Deterministic roundings add to it and need two spare bits above `top`. If low bits have to be
+    cut off to make room, the last bit is set if one of them was 1 (rounding to odd); a later
+    rounding then gives the same as that of the exact number. Stochastic rounding adds nothing and
+    must not use this: it would count the set bit in full, though only 1/4 of it was cut off from
+    2**31 + 1, say, and round up four times too often.
     """
 
     negative: jax.Array
@@ -72,8 +72,10 @@ def _by_widening(x: jax.Array) -> jax.Array:
 
 
 def _by_widening_magnitudes(x: jax.Array) -> jax.Array:
-    """GPUs widen NaNs without their sign; and XLA leaves out, for them, a narrowing to float16 just
-    before a widening. The selection stands between both.
+    """float16 as float32 for GPUs: only magnitudes are widened.
+
+    GPUs would drop the sign of NaNs. For GPUs XLA also removes a narrowing to float16 that is
+    directly followed by a widening; the selection here separates the two.
     """
     half = lax.bitcast_convert_type(x, jnp.uint16)
     magnitude = half & np.uint16(0x7FFF)
@@ -102,7 +104,7 @@ def from_pattern(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _narrowed_by_hand(x: jax.Array) -> jax.Array:
-    """float32 as float16: GPUs make one NaN of all, 0x7FFF."""
+    """float32 as float16, with NaNs set by hand: GPUs turn all NaNs to 0x7FFF."""
     half = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = (bits >> np.uint32(16)).astype(jnp.uint16) & np.uint16(0x8000)
@@ -217,7 +219,7 @@ def _normalized(
 
 
 def exact_from_codes(codes: jax.Array, fmt: FloatFormat) -> Exact:
-    """What codes of `fmt` stand for, as `Exact` numbers of the codes' width (32 or 64 bits)."""
+    """The values of codes of `fmt`, as `Exact` numbers of the codes' width (32 or 64 bits)."""
     dtype = codes.dtype.type
     magnitude = codes & dtype(fmt.magnitude_count - 1)
     field = (magnitude >> dtype(fmt.mantissa_bits)).astype(jnp.int32)

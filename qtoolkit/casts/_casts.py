@@ -50,20 +50,20 @@ def round_to_format(
       rounding: "nearest_even", "nearest_away", "toward_zero", "toward_positive",
         "toward_negative", "to_odd" (what is inexact becomes the neighbour with the odd code), or
         "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes.
-      saturation: What becomes of numbers that lie beyond the format once they are rounded.
-        "finite": they and infinities become the largest finite value of their sign. "propagate":
-        numbers do, infinities become what `fmt.overflow` says. "none": both become what
-        `fmt.overflow` says, but numbers that `rounding` moves toward zero the largest finite value.
-        Unsigned formats write what lies below their lowest value as that value, "none": as NaN.
-        Integers: "finite" and "propagate" clamp; "none" keeps the low bits of the exact integer,
-        infinities clamp.
+      saturation: What happens to infinities, and to numbers that after rounding exceed the largest
+        finite value. "finite": both become the largest finite value of their sign. "propagate":
+        numbers do, but infinities become what `fmt.overflow` says. "none": both become what
+        `fmt.overflow` says; only numbers that `rounding` moves toward zero become the largest
+        finite value. In unsigned formats, numbers below the lowest value become that value, or NaN
+        with "none". Integers: "finite" and "propagate" clamp; "none" keeps the low bits of the
+        exact integer, and clamps infinities.
       key: A key of `jax.random`, for stochastic rounding: element i uses a hash of the key and i.
         The same bits eager, under `jit` and under any sharding; `vmap` over x and keys; inside
         `shard_map` fold the index of the device into the key.
-      random_bits: Unsigned integers to use instead, of a shape that broadcasts to that of `x`; as
-        many of their low bits count as `rounding` says.
-      index_offset: Index of the first element of `x` in the stream of `key`, below 2**64: chunks
-        of an array are rounded as the whole is.
+      random_bits: Unsigned integers to use instead of a key, of a shape that broadcasts to that of
+        `x`. Only as many of their low bits are used as `rounding` has.
+      index_offset: The index of the first element of `x` in the stream of `key`, below 2**64. With
+        it, an array that is rounded in chunks gives the same result as the whole.
 
     Returns:
       Shape and dtype of `x`.
@@ -221,7 +221,7 @@ def decode(codes: ArrayLike, fmt: FormatLike, dtype: DTypeLike = jnp.float32) ->
 
 
 def _dtype_of(dtype: Any) -> np.dtype | None:
-    """NumPy's, which takes None for float64; None for what is none."""
+    """`np.dtype(dtype)`; None if that is no dtype, or for None, which NumPy takes for float64."""
     try:
         return None if dtype is None else np.dtype(dtype)
     except TypeError:
@@ -309,9 +309,10 @@ def _types_of(x: jax.Array | np.ndarray) -> Iterator[None]:
 
 
 def without_derivative(x: Any, message: str) -> Any:
-    """`x`, or a traced array in which a derivative with respect to it raises TypeError.
+    """Returns `x`; if it is traced, differentiating by it raises TypeError with this message.
 
-    It stands outside of what is compiled, so that one program serves whoever calls.
+    It is applied outside of the jitted function, so that callers with different messages share one
+    compiled program.
     """
     return _undifferentiable(x, message) if isinstance(x, jax.core.Tracer) else x
 

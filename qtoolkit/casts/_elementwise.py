@@ -1,9 +1,10 @@
-"""Elementwise functions as operations of their own, traced once for all shapes.
+"""Makes an elementwise function a single JAX primitive, which is traced once for all shapes.
 
-Rounding an array takes twenty to sixty operations of JAX. Written out, they are traced again for
-every shape, differentiated, and lowered one by one: most of what tracing a quantized model took.
-Here such a function is one operation that holds what it does to numbers, scalars, as a jaxpr, found
-once for their dtypes. Where a program is lowered the jaxpr is replayed on arrays.
+Rounding an array takes twenty to sixty operations of JAX. As ordinary operations they are traced
+again for every shape, differentiated, and lowered one by one; that was most of the time that
+tracing a quantized model took. Here such a function becomes one primitive. It holds a jaxpr of what
+the function does to scalars, which is traced once for each combination of dtypes. When a program is
+lowered, the jaxpr is replayed on arrays.
 """
 
 import dataclasses
@@ -26,14 +27,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def elementwise(function: Function) -> Function:
-    """`function` as one operation. Its derivative is zero: use it where a rule of its own gives the
-    derivative.
+    """Makes `function` one operation, with derivative zero.
+
+    Use it inside of functions that have a derivative rule of their own.
 
     Args:
-      function: Of arrays of one shape, and pytrees of them, beside which any hashable arguments may
-        stand; gives an array of that shape or a pytree of them. Each element of the result follows
-        from the elements at its place, and operations of JAX that do the same to numbers as to
-        arrays find it, and `look_up`: no reduction, no reshaping.
+      function: Takes arrays, and pytrees of arrays, of one shape, and any hashable arguments
+        besides. Returns an array of that shape, or a pytree of such. Each element of the result
+        must depend only on the elements at its place. It may use operations of JAX that work on
+        scalars as on arrays, and `look_up`; no reductions, no reshapes.
     """
 
     @functools.wraps(function)
@@ -58,7 +60,7 @@ def elementwise(function: Function) -> Function:
 
 
 class _Does(NamedTuple):
-    """What a function does to numbers, and the structure of its result."""
+    """The jaxpr of a function of scalars, and the tree structure of its result."""
 
     jaxpr: ClosedJaxpr
     structure: Any
@@ -92,7 +94,7 @@ def _does(
     dtypes: tuple[Any, ...],
     x64: bool,
 ) -> _Does:
-    """Found once; `kinds` and `x64` tell apart what is equal otherwise."""
+    """Traces a function of scalars; cached. `kinds` and `x64` are only part of the cache's key."""
     del kinds, x64
     out_structure = None
 
@@ -147,14 +149,14 @@ def _lowered(
 def is_sharded(x: jax.Array) -> bool:
     """Whether `x` lies along an axis of an Explicit mesh.
 
-    A `lax.cond` must neither take nor give such arrays: under `vmap` its predicate may be one for
-    each example, and JAX's rule then selects by an array without their sharding, which is an error.
+    A `lax.cond` must not take or return such arrays. Under `vmap` its predicate may differ between
+    examples; JAX then turns it into a select whose predicate lacks their sharding, and raises.
     """
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 
 def _replayed(*arrays: jax.Array, jaxpr: ClosedJaxpr) -> list[jax.Array]:
-    """What the jaxpr does to numbers, done to arrays."""
+    """Evaluates the jaxpr, which was traced with scalars, on arrays."""
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= zip(jaxpr.jaxpr.invars, arrays, strict=True)
     is_varying = any(jax.typeof(x).manual_axis_type.varying for x in arrays)
@@ -210,9 +212,10 @@ def by_platform(
 ) -> Callable[..., jax.Array]:
     """A function of arrays of one shape, elementwise: `cpu` on CPUs, `others` elsewhere.
 
-    What is exact on CPUs is not so everywhere. `jax.lax.platform_dependent` would trace both
-    versions at every use, and leave conditionals to the compiler. This is one operation while it is
-    traced, and one version where it is compiled. Its derivative is zero, as that of `elementwise`.
+    Code that is exact on CPUs need not be so elsewhere. `jax.lax.platform_dependent` would trace
+    both versions at every use, and leave conditionals in the program. This is a single operation
+    when it is traced, and becomes one of the versions when it is compiled. Its derivative is zero,
+    like that of `elementwise`.
 
     Args:
       aval: The result's type from those of the arguments, which vary along the same axes of a mesh.
@@ -243,10 +246,10 @@ def _entries(index: jax.Array, *, table: _Table) -> jax.Array:
 
 
 def varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, each of which varies along all mesh axes that one of them varies along.
+    """Marks all arrays as varying along every mesh axis along which one of them varies.
 
-    Inside `jax.shard_map` JAX's own operations see to that by themselves. What did not vary gets
-    the sum of its cotangents.
+    Inside `jax.shard_map` JAX's own operations do this for their operands; our primitives need it
+    done. The cotangent of an array that did not vary becomes the sum over the shards.
     """
     if len(arrays) == 1:
         return arrays
@@ -346,11 +349,11 @@ _RULES[False][_is_somewhere] = _RULES[True][_is_somewhere] = Rule(all_true)
 
 
 def is_somewhere(x: jax.Array) -> jax.Array:
-    """True for every element; XLA takes it for a mask that repeats along no axis.
+    """True for every element, but such that XLA does not know that it is the same everywhere.
 
-    LLVM sees that the OR of an element's places, each below 2**31, never has all 32 bits set, and
-    drops the comparison. It does not see that of their sum: dividing tiles of 128x128 took a third
-    longer.
+    It compares the OR of an element's indices with a number of 32 ones. Indices are below 2**31, so
+    LLVM can prove the result later and drops the comparison. With their sum in place of the OR it
+    cannot, and dividing tiles of 128x128 took a third longer.
     """
     return _is_somewhere.bind(x)
 
@@ -364,9 +367,11 @@ _on_cpu = by_platform(
 
 
 def on_cpu() -> jax.Array:
-    """Whether the program runs on a CPU: a constant where it is compiled (where it is loaded, if it
-    was exported for several platforms), so that XLA takes the branch of a `lax.cond` that it
-    decides. A branch keeps XLA's CPU from repeating work in every kernel that reads its result; a
-    GPU waits there for its host.
+    """Whether the program runs on a CPU, for the predicate of a `lax.cond`.
+
+    It becomes a constant when the program is compiled (or loaded, if it was exported for several
+    platforms), and XLA keeps only one branch. On CPUs a branch is useful: XLA does not repeat its
+    work in every kernel that reads the result. On GPUs it costs time: the device waits for the
+    host.
     """
     return _on_cpu()

@@ -114,7 +114,7 @@ def upper_part(
 ) -> jax.Array:
     """Rounds patterns of `wide`, float32 or float16, to patterns of values of `fmt`.
 
-    What is rounded up beyond the largest number is the infinity already.
+    A number that is rounded up beyond the largest one has the pattern of infinity already.
     """
     dtype, shift = bits.dtype.type, wide.mantissa_bits - fmt.mantissa_bits
     magnitude, negative = bits & dtype(wide.sign_code - 1), bits >= dtype(wide.sign_code)
@@ -197,11 +197,11 @@ def _finished(
     projection: Projection,
     outside: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Codes of magnitudes, rounded as if there were no largest one, with limits, sign and NaN.
+    """Applies limits, sign and NaN to codes of magnitudes that were rounded without a limit.
 
     Args:
-      outside: Where codes lie below those of a format without zero, and beyond the largest; None
-        where the codes themselves say it.
+      outside: Where codes lie below the lowest (in a format without zero) and beyond the largest;
+        None if the codes themselves show it.
     """
     dtype = code.dtype.type
     largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
@@ -233,7 +233,7 @@ def _finished(
 
 
 def _stays_finite(rounding: Rounding, negative: jax.Array, fmt: FloatFormat) -> jax.Array | bool:
-    """Whether a finite number beyond the largest one is rounded down to it where nothing clamps."""
+    """Whether, with saturation "none", a finite number beyond the largest is rounded down to it."""
     match rounding:
         case "toward_zero":
             return True

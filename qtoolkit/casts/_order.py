@@ -12,10 +12,10 @@ from qtoolkit.casts._elementwise import elementwise
 
 
 def ordinal(x: jax.Array) -> jax.Array:
-    """The place of floats in their order, as signed integers of their width.
+    """Floats as signed integers of their width that are in the same order.
 
-    0 for both zeros, 1 for the least subnormal, negative for negative numbers; beyond the numbers
-    the infinities, beyond these NaN.
+    0 for both zeros, 1 for the least subnormal, -1 for its negative. Infinities come after all
+    numbers, NaNs after infinities.
 
     Args:
       x: float16, bfloat16, float32 or float64.

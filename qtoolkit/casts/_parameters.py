@@ -1,4 +1,4 @@
-"""The one check of what stands beside an array: scales, shifts, offsets, bounds."""
+"""Checks parameters that are given beside an array: scales, shifts, offsets, bounds."""
 
 import dataclasses
 import functools
@@ -52,9 +52,9 @@ def parameter(
     """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
 
     Args:
-      where, name: For the messages: who asks, for which argument.
-      value: What was given.
-      x: The array beside which it stands: its shape must be broadcast to that of `x`.
+      where, name: The function and the argument, for messages.
+      value: The value that the user gave.
+      x: The array to whose shape it must broadcast.
       domain: Which numbers it may hold.
       dtypes: The dtypes that it may have.
       checks_arrays: Whether arrays that are known here, not traced ones, are checked against

@@ -91,8 +91,8 @@ def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -
 def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> jax.Array:
     """`x` * 2**exponent as IEEE has it, for `x` of 2**-100 or more: the result may be subnormal.
 
-    Of a subnormal result the steps of 2**-149 are counted: an addition of 2**23 rounds their number
-    to an integer, which is the pattern of the result.
+    A subnormal result is a number of steps of 2**-149. Adding 2**23 rounds this number to an
+    integer, which is the bit pattern of the result.
 
     Args:
       x, exponent, is_nan: As in `times_from_subnormal`. `x` may be 0.

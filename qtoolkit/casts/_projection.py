@@ -1,4 +1,4 @@
-"""`Projection`: how a value becomes one of a format, in one object for all layers."""
+"""`Projection`: rounding, saturation and random bits in one object."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,16 +22,16 @@ _STATIC: dict[str, Any] = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """How a value becomes one of a format: rounding, saturation, and the random bits of the former.
+    """How a value is mapped to a format: rounding, saturation, and bits for stochastic rounding.
 
     A pytree: `rounding` and `saturation` are static, the arrays of `draw` are leaves. Without a
-    draw it is hashable. Public functions spell these words out as keywords; inside, this travels.
+    draw it is hashable. Public functions have a keyword for each; internally they pass this object.
 
     Attributes:
       rounding: As in `qtoolkit.round_to_format`; "stochastic" becomes `Stochastic()`.
       saturation: "finite", "propagate" or "none".
-      draw: Where the bits of stochastic rounding come from; None for the other modes, and where
-        whoever uses the projection provides them.
+      draw: The source of the bits for stochastic rounding. None for other modes, or if the function
+        that uses the projection provides them.
 
     Raises:
       ValueError: Unknown rounding or saturation.

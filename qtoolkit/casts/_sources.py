@@ -1,4 +1,4 @@
-"""What may be cast, and the way of each source to codes and of codes to values."""
+"""Checks of arrays to be cast, and the casts from each dtype to codes and back to values."""
 
 from typing import Any, TypeGuard
 

@@ -1,9 +1,9 @@
-"""Elementwise jaxprs written as StableHLO, an operation for an equation.
+"""Writes elementwise jaxprs as StableHLO, one operation for each equation.
 
-`jax.interpreters.mlir.lower_fun` would trace what an elementwise operation does again for every
-shape, and then lower each of its equations by a function of MLIR of its own, for that shape: a
-quarter of what lowering a quantized model took. Here the jaxpr of numbers is read once, and the
-type of the arrays takes the place of a number's.
+`jax.interpreters.mlir.lower_fun` would trace an elementwise operation again for every shape, and
+then lower each of its equations by an MLIR function for that shape; that was a quarter of the time
+that lowering a quantized model took. Here the jaxpr, which is of scalars, is read directly, and the
+type of the arrays is put in place of the scalar types.
 """
 
 import functools
@@ -53,7 +53,7 @@ def _is_writable(equation: Any, rules: Rules) -> bool:
 
 
 class Writer:
-    """Writes at the place in a program where MLIR's context stands.
+    """Writes operations at MLIR's current insertion point.
 
     Attributes:
       ctx: JAX's context of the operation that is lowered.

@@ -1,7 +1,7 @@
-"""float32 numbers as arrays of narrower types hold them, and back, bit by bit.
+"""Narrows float32 to other dtypes and widens it again by bit patterns.
 
-XLA may widen a half-precision number before it was ever rounded, and leave out a narrowing that a
-widening follows. Reading and writing patterns is immune to both.
+With `astype` XLA may remove a narrowing that is followed by a widening, so that a number is never
+rounded. Operations on patterns are safe from that.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Rounding to table formats: a count of the thresholds that a number has reached.
+"""Rounding to table formats, by counting the thresholds that a number has reached.
 
 The threshold between two neighbours is the least number that is rounded to the upper one, so every
 deterministic mode is a list of thresholds, made here with exact numbers. Numbers are compared by
@@ -40,7 +40,7 @@ def table_codes(x: jax.Array, fmt: TableFormat, projection: Projection) -> jax.A
 
 
 def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Array:
-    """What codes of `fmt` stand for, in a dtype that holds it."""
+    """The values of codes of `fmt`, in a dtype that holds them."""
     return look_up(fmt.values().astype(dtype), codes.astype(jnp.int32))
 
 
@@ -126,7 +126,7 @@ def _threshold(
 
 
 def _stays(fmt: TableFormat, rounding: str, *, positive: bool) -> bool:
-    """Whether finite overflow is rounded down to the largest magnitude where nothing clamps."""
+    """Whether, with saturation "none", finite overflow is rounded down to the largest magnitude."""
     if rounding == "to_odd":
         return fmt.codes[-1 if positive else 0] % 2 == 1
     return rounding in ("toward_zero", "toward_negative" if positive else "toward_positive")

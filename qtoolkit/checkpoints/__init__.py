@@ -1,4 +1,4 @@
-"""Checkpoints read, written and quantized as a stream. JAX loads with what computes."""
+"""Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-# They load JAX.
+# Names whose modules import JAX, so they are imported on first use.
 _COMPUTING = {
     "convert": "_convert",
     "dequantize_checkpoint": "_convert",
@@ -61,12 +61,12 @@ _COMPUTING = {
 }
 
 
-if not TYPE_CHECKING:  # which would take every name for one that is there
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         if name in _COMPUTING:
             module = importlib.import_module(f"qtoolkit.checkpoints.{_COMPUTING[name]}")
-            globals()[name] = getattr(module, name)  # found without this function from now on
+            globals()[name] = getattr(module, name)  # so that `__getattr__` runs once per name
             return globals()[name]
         raise AttributeError(f"module 'qtoolkit.checkpoints' has no attribute {name!r}")
 

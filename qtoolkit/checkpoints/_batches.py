@@ -1,11 +1,11 @@
-"""Small tensors quantized many at a time: the bits of `quantized`, by few calls of programs.
+"""Quantizes many small tensors at a time, with the same bits as `quantized` one by one.
 
 Quantizing a tensor of 16x16 on its own takes half a millisecond, nearly all of it for calling
-programs and fetching what they return. Here tensors of one dtype and format are laid out together:
-the elements of a block one after the other in units, rows of `width` cells, of which the last one
-is filled up with zeros. The units of all tensors follow each other and are cut into tiles of one
-size. So each dtype, format and width compiles programs for one tile, and what becomes of a tensor
-does not depend on its neighbours.
+programs and fetching what they return. Here tensors of one dtype and format are laid out together.
+A unit is a row of `width` cells. The elements of a block fill one or more units, and the rest of
+the last one is padded with zeros. The units of all tensors follow each other and are cut into tiles
+of one size, so that programs are compiled once per dtype, format and width. A unit belongs to one
+block of one tensor, so the result for a tensor does not depend on its neighbours.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What `quantized` returns, and, once all pieces were taken, what it adds to its sums."""
+    """What `quantized` returns. `sums` is complete only once all pieces have been taken."""
 
     scales: TensorScales
     pieces: Iterable[Piece]
@@ -63,10 +63,10 @@ class Result(NamedTuple):
 
 
 def all_quantized(tasks: Iterable[Task], workers: int) -> Iterator[Result]:
-    """`quantized` of one tensor after the other, of small ones many at a time.
+    """Yields the result of `quantized` for each task, computing small tensors many at a time.
 
     Args:
-      tasks: What is quantized; taken some way ahead.
+      tasks: The tensors to quantize. Some are taken from it before their results are yielded.
       workers: As in `quantized`.
     """
     for window in in_order(_with_results, _windows(tasks), workers):
@@ -75,7 +75,7 @@ def all_quantized(tasks: Iterable[Task], workers: int) -> Iterator[Result]:
 
 
 def _windows(tasks: Iterable[Task]) -> Iterator[list[Task]]:
-    """Parts with about `_AHEAD` elements of small tensors, whatever lies between these."""
+    """Splits tasks into runs whose small tensors have about `_AHEAD` elements together."""
     window: list[Task] = []
     size = 0
     for task in tasks:
@@ -88,7 +88,7 @@ def _windows(tasks: Iterable[Task]) -> Iterator[list[Task]]:
 
 
 def _with_results(tasks: Sequence[Task]) -> list[tuple[Task, Result | None]]:
-    """Each task; those of small tensors with their results."""
+    """Each task with its result if the tensor is small, else with None."""
     results = iter(_together([task for task in tasks if is_small(task.shape)]))
     return [(task, next(results) if is_small(task.shape) else None) for task in tasks]
 
@@ -219,7 +219,7 @@ class _Batch:
         return _joined([unit_amax(tile, 1, nan_wins) for tile in self._tiles])[: self._count, 0]
 
     def _factors(self, amax: np.ndarray) -> np.ndarray:
-        """For each unit the power of two that brings the largest amax of its tensor to about 1."""
+        """For each unit a power of two, by which the largest amax of its tensor becomes about 1."""
         top = np.maximum.reduceat(np.where(np.isfinite(amax), amax, 0), self._firsts)
         return np.repeat(np.ldexp(1.0, -np.clip(np.frexp(top)[1], -126, 126)), self._units)
 
@@ -234,10 +234,10 @@ class _Batch:
         return _joined(made).reshape(-1)[self._firsts]
 
     def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
-        """Columns, one for each tile, of a value for each unit; padded with ones.
+        """Cuts values, one for each unit, into one column for each tile.
 
-        Not with zeros: a block of zeros has the scale 2**-127 where scales are powers of two, and
-        the whole tile would be divided in the slower of two ways.
+        The last column is padded with ones. A padding of zeros would make a block with the scale
+        2**-127 where scales are powers of two, and so a slower kind of division for the whole tile.
         """
         if values is None:
             return [None] * len(self._tiles)
@@ -246,7 +246,7 @@ class _Batch:
         return [*columns]
 
     def _sums(self, done: Sequence[Encoded], factors: Sequence[np.ndarray]) -> Iterator[Sums]:
-        """What quantizing did to each tensor; `factors` are those that tiles were encoded with."""
+        """The `Sums` of each tensor; `factors` are those with which the tiles were encoded."""
         inputs = zip(self._tiles, done, factors, strict=True)
         of_tiles = [_unit_sums(*parts, self._spec) for parts in inputs]
         signal, noise, nonfinite, largest, overflowed = (

@@ -1,10 +1,12 @@
 """How a tensor is cut: into chunks that fit in memory, and these into units with one scale each.
 
-A tensor and its blocks are first brought to as few axes as possible, in C order: neighbouring axes
-become one where no block is torn. An axis is (n, b): n elements in blocks of b. The weight
-[4096, 1024] in blocks of 32 along its last axis is [(131072, 1), (32, 32)], with one scale per
-channel [(4096, 1), (1024, 1024)], with one scale in all [(4194304, 4194304)]. The axes before the
-last one are called lead; an index into them in C order is a row. No JAX here.
+First a tensor and its blocks are written with as few axes as possible, in C order: neighbouring
+axes are merged if that leaves every block in one piece. An axis is (n, b): n elements in blocks of
+b. The weight [4096, 1024] becomes
+  in blocks of 32 along its last axis  [(131072, 1), (32, 32)],
+  with one scale per channel           [(4096, 1), (1024, 1024)],
+  with one scale in all                [(4194304, 4194304)].
+The axes before the last one are called lead; an index into them in C order is a row. No JAX here.
 """
 
 import dataclasses
@@ -80,9 +82,8 @@ class Cut:
 
     @functools.cached_property
     def _slab(self) -> tuple[int, int]:
-        """Elements of the least contiguous part that no block leaves, and of the period of parts.
-
-        The last part of a period may be shorter.
+        """(part, period): the smallest number of consecutive elements that holds whole blocks, and
+        the number of elements after which such parts start anew; the last one may be shorter.
         """
         for i, (n, b) in enumerate(self.axes):
             if b > 1:
@@ -124,7 +125,7 @@ class Cut:
             return _spans(self.size, part, row if part < row else period, limit)
         if width <= limit:
             return _spans(self.size, width, width, limit)
-        # Of rows and blocks one is a multiple of the other, where `width` is more than one row.
+        # If `width` is more than a row, either rows are a multiple of blocks or the reverse.
         part = max(n for n in (1, row, length) if n <= limit)
         period = width if row <= limit else min(row, width)
         block = min(length, period) if length > limit else period

@@ -1,4 +1,4 @@
-"""Two checkpoints compared by the numbers that they stand for, tensor by tensor. No JAX here."""
+"""Compares the numbers of two checkpoints, dequantized, tensor by tensor. No JAX here."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,13 @@ class TensorComparison:
     """How a tensor b differs from a.
 
     Attributes:
-      name: Of both.
-      format: What b is quantized to, else its dtype.
-      size: Its elements.
-      equal: Whether all values are the same; of tensors that are no floats, all bytes.
-      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over elements finite in both; infinite where they
-        are equal, None where a is zero there, or no floats are compared.
-      max_error: The largest |a - b| of the same elements; None where no floats are compared.
+      name: The name of the tensor.
+      format: The format to which b is quantized, else its dtype.
+      size: The number of elements.
+      equal: Whether all values are the same; for tensors that are no floats, all bytes.
+      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over the elements that are finite in both; infinite
+        if these are equal, None if a is zero in all of them or the tensors are no floats.
+      max_error: The largest |a - b| of the same elements; None if the tensors are no floats.
       saturated: The share of elements that were clamped: the code in b is the largest, its
         negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
         is not quantized.
@@ -54,9 +54,9 @@ class Comparison:
     """How a checkpoint b differs from a.
 
     Attributes:
-      a, b: Their paths.
-      tensors: What both have, in the order of a.
-      only_a, only_b: Names that the other one has not.
+      a, b: The paths of the two.
+      tensors: The comparison of each tensor that both have, in the order of a.
+      only_a, only_b: Names of tensors that only one of them has.
     """
 
     a: str
@@ -80,7 +80,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       progress: Called with (name, elements compared, elements in all).
 
     Returns:
-      How each tensor that both hold differs, and the names that one alone holds.
+      The difference of each tensor that both have, and the names that only one of them has.
 
     Raises:
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
@@ -121,7 +121,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Source]:
-    """A checkpoint, open while the block runs, what is quantized in it dequantized."""
+    """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
     with contextlib.closing(open_source(path)) as source:
         yield dequantized(source)
 
@@ -161,8 +161,8 @@ class _Errors:
     """Sums over the elements of a tensor.
 
     Args:
-      excess: How many times a number at the limit of its format another one must be to count as
-        clamped; None where nothing is clamped.
+      excess: x counts as clamped if its code is at a limit of the format, and |x| is more than
+        `excess` times the value of that code; None: nothing counts as clamped.
     """
 
     def __init__(self, excess: float | None) -> None:
@@ -202,7 +202,7 @@ class _Errors:
 
 
 def _excess(stored: Stored) -> float:
-    """The largest number of the element format plus half its last step, over that number."""
+    """(max_finite + half the last step) / max_finite: beyond it, rounding alone is no excuse."""
     element = stored.spec.element
     largest = float(element.max_finite)
     if isinstance(element, FloatFormat):

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, of any layout, as sources of float32 weights. No JAX here."""
+"""Reads a quantized checkpoint of any layout as if its weights were float32. No JAX here."""
 
 import functools
 import json
@@ -21,14 +21,15 @@ _BY_METHOD = {
     "fp8": "finegrained-fp8",
     "modelopt": "modelopt",
 }
-# What loaders of quantized weights keep beside them, of no use without.
+# Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
 _BESIDE = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
     *("k_scale", "v_scale", "q_scale"),
 )
-# Those of an attention cache may stand in the attention, above the projections.
+# The scales of a KV cache may belong to the attention module, above its projections.
 _OF_CACHE = ("k_scale", "v_scale", "q_scale")
-# Two entries of a weight that others quantized, which config.json of a folder says, but no file.
+# Pairs of entries that give away a weight quantized by programs whose layouts are not read here. A
+# folder says so in its config.json; a single file can be told only by these names.
 _OTHERS = (
     ("qweight", "scales", "GPTQ or AWQ"),
     ("SCB", "weight", "bitsandbytes"),
@@ -41,10 +42,10 @@ class DequantizedSource:
     """A source in which every quantized weight is float32, under its own name.
 
     Attributes:
-      path, tensors, metadata: As `Source` says.
-      layout: The layout of the quantized weights, for a message.
-      stored: How they lie in the source, by name.
-      source: As it is, quantized.
+      path, tensors, metadata: As in `Source`.
+      layout: The layout of the quantized weights, for messages.
+      stored: How each quantized weight is stored in `source`, by name.
+      source: The underlying, quantized source.
     """
 
     def __init__(self, source: Source, layout: str, stored: Mapping[str, Stored]) -> None:
@@ -54,8 +55,8 @@ class DequantizedSource:
         self.layout = layout
         self.stored = dict(stored)
         self.source = source
-        # Scales are read once for a weight and kept while it is read; at the end of one weight a
-        # thread may have begun with the next.
+        # Scales of a weight are read once and kept while its values are read. Two weights, since
+        # one thread may begin with the next weight while another is still at the end of this one.
         self._values = functools.lru_cache(maxsize=2)(self._new_values)
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
@@ -87,7 +88,7 @@ class DequantizedSource:
 
 
 def _entries_beside(weights: Iterable[str]) -> set[str]:
-    """The names that loaders' further scales of these weights may have."""
+    """The names that further scales of these weights, for loaders, may have."""
     modules = {name.rpartition(".")[0] for name in weights}
     found = {f"{module}.{last}".lstrip(".") for module in modules for last in _BESIDE}
     above = {module.rpartition(".")[0] for module in modules}
@@ -95,13 +96,13 @@ def _entries_beside(weights: Iterable[str]) -> set[str]:
 
 
 def folder_of(source: Source) -> Folder | None:
-    """The folder that a source is, dequantized or not; None of a file."""
+    """The folder behind a source, dequantized or not; None if the source is a file."""
     inner = source.source if isinstance(source, DequantizedSource) else source
     return inner if isinstance(inner, Folder) else None
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
-    """What a folder's config.json says of its quantization; empty where it says nothing."""
+    """The quantization config in a folder's config.json; empty if there is none."""
     config = source.config if isinstance(source, Folder) else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -112,10 +113,11 @@ def quantization_config(source: Source) -> dict[str, Any]:
 
 
 def dequantized(source: Source) -> Source:
-    """`source` itself where nothing in it is quantized, else a `DequantizedSource` of it.
+    """A `DequantizedSource` of `source`, or `source` itself if nothing in it is quantized.
 
     Raises:
-      CheckpointError: It is quantized in a way that is not read, or not as its config says.
+      CheckpointError: It is quantized in a way that cannot be read here, or otherwise than its
+        config says.
     """
     config = quantization_config(source)
     where = str(source.path)
@@ -145,10 +147,10 @@ def dequantized(source: Source) -> Source:
 
 
 def check_quantized(opened: Source) -> Source:
-    """`dequantized` of what has to be quantized.
+    """`dequantized`, but raises if nothing is quantized.
 
     Raises:
-      CheckpointError: It is not; or as `dequantized`.
+      CheckpointError: Nothing is quantized; or as in `dequantized`.
     """
     source = dequantized(opened)
     if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
@@ -160,7 +162,7 @@ def check_quantized(opened: Source) -> Source:
 
 
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
-    """Raises where a shape that a file gives in numbers is not the one that its entries have."""
+    """Raises if an entry that states a weight's shape contradicts the shapes of the entries."""
     for weight in stored.values():
         for entry, expected in weight.constants:
             found = bytearray(len(expected))
@@ -175,7 +177,7 @@ def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
 
 
 def _check_not_others(source: Source) -> None:
-    """Raises where tensors are named as programs name them whose weights are not read."""
+    """Raises if names of tensors belong to a layout that cannot be read here: see `_OTHERS`."""
     for name in source.tensors:
         for end, beside, what in _OTHERS:
             if name.endswith(end) and name.removesuffix(end) + beside in source.tensors:
@@ -200,7 +202,7 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
     for name, info in source.tensors.items():
         is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
         last = name.rpartition(".")[2]
-        # As modelopt has experts: "experts.down_proj" and "experts.down_proj_weight_scale".
+        # modelopt writes "experts.down_proj_weight_scale" beside "experts.down_proj".
         has_scale = any(name + end in source.tensors for end in ("_scale", "_weight_scale"))
         is_weight = has_scale or last in ("weight", "weight_packed")
         is_packed = info.dtype in ("U8", "I32") and is_weight
@@ -218,7 +220,7 @@ def _dequantized(tensor: Any) -> Any:
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float32 values of what `convert` has quantized in the plain layout.
+    """The float32 values of tensors that `convert` has quantized in the plain layout.
 
     Args:
       tensors: Arrays by name, as `load` returns them.

@@ -1,9 +1,9 @@
-"""Tensors of any size quantized as a stream of chunks: `quantize`'s bits in little memory.
+"""Quantizes tensors of any size in little memory, with the same bits as `quantize`.
 
-A chunk is laid out as a tile: units of at most `WIDTH` neighbours that share a scale, padded with
-zeros to few shapes, so that few programs compile whatever the shapes of the tensors. One program
-finds the largest magnitude of each unit; here these become those of blocks; another one makes
-scales of them and the codes.
+A tensor is read in chunks, and a chunk is laid out as tiles: matrices of units, each unit a few
+neighbours that share a scale. Tiles are padded with zeros to few shapes, so that few programs are
+compiled whatever the shapes of the tensors. One program finds the amax of each unit. From these,
+NumPy code here finds the amax of each block. A second program computes scales and codes.
 """
 
 import collections
@@ -40,14 +40,14 @@ Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
-    """Codes of a part of a tensor seen as a matrix [prod(shape[:-1]), shape[-1]].
+    """The codes of a part of a tensor, which is seen as a matrix [prod(shape[:-1]), shape[-1]].
 
     Attributes:
-      rows, columns: Which part: full rows; or a piece of one row, where a row has more elements
-        than a chunk.
-      codes: Unsigned, as `encode` writes them, one to a cell, not packed: [rows, columns].
-      scale: Of the blocks that start in it, in C order, flat, in the dtype that `QArray.scale` has:
-        those of all pieces, joined, are those of the tensor. None where there are none.
+      rows, columns: The part: some full rows, or a piece of one row if that is longer than a chunk.
+      codes: Unsigned codes as from `encode`, not packed: [rows, columns].
+      scale: The scales of the blocks that start in this part, in C order, flat, in the dtype of
+        `QArray.scale`. The scales of all pieces, joined, are those of the tensor. None if the
+        format has no scales.
     """
 
     rows: slice
@@ -57,11 +57,11 @@ class Piece(NamedTuple):
 
 
 class TensorScales(NamedTuple):
-    """What is known of a tensor's scales before its first piece.
+    """The scales of a tensor that are known before its first piece.
 
     Attributes:
-      scale: Those of a tensor without elements, as `QArray.scale` would have them; of others they
-        come with the pieces, None.
+      scale: The scales of a tensor without elements, as in `QArray.scale`. None for other tensors,
+        whose scales come with the pieces.
       tensor_scale: The second scale, float32, a scalar; None where the format has none.
     """
 
@@ -71,14 +71,15 @@ class TensorScales(NamedTuple):
 
 @dataclasses.dataclass
 class Sums:
-    """What quantizing has done, summed over pieces.
+    """Statistics of the quantization error, summed over pieces.
 
     Attributes:
-      signal, noise: Sums of x^2 and (x - y)^2 over elements with finite x and scale.
+      signal, noise: Sums of x^2 and (x - y)^2 over elements with finite x and scale, where y is the
+        dequantized x.
       nonfinite: How many elements are NaN or infinite.
-      overflowed: Of elements rounded to 16 bits without a scale, how many finite ones exceed the
-        largest number of the format, which they became.
-      max_scale: The largest number that a code was multiplied with; 0 where there is no scale.
+      overflowed: How many finite elements, rounded to 16 bits without a scale, exceeded the largest
+        number of the format and became that number.
+      max_scale: The largest number by which a code is multiplied; 0 if there is no scale.
     """
 
     signal: float = 0.0
@@ -101,7 +102,7 @@ class Sums:
 
 
 def is_small(shape: tuple[int, ...]) -> bool:
-    """Whether calling programs for a tensor takes longer than what they do.
+    """Whether calling programs for a tensor takes longer than running them.
 
     A tensor of 256x256 takes as long with others as on its own, one of 128x256 half as long.
     """
@@ -136,18 +137,19 @@ def quantized(
 ) -> tuple[TensorScales, Iterator[Piece]]:
     """Quantizes a tensor piece by piece: codes and scales of `qtoolkit.quantize`, bit for bit.
 
-    A tensor whose blocks fit in chunks is read once; others twice: whole tensors and columns with
-    one scale, and formats with a tensor scale unless `tensor_amax` is given.
+    A tensor is read once if its blocks fit in chunks. It is read twice if a scale belongs to the
+    whole tensor or to a column, or if the format has a tensor scale and no `tensor_amax` is given.
 
     Args:
       read: `read(start, buffer)` fills a buffer with the tensor's bytes from `start` on.
-      shape: Of the tensor; may be empty, unlike in `quantize`: its scales are 1.
+      shape: The shape of the tensor. It may have no elements, unlike in `quantize`; then scales are
+        1.
       dtype: F32, F16 or BF16.
-      spec: Any without zero points.
-      tensor_amax: The amax that the tensor scale is for, where tensors share one: the largest of
-        theirs, see `amax_of`.
-      sums: What the pieces add to.
-      workers: Threads; `read` is called by several at a time. The results are the same.
+      spec: A block format without zero points.
+      tensor_amax: The amax from which the tensor scale follows, if several tensors share one: the
+        largest of theirs, see `amax_of`.
+      sums: Each piece adds its statistics to this.
+      workers: The number of threads; several call `read` at a time. Results do not depend on it.
 
     Raises:
       ValueError: `spec` has zero points, or does not fit the shape.
@@ -199,9 +201,9 @@ def _raise(found: np.ndarray, blocks: np.ndarray, amax: np.ndarray) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """Makes pieces of chunks: everything that they have in common.
+    """Encodes chunks of a tensor to pieces. It holds what all chunks have in common.
 
-    `amaxes` are those of all blocks; None where chunks hold whole blocks and find their own.
+    `amaxes` are the amaxes of all blocks; None if chunks hold whole blocks and find their own.
     """
 
     cut: Cut
@@ -212,7 +214,9 @@ class _Encoder:
     amaxes: np.ndarray | None
 
     def __call__(self, chunk: Chunk) -> tuple[Piece, int, list[Sums]]:
-        """A piece with the scales of all its blocks, the first of these blocks, and sums."""
+        """Returns the piece with the scales of all its blocks, the index of the first of these
+        blocks, and the sums.
+        """
         spec = self.spec
         layout = laid_out(self.cut, chunk, self.read, self.dtype)
         tiles = list(layout.tiles())
@@ -231,7 +235,7 @@ class _Encoder:
         parts, sums = [], []
         for tile in tiles:
             units = len(tile.blocks)
-            # Ones for padding: powers of two for blocks of zeros take a slower way.
+            # Padding has amax 1: scales of 2**-127, from amax 0, would take a slower division.
             amax = np.ones(tile.x.shape[1 - layout.axis], np.float32)
             amax[:units] = known[tile.blocks - first]
             factor = _factor(amax[:units])
@@ -245,7 +249,7 @@ class _Encoder:
 
 
 def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
-    done = 0  # blocks whose scales were handed out: those that start before this piece
+    done = 0  # how many blocks start before this piece: their scales have been yielded already
     for piece, first, parts in in_order(encoder, encoder.cut.chunks(_tiles.CHUNK), workers):
         for part in parts:
             sums.add(part)
@@ -259,7 +263,7 @@ def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """`map` by so many threads, which are at most one item each ahead of what was asked for."""
+    """`map` with `workers` threads; each computes at most one item more than was asked for."""
     items = iter(items)
     first = list(itertools.islice(items, 2))
     items = itertools.chain(first, items)
@@ -290,7 +294,7 @@ def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) 
 
 
 def _sums(tile: Tile, done: Encoded, factor: float, spec: BlockFormat, axis: int) -> Sums:
-    """What quantizing did to a tile; `factor` is that of `encoded`."""
+    """The `Sums` of a tile that was encoded with this `factor`."""
     signal, noise, nonfinite = float(done.signal), float(done.noise), 0
     if not (math.isfinite(signal) and math.isfinite(noise)):
         x, error = (
@@ -310,7 +314,7 @@ def _sums(tile: Tile, done: Encoded, factor: float, spec: BlockFormat, axis: int
 
 
 def _factor(amax: np.ndarray) -> float:
-    """A power of two that brings the largest of these to about 1."""
+    """A power of two; multiplied by it, the largest of these is about 1."""
     top = float(np.max(amax, initial=0, where=np.isfinite(amax)))
     return 2.0 ** -min(max(math.frexp(top)[1], -126), 126)
 

@@ -1,4 +1,4 @@
-"""Writing a folder in the way of Hugging Face: shards, index, config, the other files. No JAX."""
+"""The files of a checkpoint folder, as Hugging Face has them, and checks of paths. No JAX."""
 
 import errno
 import os
@@ -12,7 +12,8 @@ from qtoolkit.checkpoints._safetensors import exists_already
 from qtoolkit.checkpoints._source import is_under_way, weight_files
 from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
 
-# What lies beside the weights of a model: what --overwrite may take with them.
+# Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
+# refuses to remove anything else.
 _BESIDE_WEIGHTS = re.compile(
     r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
     r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
@@ -66,7 +67,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     Args:
       path: The folder.
       overwrite: Whether a checkpoint of that name may be replaced.
-      own: Names, also of folders, that such a checkpoint may have in it, as the new one has them.
+      own: Names of files and folders in the new checkpoint; the old one may have these, too.
     """
     place, target = storage(path), _real(path)
     if not is_url(path):
@@ -85,7 +86,7 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
 
 
 def check_nameable(path: Path, target: str) -> None:
-    """Raises where no folder on this machine can get this name by a rename."""
+    """Raises if no folder can be renamed to this name."""
     if os.path.ismount(target):
         raise CheckpointError(
             f"{path}: is a mount point, and the folder that is written gets its name by a "
@@ -114,7 +115,7 @@ def _is_around_us(target: str) -> bool:
 def _check_replaceable(
     path: Path, target: str, found: Mapping[str, bool], own: Container[str]
 ) -> None:
-    """Raises where a folder, in which `found` lies, is not a checkpoint and nothing else."""
+    """Raises unless a folder, with the entries `found`, is a checkpoint and holds nothing else."""
     folders = [name for name, is_folder in found.items() if is_folder and name not in own]
     if folders or not any(name.endswith(".safetensors") for name in found):
         what = f"holds the folder {shown(folders[0])}" if folders else "holds no safetensors"
@@ -142,12 +143,12 @@ def _check_replaceable(
 
 
 def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """config.json of the target: the source's, with what `plan` makes of the weights."""
+    """config.json of the target: that of the source, changed to describe the planned weights."""
     new = {key: value for key, value in config.items() if key not in _CONFIGS}
     if isinstance(new.get("text_config"), dict):
         new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
-    # A model is built in the dtype of its config: the one that its wide weights have.
-    # Where all are dequantized, those of that dtype already are not cast.
+    # Loaders build the model in the dtype that the config names, so it must be that of the wide
+    # weights. If all weights are dequantized, those that have the dtype already count as well.
     only_wide = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
     wide = {
         tensor.dtype

@@ -1,4 +1,4 @@
-"""Static activation scales that are given to a conversion, module by module. No JAX here."""
+"""Static activation scales that the user gives to a conversion, one per module. No JAX here."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,10 +14,10 @@ InputScales = float | Mapping[str, float]
 def input_scale(
     given: InputScales | None, info: TensorInfo, scheme: Scheme, layout: Layout
 ) -> float | None:
-    """The activation scale of a tensor's module, None where its scheme has none.
+    """The activation scale of a tensor's module; None if its scheme has no activation scales.
 
     Raises:
-      CheckpointError: The scheme needs one and there is none; or it is no number above 0.
+      CheckpointError: The scheme needs a scale and none was given, or it is no number above 0.
     """
     if isinstance(given, Mapping):
         given = given.get(module_of(info.name), given.get(info.name))
@@ -46,7 +46,7 @@ def _without_them(scheme: Scheme, layout: Layout) -> str:
 
 
 def check_used(given: InputScales | None, tensors: Sequence[TensorPlan], layout: Layout) -> None:
-    """Raises where input scales were given and are used nowhere, or name nothing."""
+    """Raises if input scales were given that nothing uses, or that name no module."""
     if given is None:
         return
     if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):

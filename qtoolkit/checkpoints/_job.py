@@ -1,4 +1,4 @@
-"""What all processes that write a folder agree on, as JSON, and how two such plans differ."""
+"""The plan that all processes writing one folder share, as JSON, and how two plans differ."""
 
 import concurrent.futures
 import dataclasses
@@ -18,7 +18,7 @@ _SAMPLED = 1024  # tensors of a source
 _SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
 _MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
-# What a plan is made of, and how a message says that it differs.
+# The fields of a plan, and how a message says that two plans differ in one.
 _DIFFERENCES = {
     "qtoolkit": "qtoolkit {0}, here {1}",
     "format": "format {0}, here {1}",
@@ -33,11 +33,12 @@ _DIFFERENCES = {
 def make_job(
     source: Folder, plan: Plan, cut: Sequence[Sequence[TensorPlan]], report: Report
 ) -> dict[str, Any]:
-    """What all processes agree on, as JSON; "made" says whether two of them are the same."""
+    """The plan that all processes share, as JSON. Two plans are the same if "made" is equal."""
     names = shard_names(len(cut), source.base)
     files = dict(plan.files)
     if len(names) > 1:
-        files[INDEX.replace("model", source.base, 1)] = None  # known when all files are there
+        # The content of the index is known only when all files are written.
+        files[INDEX.replace("model", source.base, 1)] = None
     if source.has_config:
         name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
         files[name] = new_config(source.config, plan)
@@ -64,9 +65,9 @@ def _digest(*texts: str) -> str:
 
 
 def _source_digest(source: Folder) -> str:
-    """A sum of the headers, of samples of the weights, and of the other files.
+    """A hash of the headers, of samples of the weights, and of the other files.
 
-    No times: processes may each have a copy of the source.
+    Modification times are left out: each process may have its own copy of the source.
     """
     infos = [info for info in source.tensors.values() if info.nbytes]
     step = max(len(infos) / _SAMPLED, 1)
@@ -98,7 +99,7 @@ def _start(source: Folder, name: str) -> str:
 
 
 def own_names(job: Mapping[str, Any]) -> set[str]:
-    """The files and folders in a checkpoint."""
+    """The names of the files and folders that the new checkpoint will have."""
     return {name.partition("/")[0] for name in (*job["files"], *job["copied"], *job["json"])}
 
 

@@ -1,4 +1,4 @@
-"""A source whose arrays are in memory, one after the other or all at once."""
+"""A source for files that can only be read an array, or the whole file, at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from qtoolkit.checkpoints._storage import Path
 
 
 class ArraySource(Closing):
-    """A source that makes each array when it is asked for, and keeps the last.
+    """A source that makes each array when it is read, and keeps the last one.
 
     Args:
-      path: As given.
+      path: The path as the user gave it.
       described: dtype and shape of each array, by name.
-      make: The array of a name.
+      make: Returns the array with a given name.
     """
 
     def __init__(

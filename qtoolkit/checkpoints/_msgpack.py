@@ -54,7 +54,7 @@ def _leaf(code: int, data: bytes) -> Any:
 
 
 def _joined(tree: Any) -> Any:
-    """The tree with arrays whole that were cut for msgpack's limit of 2**32 bytes."""
+    """Joins arrays that Flax has split because msgpack allows at most 2**32 bytes each."""
     if not isinstance(tree, dict):
         return tree
     if _CHUNKED in tree:

@@ -1,4 +1,4 @@
-"""A file while it is written: locked, under a name that a later run finds, written by a thread."""
+"""A file that is being written: under a temporary name that a later run finds, and locked."""
 
 import collections
 import concurrent.futures
@@ -22,7 +22,7 @@ _FLUSH = 2**25  # bytes after which the system is asked to begin with storing th
 
 
 def partial_name(target: str) -> str:
-    """Where `target` is written until it is whole: beside it, the same name in every run."""
+    """The path at which `target` is written until it is whole: the same in every run."""
     folder, name = os.path.split(target)
     if len(os.fsencode(name)) > _LONGEST:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
@@ -40,7 +40,8 @@ def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
       OSError: It cannot be made.
     """
     name = partial_name(target)
-    opened: list[int] = []  # not a result, which an interrupt as it is returned would lose
+    # A list that `_open_locked` fills: an interrupt could lose a descriptor that it returns.
+    opened: list[int] = []
     try:
         _open_locked(name, path, opened)
         os.ftruncate(opened[0], 0)
@@ -155,8 +156,8 @@ class Writer:
         write_at(self._descriptor, position, data)
         self._unflushed += len(data)
         if self._unflushed >= _FLUSH and hasattr(os, "posix_fadvise"):
-            # Linux begins to store what is asked to leave its cache, and does not wait: little is
-            # left to be done when the file is whole and waits for the disk.
+            # Asked to drop these pages from its cache, Linux starts to write them to the disk
+            # without waiting. So little is left to do for the fsync at the end.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._unflushed = 0
 

@@ -1,11 +1,13 @@
-"""A folder written file by file, by one process or by many at a time, and made whole. No JAX here.
+"""Writes a checkpoint folder file by file, in one process or in many at a time. No JAX here.
 
-Beside the target lies, until it is whole, a folder of parts: what all processes agree on in
-`plan.json`; each finished file with a record of it. A file whose record is of the same plan is not
-written again. What makes a plan the same: version, options, and the source, of which headers and
-samples of 1,024 tensors are compared. Behind a URL nothing can be renamed: there, files have their
-final names from the start, and index and config.json, without which no loader opens them, come
-last.
+Until the checkpoint is complete, its files lie in a folder of parts beside the target. There
+`plan.json` says what is being written, and each finished file has a record, `NAME.json`. A rerun
+does not write a file again if its record belongs to the same plan. Two plans are the same if they
+agree in version, options and source; of the source the headers and samples of 1,024 tensors are
+compared. At the end ("finalize") the folder of files is renamed to the target.
+
+Behind a URL nothing can be renamed. There files have their final names from the start; the index
+and config.json are written last, and no loader opens a checkpoint without them.
 """
 
 import contextlib
@@ -30,29 +32,29 @@ Shard = tuple[int, int]
 
 
 class Work(Protocol):
-    """What makes the bytes of tensors.
+    """Produces the bytes of the tensors to write.
 
     Attributes:
-      reports: Of the tensors done so far.
+      reports: One report for each tensor done so far.
     """
 
     reports: list[TensorReport]
 
     def start(self, tensors: Sequence[TensorPlan]) -> None:
-        """Says what will be asked for."""
+        """Announces all tensors for which `chunks` will be called."""
 
     def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, Any]]:
-        """What is written for some tensors."""
+        """Yields (name, bytes) for these tensors, and adds to `reports`."""
 
     def accepts(self, reports: Sequence[TensorReport]) -> bool:
-        """Whether tensors with these reports may be written."""
+        """Whether a file whose tensors have these reports may be kept."""
 
     def finish(self) -> None:
-        """Raises where some of `reports` may not be written."""
+        """Raises if `accepts` refused one of the files."""
 
 
 def check_shard(shard: Shard | None) -> None:
-    """Raises ValueError where this is no shard."""
+    """Raises ValueError unless this is (index, count) with 0 <= index < count, or None."""
     if shard is None:
         return
     numbers = isinstance(shard, tuple) and len(shard) == 2 and all(type(n) is int for n in shard)
@@ -77,26 +79,29 @@ def write_folder(
     overwrite: bool,
     shard: Shard | None,
 ) -> Report:
-    """Writes a converted checkpoint, which appears when it is whole; or the files of a shard.
+    """Writes a converted checkpoint, or one shard of its files.
+
+    The checkpoint appears at `path` only once it is complete.
 
     Args:
       path: The folder to write.
       source: Where the config and other files come from.
-      plan: What is written.
-      work: What makes it.
-      report: Of the conversion, still without files and tensors.
-      limit: Bytes of a file, about.
+      plan: The tensors to write.
+      work: Produces their bytes.
+      report: The report of the conversion, still without files and tensors.
+      limit: The size of a file in bytes, about.
       overwrite: Whether a checkpoint of that name may be replaced.
-      shard: Which part of the files is written, for `finalize`; None: all, and they are finalized.
+      shard: Which part of the files to write; `finalize` completes the checkpoint then. None: write
+        all files and complete the checkpoint.
 
     Returns:
       The report, with files and tensors.
 
     Raises:
-      CheckpointError, OSError: As `write_safetensors`; files of another plan are there. Whole files
-        are left for a rerun, and a note of the exception says so: those of shards, of an earlier
-        run of the same plan, and, but for a CheckpointError, which a rerun meets again, of this
-        one.
+      CheckpointError, OSError: As `write_safetensors`, or files of another plan are there. After a
+        failure, finished files are kept for a rerun, and a note on the exception says so. One case
+        is cleaned up instead: a CheckpointError in a run without shards that found no files of
+        the same plan, since a rerun would raise it again.
     """
     cut = shards(plan.tensors, limit)
     job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
@@ -110,7 +115,7 @@ def write_folder(
         is_new = there is None or there.get("made") != job["made"]
         if is_new:
             _check_other(place, there, job, overwrite)
-        # What others have written for this plan stays.
+        # After a failure, remove only files that this run has written: `is_own`.
         with _tidied(place, job, is_own=is_new and shard is None):
             if is_new:
                 _begin(place, there, job, overwrite)
@@ -131,12 +136,12 @@ def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[N
     """Removes after a failure what was written, or notes what is kept for a rerun.
 
     Args:
-      place, job: Of the conversion.
-      is_own: Whether all that is there was written by this run.
+      place, job: The place and plan of the conversion.
+      is_own: Whether this run has written all files that are there.
     """
     try:
         yield
-    except CheckpointError:  # which a rerun meets again
+    except CheckpointError:  # a rerun would raise it again, so there is nothing to keep
         if is_own:
             place.remove(job)
         raise
@@ -154,21 +159,23 @@ def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[N
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
-    """Makes a checkpoint of the files that shards have written: `convert(shard=...)`.
+    """Completes a checkpoint whose files several calls of `convert(shard=...)` have written.
 
-    It is byte for byte what one process writes. Neither the source nor JAX is needed: that shards
-    read the same source is told by what they sampled of it.
+    The result is byte for byte what one process would have written. Neither the source nor JAX is
+    needed: each shard has recorded samples of its source, so shards of different sources are
+    noticed.
 
     Args:
-      dst: What all of them were given.
+      dst: The `dst` that was given to all shards.
       overwrite: Whether `dst` may be replaced.
 
     Returns:
-      What all of them have done.
+      The report of the whole conversion.
 
     Raises:
-      CheckpointError: A file is missing, or of other options, another source or version than the
-        rest; a shard is still at work; `dst` exists. Everything stays as it was.
+      CheckpointError: A file is missing, or was written with other options, from another source or
+        by another version than the rest; a shard is still running; `dst` exists. Nothing is
+        changed then.
       OSError: A file cannot be read or written; it names the file.
 
     Examples:
@@ -188,20 +195,20 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
 
 
 def discard(dst: Path) -> None:
-    """Removes what shards have written that is not finalized.
+    """Removes the files that shards have written, if they have not been finalized.
 
     Args:
-      dst: What the shards were given as `dst`, a folder or its URL.
+      dst: The `dst` that was given to the shards, a folder or its URL.
 
     Raises:
-      CheckpointError: There is nothing, or a shard is still at work.
+      CheckpointError: There are no such files, or a shard is still running.
 
     Examples:
       >>> import pathlib
       >>> pathlib.Path("model").mkdir()
       >>> qt.checkpoints.save("model/model.safetensors", {"w": jnp.ones((64, 32))})
       >>> report = qt.checkpoints.convert("model", "fp8", shard=(0, 2), layout="plain")
-      >>> qt.checkpoints.discard("fp8")  # what the second shard would have completed
+      >>> qt.checkpoints.discard("fp8")  # the second shard was never written
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
@@ -224,7 +231,7 @@ def _check_parts(place: Place) -> dict[str, Any]:
 
 
 def _is_older(place: Place, name: str, source: Folder) -> bool:
-    """Whether the record of a file on this machine is older than the source's weights."""
+    """Whether a local file was written before the source's weights were; False behind a URL."""
     if is_url(place.path) or is_url(source.path):
         return False
     written = os.stat(join(place.parts, f"{name}.json")).st_mtime_ns
@@ -234,7 +241,7 @@ def _is_older(place: Place, name: str, source: Folder) -> bool:
 def _begin(
     place: Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
-    """Writes the plan; one process alone removes the parts of another plan, which is `there`."""
+    """Writes the plan. A run without shards first removes the parts of another plan, `there`."""
     if not is_url(place.path):
         os.makedirs(place.content, exist_ok=True)
     if not job["shards"]:
@@ -252,7 +259,10 @@ def _begin(
 def _check_other(
     place: Place, there: Mapping[str, Any] | None, job: Mapping[str, Any], overwrite: bool
 ) -> None:
-    """Refuses to remove what shards of another plan have written."""
+    """Raises if files of another plan, `there`, would have to be removed that shards have written.
+
+    Without shards, `overwrite` permits it.
+    """
     if there is not None and (job["shards"] or (there.get("shards") and not overwrite)):
         raise CheckpointError(
             f"{place.path}: files of another conversion are there: "
@@ -263,7 +273,7 @@ def _check_other(
 
 
 def _clear(place: Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
-    """Removes what is left of another conversion."""
+    """Removes the files of another conversion that was not completed."""
     if is_url(place.path):
         if there is not None:
             place.remove(there)
@@ -286,17 +296,18 @@ def _write(
     """Writes the files of a shard that are not there yet.
 
     Returns:
-      The names of those that were: whole, of this plan, and not older than the source.
+      The names of the files that were there: complete, of this plan, not older than the source.
     """
     index, count = shard or (0, 1)
     mine = dict(zip(job["files"], cut, strict=True))
     mine = {name: mine[name] for name in job["files"][index::count]}
     kept = {name: reports for name in mine if (reports := _reports(place, job, name)) is not None}
     kept = {name: reports for name, reports in kept.items() if work.accepts(reports)}
-    if shard is None:  # one process has one clock
+    # Times are compared only if one machine has written all: clocks of several may differ.
+    if shard is None:
         kept = {name: kept[name] for name in kept if not _is_older(place, name, source)}
     work.start([tensor for name in mine if name not in kept for tensor in mine[name]])
-    if job["files"][0] in mine:  # its process copies what is no weights
+    if job["files"][0] in mine:  # the process that writes the first file copies the other files
         _copy_others(place, source, job["files"][0] in kept)
     for name, tensors in mine.items():
         if name in kept:
@@ -316,11 +327,14 @@ def _write_file(
     work: Work,
     count: int,
 ) -> None:
-    """Writes one file and its record, which says that the file is whole; `count` is of shards."""
+    """Writes one file and then its record, which says that the file is complete.
+
+    `count` is the number of shards.
+    """
     _check_under_way(place, job)
     outputs = placed(entry for tensor in tensors for entry in tensor.entries)
     file, done = join(place.content, name), len(work.reports)
-    # A record never outlives the file that it is of.
+    # Remove the old record first, so that no record describes a file that is half-written.
     storage(place.parts).remove(join(place.parts, f"{name}.json"))
     write_safetensors(file, outputs, work.chunks(tensors), metadata, overwrite=True)
     reports = work.reports[done:]
@@ -345,7 +359,7 @@ def _copy_others(place: Place, source: Folder, only_missing: bool) -> None:
 
 
 def _check_under_way(place: Place, job: Mapping[str, Any]) -> None:
-    """Behind a URL, where there are no locks: whether the plan is still this one."""
+    """Raises if another process has replaced the plan. For URLs, behind which nothing is locked."""
     if is_url(place.path) and (place.plan() or {}).get("made") != job["made"]:
         raise CheckpointError(
             f"{place.path}: finalized, discarded or begun anew by another process meanwhile; "
@@ -354,7 +368,7 @@ def _check_under_way(place: Place, job: Mapping[str, Any]) -> None:
 
 
 def _reports(place: Place, job: Mapping[str, Any], name: str) -> list[TensorReport] | None:
-    """The reports of a file that is there as the plan has it; else None."""
+    """The reports of the tensors in a finished file of this plan; None if there is no such file."""
     record = place.record(name)
     if record is None or record.get("made") != job["made"]:
         return None
@@ -366,7 +380,7 @@ def _tensors(record: Mapping[str, Any]) -> list[TensorReport]:
 
 
 def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
-    """Writes index and config, and gives the folder its name."""
+    """Writes index and config, and renames the folder to the target."""
     own = own_names(job)
     check_folder(place.path, overwrite, own)
     reports = [report for record in _whole(place, job) for report in _tensors(record)]
@@ -393,7 +407,7 @@ def _finalized(place: Place, job: Mapping[str, Any], overwrite: bool) -> Report:
 
 
 def _whole(place: Place, job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The records of all files; raises where one is missing, or is not of the plan."""
+    """The records of all files; raises if one is missing or belongs to another plan."""
     records = {name: place.record(name) for name in job["files"]}
     counts = {record["shards"] for record in records.values() if record is not None}
     missing = [name for name, record in records.items() if record is None]

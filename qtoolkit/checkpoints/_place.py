@@ -1,4 +1,4 @@
-"""Where a converted folder comes to be: the folder of its parts, locked, renamed, removed."""
+"""The paths of a folder that is being written, and how they are locked, renamed and removed."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ _MAX_JSON = 2**30
 
 
 def check_replaced(path: Path) -> None:
-    """Raises CheckpointError where a folder was to be replaced, and the run killed just then."""
+    """Raises CheckpointError if a run was killed in the moment in which it replaced this folder."""
     place = Place.of(path)
     if not is_url(path) and not os.path.lexists(place.target) and os.path.isdir(place.old):
         raise CheckpointError(
@@ -31,7 +31,7 @@ WHOLE = "is written and whole"
 
 @contextlib.contextmanager
 def whole(what: str) -> Iterator[None]:
-    """Notes on what is raised within it, by a signal for instance, that `what` is there."""
+    """Adds a note to exceptions raised in this context, e.g. by a signal: `what` is complete."""
     try:
         yield
     except BaseException as error:
@@ -41,13 +41,13 @@ def whole(what: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a folder comes to be.
+    """The paths that writing a folder uses.
 
     Attributes:
-      path: As the user calls it.
-      target: Its real name.
-      parts: The folder of plan and records.
-      content: The folder with its files until it is whole.
+      path: The target as the user wrote it.
+      target: Its real path.
+      parts: The folder with the plan and the records.
+      content: The folder with the files, until it is complete.
     """
 
     path: Path
@@ -66,19 +66,19 @@ class Place:
 
     @property
     def old(self) -> str:
-        """Where a former content of the target lies between two renames."""
+        """Where an old target is moved before the new one is renamed to its name."""
         return f"{self.parts}-old"
 
     @property
     def replaced(self) -> str:
-        """Where it lies after them, until it is removed."""
+        """Where the old target is moved after that, until it is removed."""
         return f"{self.parts}-replaced"
 
     def plan(self) -> dict[str, Any] | None:
         return plan_in(self.parts)
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """The record of a file that is there as it says."""
+        """The record of a file, if the file is there and has the size that the record says."""
         record = self._json(f"{name}.json")
         try:
             whole = record is not None and self.size(name) == record.get("bytes")
@@ -96,7 +96,8 @@ class Place:
 
     def write(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        # The name of a file that is no UTF-8 has lone surrogates: JSON's escapes are Python's.
+        # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
+        # \udcXX, which is how JSON escapes them, too.
         storage(folder).write(join(folder, name), text.encode(errors="backslashreplace"))
 
     def size(self, name: str) -> int:
@@ -112,7 +113,10 @@ class Place:
 
     @contextlib.contextmanager
     def sweeping(self) -> Iterator[None]:
-        """Removes, after a failure, the records of a run that was killed when nearly done."""
+        """Removes leftover records if the folder's files are gone and this context raises.
+
+        A run leaves them if it is killed after it renamed the folder.
+        """
         try:
             yield
         except CheckpointError:
@@ -123,7 +127,7 @@ class Place:
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool) -> Iterator[None]:
-        """Has the folder of parts, alone or shared with others; behind a URL there is no lock."""
+        """Holds a lock on the folder of parts, exclusive or shared; behind a URL there is none."""
         if is_url(self.path):
             yield
             return
@@ -153,7 +157,7 @@ class Place:
             os.close(lock)
 
     def remove(self, job: Mapping[str, Any]) -> None:
-        """Removes all files of a conversion that is under way."""
+        """Removes all files of a conversion that is not complete."""
         if is_url(self.path) and self.plan() is not None:
             for name in (*job["files"], *job["copied"], *job["json"]):
                 storage(self.path).remove(join(self.content, *name.split("/")))
@@ -177,14 +181,14 @@ class Place:
                 os.unlink(entry.path)
 
     def remove_strays(self, files: Sequence[str]) -> None:
-        """Removes what a process that was killed has left half-written beside the files."""
+        """Removes half-written files that a killed process has left beside the finished ones."""
         expected = {name.partition("/")[0] for name in files}
         for name in os.listdir(self.content):
             if name not in expected:
                 os.unlink(os.path.join(self.content, name))
 
     def _restore(self) -> None:
-        """Gives the former content of the target its name again where nothing has it."""
+        """Renames an old target back to its name if no new one has that name."""
         storage(self.replaced).remove_folder(self.replaced)
         if not os.path.lexists(self.target):
             # There is none, or another process was faster.
@@ -192,7 +196,7 @@ class Place:
                 os.rename(self.old, self.target)
 
     def replace(self) -> None:
-        """Gives the content the name of the target, whose former content, if any, is removed."""
+        """Renames the content to the target, and removes an old target."""
         storage(self.old).remove_folder(self.old)
         if os.path.isdir(self.target):
             os.rename(self.target, self.old)
@@ -203,7 +207,8 @@ class Place:
             raise
         with whole(str(self.path)):
             keep_mode(self.old, self.target)
-            # Not what a later run restores, however long its removal takes.
+            # Rename it before removing it, which may take long: a run that is killed meanwhile
+            # must not make a later one restore it.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self.old, self.replaced)
             storage(self.replaced).remove_folder(self.replaced)

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint and of each of its tensors: data. No JAX here."""
+"""The plan of a conversion: what is done to each tensor. Data only, no JAX here."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """What becomes of one tensor.
+    """What is done to one tensor.
 
     Attributes:
-      source: The tensor as the source has it; of a quantized source, dequantized.
+      source: The tensor in the source, dequantized if the source is quantized.
       action: "quantize"; "cast", rounded to another wide dtype; or "keep", copied unchanged.
-      reason: Why it is not quantized; empty where it is.
-      dtype: Of its codes, or its own, in the target, as safetensors spells it.
-      spec: What it is quantized or cast to; None where it is kept.
-      stored: How it is stored; None where it is not quantized, or has no scale.
-      scheme: The scheme of the layout; None likewise.
-      group: What tensors of one tensor scale have in common; "" where it has a scale of its own.
+      reason: Why it is not quantized; empty if it is.
+      dtype: The dtype of its codes, or else of the tensor, in the target, as safetensors spells it.
+      spec: The format to which it is quantized or cast; None if it is kept.
+      stored: How it is stored; None if it is not quantized or has no scale.
+      scheme: The scheme of the layout; None in the same cases.
+      group: A key that tensors with a common tensor scale share; "" if it has its own scale.
     """
 
     source: TensorInfo
@@ -49,7 +49,7 @@ class TensorPlan:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Name, dtype and shape of what is written for it."""
+        """The tensors of the target that are written for it: name, dtype and shape of each."""
         if self.stored is not None:
             return self.stored.entries
         return (Entry(self.name, self.dtype, self.source.shape),)
@@ -62,18 +62,18 @@ class TensorPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What becomes of a checkpoint.
+    """What is done to a checkpoint.
 
     Attributes:
-      layout: Its name.
-      format: What tensors are quantized to, or the rules that say so.
-      scaling: "tensor", "channel" or "block"; "none" where no format has a word for its scales.
+      layout: The name of the layout.
+      format: The format to which tensors are quantized, or the rules that say so.
+      scaling: "tensor", "channel" or "block"; "none" if the format's scales have no such word.
       tensors: One plan for each tensor of the source, in the order of its data.
-      metadata: Of the target: the source's, and what was done under "qtoolkit".
-      quantization_config: What loaders find in config.json; empty where they find nothing.
+      metadata: The metadata of the target: that of the source, plus a summary under "qtoolkit".
+      quantization_config: Written to config.json for loaders; empty: nothing is written.
       files: Further JSON files, by name.
-      dequantizes: The layout of a source that is quantized; "" where it is not.
-      caution: What one of the layout's loaders is known to misread; "" where nothing is.
+      dequantizes: The layout of a quantized source; "" if the source is not quantized.
+      caution: What one of the layout's loaders is known to misread; "" if nothing.
     """
 
     layout: str
@@ -93,14 +93,15 @@ class Plan:
 
     @property
     def loads_nowhere(self) -> bool:
-        """Whether no loader of models reads the weights: codes that no config speaks of."""
+        """Whether no loader of models can read the weights: codes that no config describes."""
         return not self.quantization_config and any(t.stored is not None for t in self.tensors)
 
     @property
     def format_names(self) -> str:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
         specs = dict.fromkeys(
-            (tensor.spec, tensor.scheme is not None)  # few of them: a name takes long to find
+            # Unique ones first: there are few, and finding the name of a format takes long.
+            (tensor.spec, tensor.scheme is not None)
             for tensor in self.tensors
             if tensor.spec is not None and tensor.action == "quantize"
         )

@@ -1,6 +1,6 @@
-"""The programs that quantize a tile: compiled once for each of its few shapes, dtype and format.
+"""The programs that quantize a tile: compiled once for each shape of tiles, dtype and format.
 
-A tile is a matrix of units, along one of its axes, whose elements share a scale.
+A tile is a matrix whose rows, or whose columns, are units. The elements of a unit share a scale.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ def is_cast(spec: BlockFormat) -> bool:
 
 
 def exceeds(x: np.ndarray, spec: BlockFormat) -> np.ndarray:
-    """Which elements are finite and larger than the largest number of the element format."""
-    with np.errstate(invalid="ignore"):  # of NaN
+    """Which elements are finite and larger in magnitude than the element format's max_finite."""
+    with np.errstate(invalid="ignore"):  # NumPy warns about comparisons with NaN
         size = np.abs(x.astype(np.float32))
         return np.isfinite(size) & (size > np.float32(float(spec.element.max_finite)))
 
@@ -44,11 +44,11 @@ class Encoded(NamedTuple):
     """What `encoded` returns.
 
     Attributes:
-      codes: In the shape of the tile.
-      scales: Of each unit, and of the tensor, as stored; none where codes are numbers.
-      unit: float32, what codes of each unit are multiplied with; None where there is no scale.
-      signal, noise: The sums of the squares of the elements and of the errors, x - value, each
-        times the factor, float32; not finite where an element or its scale is not.
+      codes: The codes, in the shape of the tile.
+      scales: The scale of each unit and the tensor scale, as stored; none if the format has none.
+      unit: float32, the number by which the codes of each unit are multiplied; None without scale.
+      signal, noise: Sums of (factor * x)^2 and (factor * (x - value))^2, float32, value being the
+        dequantized x; not finite if an element or its scale is not.
     """
 
     codes: jax.Array
@@ -60,13 +60,13 @@ class Encoded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
-    """The largest finite |x| of each unit, along `axis`, float32; or NaN where one is and wins."""
+    """The largest finite |x| of each unit along `axis`, float32; a NaN wins if `nan_wins`."""
     return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def second_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """The tensor scale, float32 as stored, of each of these amaxes of tensors."""
+    """The tensor scales, float32 as stored, for the amaxes of several tensors."""
     return tensor_scale_from(amax, spec)
 
 
@@ -86,16 +86,17 @@ def encoded(
     axis: int,
     by_unit: bool = False,
 ) -> Encoded:
-    """The codes of a tile, and what rounding to them did.
+    """Encodes a tile and measures the rounding error.
 
     Args:
       x: The tile.
-      amax: Of the block of each unit; None where there is no scale.
-      tensor_scale: Of the tensor, or of the tensor of each unit; None where the format has none.
-      factor: A power of two, for `signal` and `noise`; likewise.
-      spec: How elements are rounded; its blocks do not matter.
-      axis: Of the tile, along which units lie.
-      by_unit: Whether `signal` and `noise` are summed for each unit, not for all.
+      amax: For each unit the amax of its block; None if there is no scale.
+      tensor_scale: One tensor scale, or one for each unit; None if the format has none.
+      factor: A power of two that keeps the squares in `signal` and `noise` in range; one, or one
+        for each unit.
+      spec: The format; its blocks do not matter here.
+      axis: The axis of the tile along which the elements of a unit lie.
+      by_unit: Whether `signal` and `noise` are summed for each unit instead of over the tile.
     """
     scale = nonzero = unit = None
     if amax is not None:
@@ -113,7 +114,7 @@ def encoded(
 def errors(
     x: jax.Array, scales: Scales, factor: jax.Array, spec: BlockFormat, axis: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The elements of a tile, and x - value, both times the factor, float32."""
+    """(factor * x, factor * (x - value)) for the elements of a tile, float32."""
     rate = factor
     if scales.scale is not None:
         rate = effective(scales.scale, scales.tensor_scale, spec) * factor

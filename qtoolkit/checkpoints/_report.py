@@ -1,4 +1,4 @@
-"""What a conversion has done. No JAX here."""
+"""The report of a conversion. No JAX here."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from qtoolkit.checkpoints._plan import ContainerName
 
-# Called after each piece of work: the name of a tensor, what is done of all, and how much all is.
+# Called after each piece of work with (name of the tensor, amount done, amount in all).
 Progress = Callable[[str, int, int], None]
 
 
@@ -17,19 +17,19 @@ class TensorReport:
     """What was done to one tensor.
 
     Attributes:
-      name: As in the source.
+      name: The name of the tensor in the source.
       action: "quantize"; "cast", rounded to another wide dtype; or "keep".
-      reason: Why it was not quantized; empty where it was.
-      dtype: In the target, as safetensors spells it.
-      format: What it was quantized to; empty where it was not.
-      bytes_before, bytes_after: Its data; after, with its scales.
-      max_scale: The largest of its scales; None where it has none.
+      reason: Why it was not quantized; empty if it was.
+      dtype: Its dtype in the target, as safetensors spells it.
+      format: The format to which it was quantized; empty if it was not.
+      bytes_before, bytes_after: The size of its data; after the conversion with its scales.
+      max_scale: The largest of its scales; None if it has none.
       sqnr_db: 10 log10(sum x^2 / sum (x - value)^2) over its finite elements, value being what
-        `dequantize` gives; infinite where exact; None where kept, all zero or empty.
-      nonfinite: How many of its elements are NaN or infinite, of those in float64, float32,
-        float16 and bfloat16.
-      overflowed: How many finite elements exceed the largest number of float16 or bfloat16 that it
-        was rounded to, and became that number.
+        `dequantize` gives; infinite if exact; None if it was kept, is empty or all zero.
+      nonfinite: How many elements are NaN or infinite; counted in float64, float32, float16 and
+        bfloat16.
+      overflowed: How many finite elements exceeded the largest number of the float16 or bfloat16 to
+        which the tensor was rounded, and became that number.
     """
 
     name: str
@@ -51,19 +51,22 @@ class Report:
 
     Attributes:
       source, target: The two files or folders.
-      container: What holds the tensors: "safetensors" or "orbax".
-      layout: How weights are stored: a name in `LAYOUTS`.
-      format, scaling: What tensors were quantized to, by rules several names with commas between
-        them or "nothing"; scaling is "none" where no scale is needed or the format says which.
-      dequantized: The layout of a source that was quantized; "" where it was not.
-      files: The names of the files of a folder; empty for a file. Of a shard, its own.
-      shard: Which part of a conversion this is, "0/8"; empty where it is all of it.
-      resumed: Those of `files` that an earlier run had written already.
-      left: What lay in a source folder and was not copied: hidden files, other weights.
-      loads_nowhere: Whether no loader of models reads the weights as they are; of a folder
-        config.json is then called qtoolkit_config.json.
-      quantization_config: What loaders find in config.json, or have to, beside a single file.
-      caution: What a loader of the layout is known to misread; "" where nothing is.
+      container: What holds the tensors of the target: "safetensors" or "orbax".
+      layout: The layout of the target: a name in `LAYOUTS`.
+      format: The format to which tensors were quantized; with rules, several names with commas
+        between them, or "nothing".
+      scaling: The word for the scales; "none" if there are no scales or the format implies them.
+      dequantized: The layout of a quantized source; "" if the source was not quantized.
+      files: The names of the files in a target folder, or of those that a shard has to write; empty
+        if the target is a file.
+      shard: Which part of a conversion this is, "0/8"; empty if it is all of it.
+      resumed: The names in `files` that an earlier run had written already.
+      left: What was in the source folder and was not copied: hidden files, other weights.
+      loads_nowhere: Whether no loader of models can read the weights as they are. The config of a
+        target folder is then called qtoolkit_config.json instead of config.json.
+      quantization_config: What config.json says to loaders. If the target is a single file, loaders
+        need it in the config.json that is used with it.
+      caution: What a loader of the layout is known to misread; "" if nothing.
       tensors: One report for each tensor, in the order of the source's data.
     """
 
@@ -92,7 +95,7 @@ class Report:
         return tuple(tensor for tensor in self.tensors if tensor.action != "quantize")
 
     def to_json(self) -> str:
-        """Everything as one JSON object; numbers that JSON has not, such as Infinity, are null."""
+        """Everything as one JSON object. Numbers that JSON lacks, such as Infinity, become null."""
         data = dataclasses.asdict(self) | {
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -118,7 +121,9 @@ class Report:
 
     @property
     def mean_sqnr_db(self) -> float | None:
-        """Mean of the tensors' SQNR; exact tensors count only where all are; None without any."""
+        """Mean SQNR of the tensors without exact ones; infinite if all are exact; None if none has
+        an SQNR.
+        """
         known = [tensor.sqnr_db for tensor in self.tensors if tensor.sqnr_db is not None]
         lossy = [sqnr for sqnr in known if math.isfinite(sqnr)] or known
         return sum(lossy) / len(lossy) if lossy else None

@@ -1,6 +1,7 @@
-"""What the names and shapes of a model's tensors say of their roles. No JAX here.
+"""Guesses the roles of a model's tensors from their names and shapes. No JAX here.
 
-Which weights stay wide, which axis of a weight holds its outputs, which weights loaders merge.
+It tells which weights stay wide, which axis of a weight holds its outputs, and which weights
+loaders merge into one.
 """
 
 import re
@@ -52,12 +53,12 @@ _FUSED = tuple(
 )
 _CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj|q_attn)\.weight$")
 _EXPERTS = re.compile(r"experts[./](gate_up_proj|down_proj|w[123]|gate_proj|up_proj)$")
-# All experts of Granite or JetMoe in one: [E, out, in], where of a single one [out, in].
+# Granite and JetMoe store all experts in one tensor [E, out, in], under the name of a single one.
 _PARALLEL_EXPERTS = re.compile(r"(^|[./])(input|output)_linear[./]weight$")
 
 
 def fused_group(name: str) -> str:
-    """The name of what loaders merge tensor `name` into; `name` itself where they do not."""
+    """The name of the tensor into which loaders merge `name`; `name` itself if they do not."""
     for pattern, merged in _FUSED:
         found = pattern.search(name)
         if found:
@@ -71,12 +72,12 @@ def module_of(name: str) -> str:
 
 
 class Roles:
-    """What can be said of the tensors of one checkpoint, from all their names and shapes.
+    """The roles of the tensors of one checkpoint, guessed from all names and shapes together.
 
     Args:
-      tensors: Every tensor.
-      config: The model's `config.json`; empty where there is none.
-      choice: "first" or "last" says where outputs are, in all weights; "auto" looks.
+      tensors: All tensors of the checkpoint.
+      config: The model's `config.json`; empty if there is none.
+      choice: "first" or "last" fixes the axis of outputs in all weights; "auto" guesses.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Roles:
     def outputs_last(self, info: TensorInfo) -> bool | None:
         """Whether the last axes of a weight hold its outputs, not the first; None if not known.
 
-        A bias as long as one axis only decides; then the convention that the name follows.
+        A bias decides if its length is that of only one of the axes; else the naming convention.
         """
         if self._choice != "auto":
             return self._choice == "last"
@@ -130,7 +131,7 @@ class Roles:
             return (0, 2) if last else (0, 1)
         if not last:
             return (0,)
-        # Of Flax's [inputs, heads, length of a head] both of the last axes are outputs.
+        # In Flax's attention kernels [inputs, heads, head length] the last two axes are outputs.
         heads = rank == 3 and re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
         return (1, 2) if heads else (rank - 1,)
 
@@ -148,7 +149,7 @@ class Roles:
             by_bias = self._by_bias(info)
             if by_bias is not None:
                 return by_bias
-        for info in found:  # three of a size side by side: outputs; four: the inner size
+        for info in found:  # outputs are three times (query, key, value) or four times the inputs
             if len(info.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", info.name):
                 first, last = info.shape
                 if first != last:
@@ -171,7 +172,8 @@ class Roles:
             return bias.shape[1] == last
         other = self._tensors.get(info.name.replace("gate_up_proj", "down_proj"))
         if other is not None and other.name != info.name and len(other.shape) == 3:
-            # Inputs of one are the outputs of the other; gate and up together are twice as long.
+            # The two projections are inverse: inputs of one are outputs of the other. The outputs
+            # of gate and up together are twice as long.
             in_out = (other.shape[2], 2 * other.shape[1]) == (first, last)
             out_in = (2 * other.shape[2], other.shape[1]) == (first, last)
             return None if in_out == out_in else in_out

@@ -132,7 +132,7 @@ class SafetensorsFile(Closing):
             self._fill(self._data + info.start + start, memoryview(buffer), f"tensor {shown(name)}")
 
     def _fill(self, position: int, view: memoryview, what: str) -> None:
-        while view:  # at a position, not from where the last read ended: threads share the file
+        while view:  # reads at a given position, since threads share the open file
             count = self._file.read_at(position, view)
             if not count:
                 raise CheckpointError(
@@ -152,10 +152,11 @@ def write_safetensors(
 ) -> None:
     """Writes a safetensors file from chunks as they are produced.
 
-    The file appears under its name when it is whole and on the disk; until then its data is in a
-    partial file in the same folder, which any failure or interrupt removes, and a run after one
-    that was killed. It is locked: of two runs with the same target the second fails at once. What
-    goes to a URL is a temporary file of this machine first, and nothing is locked there.
+    The file appears under its name once it is complete and on the disk. Until then its data is in a
+    partial file in the same folder. A failure or interrupt removes that file; if the process is
+    killed, the next run does. The partial file is locked: of two runs with the same target the
+    second fails at once. For a URL the data is first written to a local temporary file, and nothing
+    is locked.
 
     Args:
       path: Where to; a file or a URL.
@@ -180,7 +181,7 @@ def write_safetensors(
     """
     target = check_target(path, overwrite)
     if is_url(path):
-        # A file without a name: nothing is left of it where the process is killed.
+        # A file without a name: nothing is left of it if the process is killed.
         with tempfile.TemporaryFile() as scratch:
             with naming(tempfile.gettempdir()):
                 _write_all(scratch.fileno(), path, tensors, chunks, metadata)
@@ -257,7 +258,7 @@ def save(
                 f"{', '.join(DTYPE_OF)}; convert it first"
             )
     infos = layout((name, DTYPE_OF[a.dtype.name], a.shape) for name, a in arrays.items())
-    # order="C": the bytes of a transposed array would be another tensor's.
+    # order="C": the bytes of a transposed array would otherwise be written in another order.
     chunks = (
         (info.name, np.asarray(arrays[info.name], info.numpy_dtype, order="C")) for info in infos
     )
@@ -304,7 +305,7 @@ def _write_chunks(
 
 
 def _as_bytes(chunk: Any) -> memoryview:
-    if isinstance(chunk, np.ndarray):  # those of ml_dtypes have no buffer protocol
+    if isinstance(chunk, np.ndarray):  # arrays of ml_dtypes' dtypes have no buffer protocol
         chunk = chunk.reshape(-1).view(np.uint8)
     return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
 

@@ -1,7 +1,8 @@
-"""Quantized arrays that `save` wrote, as stored weights: by what the file's metadata says of them.
+"""Reads quantized arrays that `save` wrote, as the file's metadata describes them.
 
-Their blocks may be of any size, which the shape of the scales does not tell: 1000 columns with 8
-scales are blocks of 125 or of 128. JAX loads only where a file has such arrays.
+The metadata is needed since blocks may have any size, and the shape of the scales does not tell it:
+1000 columns with 8 scales may be blocks of 125 or of 128. JAX is imported only if a file has such
+arrays.
 """
 
 import dataclasses
@@ -22,10 +23,10 @@ Matrices = tuple[tuple[int, int, int], tuple[int, int]]
 def saved_arrays(
     metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo], where: str
 ) -> tuple[dict[str, Stored], set[str]]:
-    """The stored weights, and the names of their tensors.
+    """The stored weights of a file, and the names of all tensors that belong to them.
 
-    Packed arrays are none of them, nor those with elements of more than 8 bits or scales of a
-    format without a dtype: they stay as they are.
+    Packed arrays, arrays with elements of more than 8 bits, and arrays whose scales have a format
+    without a dtype are left out: their tensors are read as they are.
 
     Raises:
       CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
@@ -94,10 +95,10 @@ def _stored(
 
 
 def _matrices(shape: tuple[int, ...], lengths: tuple[int, ...]) -> Matrices | None:
-    """Count, rows and columns of the matrices of an array, and the lengths of their blocks.
+    """An array seen as matrices: their count, rows and columns, and the lengths of their blocks.
 
-    Neighbouring axes become one where blocks are single elements along both, or go all along both.
-    None where more remain than matrices have.
+    Neighbouring axes are merged if blocks have length 1 along both, or the full length along both.
+    None if more axes than those of a stack of matrices remain.
     """
     axes: list[tuple[int, int]] = []
     for n, length in zip(shape, lengths, strict=True):
@@ -113,7 +114,7 @@ def _matrices(shape: tuple[int, ...], lengths: tuple[int, ...]) -> Matrices | No
     if any(length != 1 for _, length in axes[:-2]):
         return None
     (rows, height), (columns, width) = axes[-2:]
-    if height == width == 1 and rows > 1:  # a scale for each element
+    if height == width == 1 and rows > 1:  # each element has a scale
         return None
     return (count, rows, columns), (height, width)
 
@@ -122,6 +123,6 @@ def _of_matrix(spec: BlockFormat, block: tuple[int, int]) -> BlockFormat:
     """`spec` with the blocks of a matrix."""
     if spec.scale is None:
         return spec
-    if block == (1, 1):  # of one row: its channels
+    if block == (1, 1):  # a matrix of one row, with a scale for each channel
         return dataclasses.replace(spec, block=(1,), axes=(1,), other_axes=None)
     return dataclasses.replace(spec, block=block, axes=(0, 1), other_axes=1)

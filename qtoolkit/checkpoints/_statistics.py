@@ -1,4 +1,4 @@
-"""What the numbers of a tensor look like. No JAX here."""
+"""Statistics of a tensor's elements. No JAX here."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ _CHUNK = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """What the elements of a tensor are like.
+    """Statistics of the elements of a tensor.
 
     Attributes:
-      lowest, largest, mean, deviation: Of its finite elements, the deviation that of a population;
-        NaN where there are none.
-      zeros, nans, infinities: How many elements are so.
+      lowest, largest, mean, deviation: Computed over the finite elements, the standard deviation
+        as that of a population; NaN if no element is finite.
+      zeros, nans, infinities: How many elements are zero, NaN, infinite.
     """
 
     lowest: float
@@ -30,7 +30,7 @@ class Statistics:
     infinities: int
 
 
-@np.errstate(over="ignore", invalid="ignore")  # of float64 whose squares are infinite
+@np.errstate(over="ignore", invalid="ignore")  # the squares of float64 may overflow
 def statistics(source: Source, tensor: TensorInfo) -> Statistics:
     """Reads a tensor of floats once, in chunks."""
     dtype = NUMPY_DTYPES[tensor.dtype]

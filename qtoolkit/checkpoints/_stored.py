@@ -1,6 +1,6 @@
-"""How one quantized weight lies in a file: its entries, what goes into them, what they stand for.
+"""How one quantized weight is stored in a file: its entries, and their bytes.
 
-Layouts describe it with `Stored`, which both writing and reading follow. No JAX here.
+A layout describes it by a `Stored`, which both the writer and the reader follow. No JAX here.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointErr
 from qtoolkit.formats import BlockFormat
 
 Packing = Literal["bytes", "nibbles", "words"]
-_WORDS = 32  # so many codes fill whole words and bytes, of however many bits they are
+_WORDS = 32  # 32 codes of any number of bits fill whole 32-bit words
 ReadBytes = Callable[[str, int, memoryview], None]
 
 
@@ -35,18 +35,19 @@ class Stored:
     """One quantized weight as a file holds it.
 
     Attributes:
-      name, shape: Of the weight.
-      matrices: The weight as [count, rows, columns]: each matrix is quantized on its own, in C
-        order of the whole.
+      name, shape: The name and shape of the weight.
+      matrices: The weight seen as [count, rows, columns], in C order. Each matrix is quantized on
+        its own.
       spec: The block format of a matrix.
-      codes: Where the codes are.
-      scale: Where the scales are, in C order those of a matrix after the other; None without.
-      second: Where the second scale is (NVFP4), one in all or one for each matrix; None without.
+      codes: The entry with the codes.
+      scale: The entry with the scales, one matrix after the other, each in C order; None: no
+        scales.
+      second: The entry with the second scale (NVFP4), one in all or one per matrix; None: none.
       second_divides: Whether the second scale is the reciprocal: x = q * scale / second.
       packing: "bytes", a code each; "nibbles", two codes to a byte, the first one low; "words",
         codes of n bits plus 2**(n-1), dense in 32-bit words from the lowest bits on, a row padded
         to whole words.
-      constants: Further entries with their values.
+      constants: Further entries, with their bytes.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Stored:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Everything that is written for it."""
+        """All entries that are written for it."""
         parts = (self.codes, self.scale, self.second, *(entry for entry, _ in self.constants))
         return tuple(entry for entry in parts if entry is not None)
 
@@ -75,7 +76,7 @@ class Stored:
 
 
 def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
-    """An entry that is known beforehand, with its bytes."""
+    """An entry whose values are known before the weight is read, with its bytes."""
     array = np.asarray(values, NUMPY_DTYPES[dtype]).reshape(shape)
     return Entry(name, dtype, shape), array.tobytes()
 

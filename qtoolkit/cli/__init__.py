@@ -1,4 +1,4 @@
-"""The command `qtoolkit`. JAX loads with the commands that compute, not with those that look."""
+"""The command `qtoolkit`. Only subcommands that compute import JAX."""
 
 from qtoolkit.cli._app import main
 

@@ -30,7 +30,7 @@ def main() -> None:
     """Runs the command `qtoolkit`; exits with 0, with 1 after a failure, with 2 after misuse."""
     try:
         app()
-    except OSError as error:  # help that a full disk does not take; commands see to their own
+    except OSError as error:  # printing the help failed; commands treat their own errors
         sys.exit(os_failure(error).exit_code)
 
 
@@ -71,7 +71,7 @@ def _options(
     ] = False,
 ) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr does: the name of a file may be no UTF-8, and then cannot be written as it is.
+        # A file name that is no UTF-8 could not be printed. stderr escapes it; make stdout do so.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -22,7 +22,7 @@ _IMAGES = (".png", ".svg", ".pdf")
 
 
 def picture(path: Path | None) -> Path | None:
-    """A callback of options that name a picture: refuses, before any work, what cannot be drawn."""
+    """A callback for options that name a picture file: refuses others before any work."""
     if path is not None and path.suffix.lower() not in _IMAGES:
         raise typer.BadParameter(f"{path.name}, expected a name that ends in {', '.join(_IMAGES)}")
     if path is not None and importlib.util.find_spec("matplotlib") is None:

@@ -31,7 +31,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             yield
             sys.stdout.flush()
         except BrokenPipeError:
-            _silence(sys.stdout)  # whoever read our output has gone
+            _silence(sys.stdout)  # the reader of our output has exited, e.g. `| head`
             raise typer.Exit(1) from None
         except CheckpointError as error:
             raise failure(str(error), 1) from error
@@ -45,7 +45,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing() -> Iterator[None]:
-    """Names standard output where that fails, as on a full disk."""
+    """Makes errors in this context say that writing to standard output failed."""
     try:
         yield
         sys.stdout.flush()
@@ -65,7 +65,7 @@ def note(message: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Lets what is printed, also what waits in a buffer, go nowhere."""
+    """Discards everything that is printed to `stream` from now on, and what is in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -75,7 +75,7 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 
 def _ended(word: str, outcome: str, error: BaseException) -> str:
-    """What a signal has ended; a note that the result is whole takes the place of `outcome`."""
+    """The message after a signal: `outcome`, or a note that says that the result is complete."""
     is_whole = any(note.endswith(WHOLE) for note in getattr(error, "__notes__", ()))
     return _with_notes(word if is_whole else f"{word}; {outcome}", error)
 
@@ -93,7 +93,7 @@ _RAISED: dict[int, type[BaseException]] = {
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Makes Ctrl-C and a termination signal raise, where that harms nothing, and not get lost."""
+    """Makes Ctrl-C and termination signals raise where that is safe: see `_raise_or_wait`."""
     # A shell starts background jobs with SIGINT ignored.
     numbers = [n for n in _RAISED if signal.getsignal(n) is not signal.SIG_IGN]
     previous_handlers = [signal.signal(number, _raise_or_wait) for number in numbers]
@@ -107,9 +107,9 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _raise_or_wait(number: int, frame: FrameType | None) -> None:
-    """The handler: raises, but within an import sends the signal again when that is done.
+    """The signal handler: raises, but during an import it sends the signal again later.
 
-    What is raised while jaxlib is loaded aborts the process or crashes it.
+    An exception while jaxlib is being loaded would abort or crash the process.
     """
     if _is_within(frame, _is_import):
         _send_later(number, _is_import)
@@ -130,10 +130,10 @@ def _is_within(frame: FrameType | None, found: Callable[[CodeType], bool]) -> bo
 
 
 def _signal_again(lost: Any) -> None:
-    """The `sys.unraisablehook`: sends a signal again whose exception Python had to drop.
+    """A `sys.unraisablehook` that sends a signal again if Python has dropped its exception.
 
-    It drops what is raised in a `__del__` or in a callback of the garbage collector. JAX has such a
-    callback, and a Ctrl-C that fell into it left the demo training.
+    Python drops exceptions that are raised in a `__del__` or in a callback of the garbage
+    collector. JAX has such a callback, and a Ctrl-C during it did not stop the demo.
     """
     number = next((n for n, kind in _RAISED.items() if kind is lost.exc_type), None)
     if number is None:
@@ -156,7 +156,7 @@ def _send_later(number: int, busy: Callable[[CodeType], bool]) -> None:
 
 
 def failure(message: str, code: int) -> typer.Exit:
-    """Says `message` in one line. Raise what it returns, which ends the command with `code`."""
+    """Prints `message` in one line and returns an exception to raise, which exits with `code`."""
     _say(message)
     return typer.Exit(code)
 
@@ -168,14 +168,14 @@ def os_failure(error: OSError) -> typer.Exit:
 
 def _say(message: str) -> None:
     line = " ".join(message.splitlines())
-    # Names of files may hold what a terminal obeys.
+    # Names of files may contain control characters of terminals.
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     note(f"qtoolkit: {line}")
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    # Not by an exception: a compilation that a signal made JAX abandon goes on in a thread of XLA,
-    # and when Python ends, XLA's client is destroyed under it: a segmentation fault (jax 0.10).
+    # Exit without Python's clean-up. A compilation that was interrupted goes on in a thread of XLA;
+    # at a normal exit XLA's client would be destroyed meanwhile: a segmentation fault (jax 0.10).
     with contextlib.suppress(OSError):  # whoever read our output may have been interrupted first
         _say(message)
         sys.stdout.flush()

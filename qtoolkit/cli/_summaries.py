@@ -1,4 +1,4 @@
-"""What `qtoolkit convert` says of a conversion, and of a plan for one. No JAX here."""
+"""The texts that the commands print about conversions, plans, files and layouts. No JAX here."""
 
 import dataclasses
 import json
@@ -269,7 +269,7 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
 
 
 def _quantized_weights(source: Source) -> dict[str, Stored]:
-    """Those of a source, by name; none where it is quantized in a way that is not read."""
+    """The quantized weights of a source, by name; empty if it uses a layout that is not read."""
     try:
         wide = dequantized(source)
     except CheckpointError:
@@ -392,7 +392,7 @@ def layout_data(layout: Layout) -> dict[str, Any]:
 
 
 def layout_page(layout: Layout) -> list[str]:
-    """What there is to say of a layout."""
+    """The lines that describe a layout."""
     texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
     width = max(map(len, texts))
     lines = [f"{layout.name}: {layout.title}", f"loaded by {layout.loaders}", ""]

@@ -1,4 +1,4 @@
-"""What a number format is: frozen data with every property derived and exact. No JAX here."""
+"""Number formats as frozen data; every property is derived from the fields, exactly. No JAX."""
 
 from qtoolkit.formats._block import (
     BLOCK_FORMATS,

@@ -111,7 +111,7 @@ class FloatFormat:
         check_dtype(self)
 
     def _check_codes(self) -> None:
-        """Raises where the fields leave no code for what they promise: NaN, infinity, a number."""
+        """Raises if the fields leave too few codes for NaN, infinity or any number."""
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
             raise ValueError(
                 f"FloatFormat {self.name!r}: mantissa_bits=0 with specials=IEEE leaves no code for "
@@ -198,7 +198,7 @@ class FloatFormat:
 
     @property
     def overflow_code(self) -> int:
-        """What positive overflow becomes where it is not clamped, see `overflow`."""
+        """The value that positive overflow becomes if it is not clamped, see `overflow`."""
         return {
             Overflow.MAX: self.max_code,
             Overflow.NAN: self.nan_code,

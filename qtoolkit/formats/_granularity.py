@@ -8,7 +8,7 @@ SCALINGS = ("none", "tensor", "channel", "token")
 
 
 def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
-    """The block format that an element format and a word for its scales stand for.
+    """The block format for an element format and a word such as "channel" for its scales.
 
     Args:
       where: Who asks, for the messages.

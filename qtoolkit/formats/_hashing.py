@@ -1,4 +1,4 @@
-"""Hashes that are found once."""
+"""Dataclasses that compute their hash only once."""
 
 from typing import Any, TypeVar
 

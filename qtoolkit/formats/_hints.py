@@ -1,4 +1,4 @@
-"""The errors for what no format is called: one line, with at most three names to use instead."""
+"""Errors for unknown names of formats: one line, with at most three names to use instead."""
 
 import difflib
 import reprlib
@@ -9,8 +9,8 @@ from qtoolkit.formats._names import BY_SPELLING, format, name_of
 from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
 
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
-# Names that two formats go by. ONNX, OpenVINO and safetensors say "E4M3" for E4M3FN, whose largest
-# value is 448; LLVM and ml_dtypes for the format with infinities, whose largest value is 240.
+# Names that mean two formats. With "E4M3" ONNX, OpenVINO and safetensors mean E4M3FN, whose largest
+# value is 448; LLVM and ml_dtypes mean the format with infinities, whose largest value is 240.
 _AMBIGUOUS = {
     "e4m3": ("e4m3fn", "e4m3_ieee"),
     **dict.fromkeys(("f8", "fp8", "float8"), ("e4m3fn", "e5m2")),
@@ -21,7 +21,7 @@ _MEANT = dict.fromkeys(("fp4", "float4"), ("e2m1fn", "mxfp4", "nvfp4"))
 
 
 def not_found(where: str, spec: Any) -> ValueError | TypeError:
-    """What "format" or "spec", which is `where`, raises of a `spec` that it does not resolve."""
+    """The exception that `where` ("format" or "spec") raises if it cannot resolve `spec`."""
     block = _block_format(spec)
     if block is not None:  # `where` is "format": "spec" resolves it
         kind = ValueError if isinstance(spec, str) else TypeError

@@ -1,4 +1,4 @@
-"""What the derivative is: estimators, rounded cotangents, and the differentiable casts."""
+"""Derivatives of rounding: estimators, rounded cotangents, and differentiable casts."""
 
 from qtoolkit.gradients._cotangent import round_cotangent
 from qtoolkit.gradients._estimators import (

@@ -36,17 +36,17 @@ def fake_quantize(
     index_offset: ArrayLike = 0,
     gradient: str | Estimator = "clipped",
 ) -> jax.Array:
-    """Rounds `x` to what block format `spec` holds of it, keeps its dtype, and is differentiable.
+    """Rounds `x` to the values of block format `spec`, keeps its dtype, and is differentiable.
 
     Bit for bit `quantize(x, spec, ...).dequantize()`, without the codes.
 
     Args:
       x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
         index_offset: As in `quantize`.
-      gradient: The slope that stands for the rounding's derivative, see `fake_cast`; here at x
-        divided by its scale, plus the zero point. What lies up to half a step beyond the range of
-        the elements counts as its end: a rounded scale may leave the largest element of a block
-        there, and to clamp it is to round it.
+      gradient: The slope that stands for the rounding's derivative, see `fake_cast`; it is taken at
+        x / scale + zero point. Numbers up to half a step beyond the range of the elements count as
+        its end: if the scale was rounded down, the largest element of a block lies there, and
+        clamping it is just rounding.
 
     Returns:
       Shape and dtype of `x`.
@@ -95,7 +95,7 @@ def _fake_quantize_jvp(
 
 
 def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:
-    """Scaled values, those that rounding brings back to the ends of the range as these ends."""
+    """Scaled values; those that rounding brings back to an end of the range become that end."""
     lowest, largest = map(np.float32, ends)
     first, last = map(np.float32, kept_range(spec))
     u = jnp.where((u < lowest) & (u >= first), lowest, u)

@@ -1,4 +1,4 @@
-"""Where learned scales and offsets start: from a first batch, or from initial weights."""
+"""Initial values of learned scales and offsets, from a first batch or from initial weights."""
 
 import functools
 import math
@@ -60,14 +60,14 @@ def lsq_plus_scale_offset(
 ) -> tuple[jax.Array, jax.Array]:
     """The scale and the offset that LSQ+ starts from.
 
-    Of activations: scale = (max(x) - min(x)) / (p - n) and offset = min(x) - n * scale, for the
-    lowest and largest value n and p of `fmt`; from there on towards the paper's
-    argmin ||y - x||**2, by alternating steps: x is rounded, and least squares fit scale and offset
-    to what it was rounded to. No step makes the error larger; where they end is a local minimum.
-    (The paper names no method.)
+    For activations it starts with scale = (max(x) - min(x)) / (p - n) and offset = min(x) -
+    n * scale, where n and p are the lowest and largest value of `fmt`. The paper then minimizes
+    ||y - x||**2, without naming a method. Here two steps alternate: round x, then fit scale and
+    offset to the rounded values by least squares. No step makes the error larger; they end in a
+    local minimum.
 
-    Of weights, which stay symmetric: scale = max(|mean - 3 * std|, |mean + 3 * std|) / Qn, where
-    Qn = 2**(bits - 1) for integers and minus the lowest value else; offset = 0.
+    For weights, which stay symmetric, scale = max(|mean - 3 * std|, |mean + 3 * std|) / Qn, where
+    Qn = 2**(bits - 1) for integers, else minus the lowest value of `fmt`; offset = 0.
 
     Args:
       x, fmt, axis: As in `lsq_scale`.

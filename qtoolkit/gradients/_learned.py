@@ -1,7 +1,7 @@
 """Learned scales: fake quantizers whose scale, offset or clipping bound trains with the model.
 
-What rounds is what `casts` rounds; what is learned is how it is divided before. All arithmetic is
-float32, whatever the dtype of x, and so are the sums of the gradients of the parameters.
+The rounding is that of `casts`; learned is the number by which x is divided before. All arithmetic
+is float32, whatever the dtype of x, and so are the sums of the gradients of the parameters.
 """
 
 import functools
@@ -224,8 +224,9 @@ def _parameter(
 def _factor(
     where: str, name: str, value: Any, x: jax.Array, parameter: jax.Array, fmt: Format
 ) -> float | None:
-    """None where the default follows from a symbolic size, which the derivative alone divides by:
-    a model with learned scales is exported for batches of any size.
+    """The factor of a gradient; None if the default depends on a symbolic size.
+
+    A model that is exported for batches of any size has one. Then only the derivative computes it.
     """
     if value is None:
         count = x.size // parameter.size

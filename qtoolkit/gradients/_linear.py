@@ -1,7 +1,8 @@
-"""A linear function with a transpose of its own: what must act on cotangents, and only on them.
+"""A linear function with a custom transpose, for code that must act on cotangents only.
 
-A `custom_vjp` would do so too, but lose forward mode; `jax.custom_derivatives.linear_call` has no
-batching rule. This primitive has both, so `jvp`, `vjp`, `vmap`, `scan`, `remat` and `hessian` work.
+A `custom_vjp` could do this, too, but would lose forward mode; `jax.custom_derivatives.linear_call`
+has no batching rule. This primitive has both, so `jvp`, `vjp`, `vmap`, `scan`, `remat` and
+`hessian` work.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts.internal import in_dtype, varying_alike, widened
 from qtoolkit.gradients._widths import differentiable_product
 
-# From residuals and what it is linear in to its result: arrays, or tuples of arrays.
+# Takes (residuals, the operand in which it is linear); the operand and result are arrays or tuples.
 Linear = Callable[[tuple[jax.Array, ...], Any], Any]
 
 _linear_p = Primitive("linear_with_transpose")
@@ -36,15 +37,15 @@ def linear_with_transpose(
     """`forward(residuals, x)`, whose transpose is `transpose(residuals, cotangent)`.
 
     Args:
-      forward: Linear in `x`, gives one array; hashable. Its derivative by the residuals is the
-        ordinary one.
-      transpose: From the shape and dtype of the result to those of `x`; hashable. It need not be
-        linear: rounding the cotangent is what it is for.
+      forward: A hashable function that is linear in `x` and returns one array. Its derivative by
+        the residuals is the ordinary one.
+      transpose: A hashable function that takes an array like the result of `forward` and returns
+        one like `x`. It need not be linear: its purpose is to round the cotangent, for example.
       residuals: Arrays that both functions get.
-      x: The linear operand, an array; or a tuple of them, which both functions take and give.
-      out_type: `jax.typeof` of the result; None: found by tracing `forward`. Given, `forward` is
-        traced only where it is computed, which reverse mode never does, and so is `transpose`: one
-        of another shape or dtype fails when it is compiled.
+      x: The linear operand: an array, or a tuple of arrays, which `transpose` then returns.
+      out_type: `jax.typeof` of the result; None: found by tracing `forward`. If it is given, both
+        functions are traced only when they are computed; reverse mode never computes `forward`. A
+        function that returns another shape or dtype then fails only when it is compiled.
 
     Examples:
       >>> def forward(residuals, x):
@@ -117,8 +118,8 @@ def _rounded_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Arra
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`coefficient * x`, in float32 and then in `dtype`; linear in `x`, which broadcasts.
 
-    Its transpose sums in float32, and coefficients under a cotangent of 0 add 0, whatever they are:
-    not the NaN that 0 times a NaN or an infinity is.
+    Its transpose sums in float32. Where the cotangent is 0, it adds 0 even if the coefficient is a
+    NaN or an infinity, for which 0 * coefficient would be NaN.
 
     Args:
       coefficient: float32.

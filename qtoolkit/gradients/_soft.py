@@ -1,8 +1,8 @@
 """The soft estimators of the literature, on the grid of any format.
 
-Where a paper has one step for all, a format has the gap between the two neighbours of x: its values
-next to x on either side. Each slope is computed in float32 (float64 for float64) and rounded once
-to the dtype of x.
+The papers assume equal steps. Here the step is the gap between the two values of the format next to
+x, its neighbours. Each slope is computed in float32 (float64 for float64) and rounded once to the
+dtype of x.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class Ramp:
     infinities.
 
     Attributes:
-      width: Of each flank, as a part of `upper - lower`; positive. `Clipped` is its limit for
-        narrow flanks, `Identity` for wide ones.
+      width: The width of each flank, as a part of `upper - lower`; positive. As it goes to 0 the
+        ramp becomes `Clipped`, as it grows `Identity`.
 
     Source: no published one; the saturating estimator of arXiv:1602.02830 with a flank in place of
     its jump.

@@ -1,4 +1,4 @@
-"""Attention's decoding cache in few bits: numbers while the module runs, codes between calls."""
+"""Attention's KV cache in few bits: codes between calls, ordinary arrays while the module runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _COLLECTION, _CACHES = "cache", ("cached_key", "cached_value")
 
 @contextmanager
 def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
-    """Within it the cache of a bound attention module is numbers, and after it codes and scales."""
+    """In this context a module's cache holds ordinary arrays; afterwards codes and scales again."""
     before: dict[str, Any] = {}
     for name in _CACHES:
         if module.has_variable(_COLLECTION, name):

@@ -94,8 +94,8 @@ def _applied(module: nn.Module, variables: Any, batch: Batch) -> Any:
 def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Model, Any]:
     """A module like `wrapped` with the scales of a calibration, and its variables.
 
-    Its result for an example depends in no bit on the other examples of the batch: see
-    `qtoolkit.nnx.freeze`. The amaxes are in the collection "qtoolkit", for each product; layers
+    The result for an example then does not depend, in any bit, on the other examples of its batch:
+    see `qtoolkit.nnx.freeze`. The collection "qtoolkit" holds the amaxes of each product; layers
     that `nn.scan` stacks share one.
 
     Args:
@@ -104,14 +104,14 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
       calibration: From `calibrate`, of this module.
 
     Returns:
-      The module, and the variables with the amaxes; everything else in them is what was given.
+      The module, and the variables with the amaxes; everything else in them is unchanged.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params", or
         `calibration` no `Calibration`.
       ValueError: The module is not wrapped, or a product that ran was not calibrated: the message
-        names it. A layer that calibration never ran raises when it runs; one of which it saw
-        one operand alone, by another recipe, gives NaN.
+        names it. A layer that did not run in calibration raises when it runs. A layer of which only
+        one operand was calibrated, by another recipe, returns NaN.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -150,28 +150,28 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
 
 
 def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
-    """Gives learned scales and offsets that have not been started their first values, from a batch.
+    """Sets learned scales and offsets that have no value yet, from the operands in one batch.
 
         wrapped = qtoolkit.linen.wrap(model, qtoolkit.recipes.int4_lsq)
         variables = wrapped.init(key, batch)
         variables = qtoolkit.linen.start_scales(wrapped, variables, batch)
 
-    As `qtoolkit.nnx.start_scales`. Scales are in the collection "qtoolkit_scales", for each product
-    of each layer: `lhs_scale` and `rhs_scale`, and offsets. They are trained like "params", of
-    which they are no part: `jax.grad(loss)(variables)`, or
-    `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`, and an optimizer of its own for each
-    by `optax.multi_transform`. Layers that `nn.scan` stacks inside of the wrapped module share one
-    scale; wrap the module inside of the scan, with variable_axes={"qtoolkit_scales": 0}, where each
-    shall have its own.
+    Works like `qtoolkit.nnx.start_scales`. The collection "qtoolkit_scales" holds `lhs_scale` and
+    `rhs_scale`, and offsets, for each product of each layer. It is not part of "params", so
+    differentiate by both: `jax.grad(loss)(variables)`, or
+    `value_and_grad(loss, wrt=("params", "qtoolkit_scales"))`; `optax.multi_transform` gives each
+    collection its own optimizer. Layers that `nn.scan` stacks inside of the wrapped module share
+    one scale. To give each its own, wrap the module inside of the scan, with
+    variable_axes={"qtoolkit_scales": 0}.
 
     Args:
       wrapped: A module from `wrap`.
-      variables: What `init` returned, or parameters that were trained before wrapping: scales that
-        they have not are made. Scales that are numbers stay as they are.
-      batch: What it is called with, as in `calibrate`.
+      variables: What `init` returned, or variables that were trained before wrapping: missing
+        scales are added. Scales that are numbers already, not NaN, stay as they are.
+      batch: What the module is called with, as in `calibrate`.
 
     Returns:
-      The variables with scales; everything else in them is what was given.
+      The variables with scales; everything else in them is unchanged.
 
     Raises:
       TypeError: `wrapped` is no linen module or has an attribute that does not hash; `variables` is

@@ -1,4 +1,4 @@
-"""Layers of Flax with a recipe of their own: for models that are written with them."""
+"""Flax layers that take a recipe as an attribute, for use in the code of a model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +24,11 @@ def _own_recipe(layer: Any) -> Rules[Recipe]:
 
 
 class Fp8Dense(nn.Dense):
-    """`nn.Dense` whose product is quantized by `recipe`; parameters are those of `nn.Dense`.
+    """`nn.Dense` whose product is quantized by `recipe`; its parameters are those of `nn.Dense`.
 
-    The recipe stays its own in a model that is wrapped by another. What `Delayed` scaling and
-    stochastic rounding keep is in the collection "qtoolkit", in the scope of the layer: under
-    `nn.scan` and `nn.vmap` that collection needs an axis, variable_axes={"qtoolkit": 0}.
+    It keeps this recipe even in a model that is wrapped with another one. `Delayed` scaling and
+    stochastic rounding keep their state in the collection "qtoolkit", in the scope of the layer.
+    Under `nn.scan` and `nn.vmap` that collection needs an axis: variable_axes={"qtoolkit": 0}.
 
     Examples:
       >>> layer = qt.linen.Fp8Dense(1, use_bias=False, recipe=qt.recipes.te_current)
@@ -75,10 +75,10 @@ class FakeConvert(nn.Module):
 
     Attributes:
       fmt: The format, as `fake_convert` takes it.
-      shape: Of scale and shift; it must broadcast to the input.
+      shape: The shape of scale and shift; it must broadcast to the input.
       use_shift: Whether there is a shift.
       scale_init, shift_init: Initializers of (key, shape, dtype).
-      param_dtype: Of scale and shift.
+      param_dtype: The dtype of scale and shift.
       rounding, saturation, gradient: As `fake_convert` takes them. Stochastic rounding draws its
         key from the rng collection "qtoolkit".
 

@@ -1,4 +1,9 @@
-"""A method of a bound module as a pure function, with other products in its trace."""
+"""Runs a method of a bound linen module with its products replaced.
+
+`rewritten` replaces products in pure functions. A linen method is not pure: it reads and writes the
+variables of its module. So it is lifted, as `nn.remat` lifts a method: it becomes a pure function
+from variables, rngs and arrays to results and new variables.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +17,7 @@ from flax.linen.transforms import decorator_lift_transform
 from qtoolkit.products.internal import Found, Origin, Standing, rewritten, with_values
 from qtoolkit.scaling import QArray
 
-REWRITING = "qtoolkit_rewriting"  # the name of the method inside, for interceptors
+REWRITING = "qtoolkit_rewriting"  # the name under which interceptors see the lifted method
 Multiply = Callable[[Found], jax.Array | None]
 
 
@@ -24,17 +29,18 @@ def run_rewritten(
     kwargs: Any,
     other_uses: set[Any] | None = None,
 ) -> Any:
-    """`method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
+    """Returns `method(module, *args, **kwargs)` with `multiply(found)` in place of each product.
 
-    As under `nn.remat`, the method runs on a copy of the module whose variables are arguments of a
-    pure function; what it writes and the names it gives to submodules are taken over.
+    As under `nn.remat`, the method runs on a copy of the module. Variables that it writes, and
+    names that it gives to submodules, are then copied back to the module itself.
 
     Args:
-      method: A plain function of the module, one marked by `nn.compact` or not.
+      method: A plain function of the module, with or without `nn.compact`.
       multiply: As for `rewritten`.
-      args, kwargs: JAX arrays among them are traced, everything else is passed as it is.
-      other_uses: Gets the paths of the module's own parameters that are used by anything but
-        products, which find theirs as `origins`; None: nobody asks.
+      args, kwargs: JAX arrays among them are traced; everything else is passed as it is.
+      other_uses: A set to which the paths of the module's own parameters are added that anything
+        but a product uses. `multiply` finds the parameters of products in `Found.origins`. None:
+        uses are not recorded.
     """
     own = {
         _identity(value): (*module.path, name)
@@ -45,22 +51,28 @@ def run_rewritten(
     def inside(module: Module, *args: Any, **kwargs: Any) -> Any:
         return method(module, *args, **kwargs)
 
-    # Flax keeps what methods return under their names, where `capture_intermediates` asks for
-    # "__call__": the method itself has one already.
+    # With `capture_intermediates` Flax stores the result of every method named "__call__". The
+    # method itself is one of these, so its lifted copy needs another name.
     inside.__name__ = inside.__qualname__ = REWRITING
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(_rewriting, inside, multiply, own, other_uses)
+    lifted = decorator_lift_transform(_lifted_rewriting, inside, multiply, own, other_uses)
     return lifted(module, *args, **kwargs)
 
 
-def _rewriting(
+def _lifted_rewriting(
     function: Callable[..., Any],
     multiply: Multiply,
     own: Mapping[int, tuple[str, ...]],
     other_uses: set[Any] | None,
 ) -> Callable[..., Any]:
-    """A lifted transformation, like those of `flax.core.lift`."""
+    """A lifted transformation in the sense of `flax.core.lift`, such as `lift.checkpoint`.
+
+    Args:
+      function: A function of (scopes, *args, **kwargs).
+      multiply, other_uses: As in `run_rewritten`.
+      own: The path of each of the module's own parameters, by the `_identity` of its value.
+    """
 
     def run(
         scope_of: Any, repacked: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
@@ -73,14 +85,16 @@ def _rewriting(
             scopes = scope_of(variables, rngs)
             args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
             outs, out_structure = jax.tree.flatten(function(scopes, *args, **kwargs))
-            found = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
-            # What is no array leaves beside the trace.
-            rest = [None if i in set(found) else out for i, out in enumerate(outs)]
-            outside[:] = [out_structure, rest, found]
-            return [outs[i] for i in found], repacked(scopes)
+            out_places = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
+            # A traced function can only return arrays. Other results, such as None or strings,
+            # are passed out through `outside`.
+            rest = [None if i in set(out_places) else out for i, out in enumerate(outs)]
+            outside[:] = [out_structure, rest, out_places]
+            return [outs[i] for i in out_places], repacked(scopes)
 
         names = _names(variables, own, other_uses)
-        # The module's own kernels of codes are arrays to it; submodules see to theirs.
+        # The method sees the module's own stored kernels as ordinary arrays, hence `Standing`.
+        # Those of submodules stay QArrays, since the submodule's own call treats them.
         variables = jax.tree.map(
             lambda x: Standing(x) if isinstance(x, QArray) and _identity(x) in own else x,
             variables,
@@ -92,8 +106,8 @@ def _rewriting(
         others = [""] * (len(jax.tree.leaves(rngs)) + len(places))
         call = rewritten(pure, multiply, lambda *_: [*names, *others], _made)
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
-        out_structure, rest, found = outside
-        return jax.tree.unflatten(out_structure, with_values(rest, found, arrays)), written
+        out_structure, rest, out_places = outside
+        return jax.tree.unflatten(out_structure, with_values(rest, out_places, arrays)), written
 
     return lift.pack(run, (True,), (True,), (True,), "qtoolkit", enable_kwargs=True)
 
@@ -101,14 +115,15 @@ def _rewriting(
 def _names(
     variables: Any, own: Mapping[int, tuple[str, ...]], other_uses: set[Any] | None
 ) -> list[Any]:
-    """For each array its name, if it is in the collection "params", else "".
+    """One entry for each array in `variables`, for the argument `parameters` of `rewritten`.
 
-    Where other uses are asked for, an array of the module's own has an `Origin`. The arrays of a
-    submodule's `QArray` have a name each.
+    The entry is the array's name if it is in the collection "params", else "". If `other_uses` is
+    given, an array of the module itself has an `Origin` in place of its name. A `QArray` of a
+    submodule is not one leaf but several arrays, so its name is repeated for each of them.
     """
     names: list[Any] = []
-    found, _ = jax.tree_util.tree_flatten_with_path(variables, is_leaf=_is_stored)
-    for path, leaf in found:
+    with_paths, _ = jax.tree_util.tree_flatten_with_path(variables, is_leaf=_is_stored)
+    for path, leaf in with_paths:
         name: Any = _name(path)
         is_own = _identity(leaf) in own
         if is_own and name and other_uses is not None:
@@ -119,7 +134,10 @@ def _names(
 
 
 def _made(results: Any) -> Any:
-    """The names of the parameters that a method has made, among what the trace of it gives."""
+    """The argument `made` of `rewritten`: the names of parameters that the method has created.
+
+    In `init` a method creates its parameters, and they are among the results of its trace.
+    """
     outs, written = results
     return jax.tree.map(lambda _: "", outs), jax.tree_util.tree_map_with_path(_named, written)
 
@@ -129,15 +147,17 @@ def _named(path: Any, _: Any) -> str:
 
 
 def _name(path: Any) -> str:
-    """That of an array in the collection "params" of a module, "" in other collections."""
-    kinds = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)  # boxes with metadata have others
+    """The name of an array in the collection "params", from its path; "" in other collections."""
+    # Other kinds of keys belong to boxes with metadata, such as `nn.Partitioned`.
+    kinds = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path if isinstance(key, kinds)]
-    _, _, collection, *names = keys  # behind a group of collections and a scope
+    # The first two keys are lifting's group of collections and scope.
+    _, _, collection, *names = keys
     return ".".join(names) if collection == "params" else ""
 
 
 def _identity(x: Any) -> int:
-    """Flax rebuilds the trees of variables, but not their leaves."""
+    """Identifies an array of the variables: Flax copies their trees, but not the leaves."""
     return id(x.codes if isinstance(x, QArray) else x)
 
 

@@ -61,7 +61,7 @@ def _sums(loss_fn: Loss, variables: Any, batch: Any) -> Sums:
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
-    """Ranks the layers of a wrapped module by the loss that quantizing each alone adds.
+    """Ranks the layers of a wrapped module by how much quantizing each alone adds to the loss.
 
     As `qtoolkit.nnx.sensitivity`.
 
@@ -101,8 +101,9 @@ def _sensitivity(loss_fn: Loss, variables: Any, batch: Any) -> Sensitivity:
 
 
 def check_arguments(where: str, module: Any, variables: Any) -> None:
-    """Raises where a module is none of linen, or its variables are none. Whether it has a quantized
-    layer, such as `Fp8Dense`, is known when it runs.
+    """Raises unless `module` is a linen module and `variables` a dictionary with "params".
+
+    Whether it has quantized layers is not checked: `Fp8Dense` in it is known only when it runs.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(

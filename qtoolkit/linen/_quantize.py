@@ -35,37 +35,37 @@ def quantize(
             model, variables, qtoolkit.recipes.weight_only_e4m3, batch)
         y = jax.jit(served.apply)(weights, batch)
 
-    They compute what `wrap(module, recipe).apply(variables, ...)` computes, bit for bit: kernels
-    are rounded once, here, instead of in each call, and products take the codes as they are.
+    The results are those of `wrap(module, recipe).apply(variables, ...)`, bit for bit: kernels are
+    rounded once, here, instead of in each call, and products use the codes as they are.
 
-    Which parameters are kernels, and along which axes they are summed, is known when the module
-    runs: it is traced with `inputs`; nothing is computed. Stored is what products use and nothing
-    else in this trace does, always along the same axes; under `nn.scan` and `nn.vmap` each kernel
-    of a stack along the first axis by itself. Tables of embeddings that are looked up, biases,
-    norms, and kernels that are reshaped or joined before they are multiplied stay as they are. The
-    module then runs such methods as were traced: one that looks up a stored table raises.
+    Which parameters are kernels, and along which axes they are summed, is found by tracing the
+    module with `inputs`; nothing is computed. A parameter is stored as codes if only products use
+    it, and always along the same axes. Under `nn.scan` and `nn.vmap` each kernel of a stack along
+    the first axis is stored by itself. Tables of embeddings that are looked up, biases, norms, and
+    kernels that are reshaped or joined before they are multiplied stay as they are. Afterwards call
+    only methods that were traced: one that looks up a stored table raises.
 
     Args:
       module: As for `wrap`; one from `wrap`, whose recipes are then kept where `recipe` is None.
-      variables: As `init` returns them. "params" may hold `QArray`s already, which are used as they
-        are; state of `Delayed` and `Static` scaling and of stochastic rounding counts for kernels,
-        and so do learned scales (LSQ), with which they are stored.
-      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, stands for kernels of that
-        format beside wide activations.
+      variables: As `init` returns them. `QArray`s in "params" are used as they are. Kernels are
+        rounded with the state of `Delayed` and `Static` scaling and of stochastic rounding, and
+        with learned scales (LSQ), if there are any.
+      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
+        beside wide activations.
       inputs: What the module is called with, as a batch of `calibrate`.
       kv_cache, method: As for `wrap` and `apply`.
 
     Returns:
       The module from `wrap`, and the variables with `QArray`s in "params"; everything else in them
-      is what was given.
+      is unchanged.
 
     Raises:
       TypeError: As `wrap`; `variables` is no dictionary with "params".
-      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, or has
-        a learned scale that was not started, or one with an offset (LSQ+), which is no integer as
-        the zero points of codes are; or `recipe` is None and `module` is not wrapped.
+      ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, has a
+        learned scale that was not started, or a learned offset (LSQ+), which codes cannot hold
+        since their zero points are integers; or `recipe` is None and `module` is not wrapped.
 
-    Gradient: None by stored kernels, whose integers `jax.grad` refuses.
+    Gradient: Stored kernels have none; `jax.grad` refuses integers.
 
     Examples:
       >>> module, x = nn.Dense(4), jnp.ones((1, 32))
@@ -123,7 +123,7 @@ def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
 
 
 def _are_alike(use: Kernel, other: Kernel) -> bool:
-    """Whether both round the parameter in the same way."""
+    """Whether two uses of a parameter round it in the same way."""
     keeps_state = any(
         one.recipe.is_delayed or one.recipe.is_stochastic or any(one.recipe.learned)
         for one in (use, other)
@@ -132,7 +132,7 @@ def _are_alike(use: Kernel, other: Kernel) -> bool:
 
 
 def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:
-    """A parameter as the product that uses it rounds it; None where that leaves it wide."""
+    """A parameter, rounded as the product that uses it would; None if that leaves it wide."""
     lead = x.ndim - len(use.shape)
     if use.operand is None or tuple(x.shape[lead:]) != use.shape:
         return None
@@ -150,7 +150,7 @@ def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -
 
 
 def _kept(variables: Any, collection: str, use: Kernel) -> Any:
-    """What a collection has of a product, None where it has nothing."""
+    """The state that a collection holds for a product; None if it holds none."""
     found = variables.get(collection, {})
     for name in (*use.layer, use.product):
         found = found.get(name, {})
@@ -164,7 +164,7 @@ def _at(params: Any, path: tuple[str, ...]) -> Any:
 
 
 def _with(params: Any, path: tuple[str, ...], array: QArray) -> Any:
-    """A copy of the tree with another leaf."""
+    """A copy of the tree with `array` at `path`."""
     if not path:
         return array
     first, *rest = path

@@ -74,7 +74,7 @@ def _reported(
     check_arguments("report", wrapped, variables)
     leaves, structure = jax.tree.flatten((inputs, options or {}))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-    # Histories are read and not differentiated.
+    # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get(COLLECTION, {}))
     others = {name: held for name, held in variables.items() if name != COLLECTION}
     if rngs is None:
@@ -98,7 +98,10 @@ def _reported(
 
 
 def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
-    """Keys that match nothing. A recipe must reach a layer with products; None any module."""
+    """The keys of rules that match nothing that ran.
+
+    A rule with a recipe must match a layer with products; a rule with None may match any module.
+    """
     for key, value in rules.rules:
         reached = [
             (path, kinds)
@@ -111,7 +114,9 @@ def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:
-    """Raises where a product is left that no rule leaves, none is quantized, a rule is unused."""
+    """Raises if no product is quantized, if one is left though no rule says so, or a rule is
+    unused.
+    """
     if isinstance(inputs, bool):
         raise TypeError(
             "wrap: strict has type bool, expected inputs to trace the module with; write "

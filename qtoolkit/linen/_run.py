@@ -1,4 +1,4 @@
-"""One call of a wrapped module: an interceptor that gives each layer its quantized products."""
+"""One call of a wrapped module: an interceptor quantizes the products of each layer in it."""
 
 import contextvars
 import dataclasses
@@ -30,8 +30,8 @@ from qtoolkit.products.internal import (
 )
 from qtoolkit.scaling import QArray
 
-# Flax's own layers that compute products, and the methods in which they do. Attention computes two
-# beside those of its layers. All others are made of these.
+# Flax's own layers that compute products, and the methods that compute them. Attention computes two
+# products itself, besides those of its Dense layers. Other layers of Flax consist of these.
 _LAYERS: dict[type[nn.Module], str] = {
     nn.Dense: "__call__",
     nn.DenseGeneral: "__call__",
@@ -43,22 +43,22 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.OptimizedLSTMCell: "__call__",
 }
 _CACHING = nn.MultiHeadDotProductAttention
-ROOT = "self"  # in the collection, where other layers have their path
+ROOT = "self"  # the key of the wrapped module itself in the collection; others have their path
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
 class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
-    """The modules that ran: rules, path, types of it and around it, whether it has products."""
+    """The modules that ran: (rules, path, types of it and of modules around it, has products)."""
 
 
 class Kernel(NamedTuple):
     """How a product uses a parameter.
 
     Attributes:
-      operand: What it is rounded to, and its axes in the product.
-      shape: Of one kernel; the parameter may be a stack of such.
-      recipe: Of the product.
-      layer, product: Where collections have its state: the keys that lead to the layer, and one.
+      operand: How it is rounded, with its axes in the product.
+      shape: The shape of one kernel; the parameter may be a stack of them.
+      recipe: The recipe of the product.
+      layer, product: Where collections hold its state: the keys of the layer, then the product's.
     """
 
     operand: Operand | None
@@ -95,7 +95,7 @@ class Kernels:
 
 @contextmanager
 def noting_kernels() -> Iterator[Kernels]:
-    """Within it the uses of parameters by wrapped modules are noted."""
+    """In this context wrapped modules record how they use their parameters."""
     kernels = Kernels()
     token = _kernels.set(kernels)
     try:
@@ -104,7 +104,8 @@ def noting_kernels() -> Iterator[Kernels]:
         _kernels.reset(token)
 
 
-# Part of the key of jax.jit's caches: `nn.jit` must not use the trace of a call by other rules.
+# jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
+# trace of a call with other rules.
 _traced_for = jax.make_user_context(None)
 _visited: contextvars.ContextVar[Visited | None] = contextvars.ContextVar("visited", default=None)
 _kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
@@ -113,7 +114,7 @@ _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", d
 
 @contextmanager
 def visiting() -> Iterator[Visited]:
-    """Within it the modules that run under a wrapped one are noted."""
+    """In this context the modules that run inside of wrapped ones are recorded."""
     visited = Visited()
     token = _visited.set(visited)
     try:
@@ -135,7 +136,7 @@ def run(
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
-        return call()  # Flax says what is wrong; or a method that another one calls
+        return call()  # not bound, then Flax raises; or called by another method of this module
     starting = module.is_initializing()
     if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
         return call()
@@ -153,7 +154,7 @@ def run(
             out = call()
     finally:
         _active.reset(token)
-    # Not before the call is over: an array made inside of a trace would leak out of it.
+    # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
         _put(module, COLLECTION, path, states)
@@ -183,8 +184,9 @@ def _keeps_state(recipe: Recipe) -> bool:
 
 
 def _is_in_jit(module: nn.Module) -> bool:
-    """Whether a module runs under `nn.jit`, whose traces outlive the call: they must not hold its
-    arrays.
+    """Whether a module runs under `nn.jit`.
+
+    Its cached trace outlives the call, so it must not close over arrays of this call.
     """
     assert module.scope is not None
     return any("jit(" in part for part in module.scope.debug_path)
@@ -297,8 +299,9 @@ class _Run:
     def _multiply(
         self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
     ) -> Multiply:
-        """What computes the products of a method: each with its state, the dtypes of its operands
-        checked, and its kernel noted where somebody asks.
+        """A `multiply` for the products of a method.
+
+        It passes each product its state, checks dtypes, and records the kernel if somebody asked.
         """
         if is_in_jit and any(recipe.learned):
             raise ValueError(
@@ -327,7 +330,7 @@ class _Run:
         return multiply
 
     def _count(self, recipe: Recipe, path: str, name: str) -> Multiply:
-        """What replaces no product of a method, and notes that there is one, with its recipe."""
+        """A `multiply` that replaces no product, but counts it and records its recipe."""
         names = Names(f"{name}.")
 
         def count(found: Found) -> None:
@@ -339,7 +342,7 @@ class _Run:
 
 
 def _check_kernels(module: nn.Module, path: str) -> None:
-    """The dtypes of a module's own parameters; those of 8 bits Flax would not multiply either."""
+    """Checks the dtypes of a module's own parameters: Flax cannot multiply 8-bit ones, either."""
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
             for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
@@ -361,9 +364,9 @@ _CREATED = "create the layer with another param_dtype"
 def _noting_other_uses(
     call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """`call`, a method without products; where kernels are noted, the parameters it uses are, too.
+    """Runs `call`, a method without products, and records its uses of parameters if asked for.
 
-    So is a table of embeddings that one method looks up and another one multiplies.
+    Example: a table of embeddings that this method looks up and another one multiplies.
     """
     kernels, module = _kernels.get(), context.module
     method = getattr(context.orig_method, "func", None)
@@ -375,7 +378,7 @@ def _noting_other_uses(
 
 
 def _calls_products(kind: Any, method: Any) -> bool:
-    """Whether a method names another one that computes products, which sees to its parameters."""
+    """Whether a method calls another one that computes products: then that one records its uses."""
     others = {name: getattr(kind, name, None) for name in inspect.unwrap(method).__code__.co_names}
     return any(
         isinstance(other, types.FunctionType) and _has_products(kind, name, other, frozenset())

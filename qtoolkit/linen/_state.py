@@ -9,8 +9,8 @@ with products, by its path with dots; that holds one for each product, "__call__
   amax: float32[3], what calibration found, of lhs, rhs, and 0: `freeze` writes it;
   key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
 
-The leading axes are those of wrapped modules that are stacked. Within a `value_and_grad` there is
-a probe beside the history, float32[..., 3, buckets].
+The leading axes belong to stacks of wrapped modules, as `nn.scan` makes them. Within a
+`value_and_grad` there is a probe beside the history, float32[..., 3, buckets].
 
 The collection "qtoolkit_scales" holds, for the same layers and products, what `Learned` scaling
 trains: lhs_scale, lhs_offset, rhs_scale, rhs_offset, float32[...], NaN until `start_scales`.
@@ -66,13 +66,13 @@ def state_of(
     """The state of a product; None where there is nothing to keep.
 
     Args:
-      name: Of layer and product, which is mixed into keys: "mlp:__call__.kernel".
-      kept: What the collection "qtoolkit" has of the product.
-      rng: uint32[2], words of a key of this step; instead of the one that is kept.
-      scales: What the collection "qtoolkit_scales" has of it.
+      name: The name of layer and product, "mlp:__call__.kernel"; it is mixed into keys.
+      kept: The entry of the product in the collection "qtoolkit".
+      rng: uint32[2], words of a key of this step, in place of the key that is kept.
+      scales: The entry of the product in the collection "qtoolkit_scales".
 
-    A recipe with delayed scales takes current ones where there is no history. Of the state of a
-    stack that arrives whole the largest magnitudes count, and of learned scales the mean.
+    A recipe with delayed scales uses current ones if there is no history. If the state of a whole
+    stack arrives here, its largest magnitudes are used, and the mean of its learned scales.
     """
     amax = probe = key = None
     kept = kept or {}
@@ -85,8 +85,8 @@ def state_of(
             return None
         else:
             amax = jnp.zeros((3,), jnp.float32)
-        # Nobody differentiates by zeros of ours, so that under a plain `jax.grad` products take
-        # current scales: the history does not move.
+        # Without `value_and_grad` there is no probe. Nobody differentiates by the zeros made here,
+        # so under a plain `jax.grad` products use current scales, and the history does not move.
         given = kept.get(_PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
         probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
     if recipe.is_calibrated and AMAX in kept:
@@ -100,14 +100,16 @@ def state_of(
 
 
 def _learned(scales: Kept) -> Any:
-    """Scale and offset of lhs, then of rhs, None for what is not learned."""
+    """((scale, offset) of lhs, (scale, offset) of rhs), None for what is not learned."""
 
-    def one(name: str) -> Any:
+    def value_of(name: str) -> Any:
         value: Any = scales.get(name)
         is_stack = value is not None and value.ndim > 0
-        return jnp.mean(value) if is_stack else value  # a scalar stays known in a trace
+        # A scalar is returned as it is: under a trace `jnp.mean` would make it a tracer.
+        return jnp.mean(value) if is_stack else value
 
-    return tuple((one(f"{side}_scale"), one(f"{side}_offset")) for side in ("lhs", "rhs"))
+    sides = ("lhs", "rhs")
+    return tuple((value_of(f"{side}_scale"), value_of(f"{side}_offset")) for side in sides)
 
 
 def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
@@ -127,7 +129,7 @@ def _identity(name: str) -> np.uint32:
 def value_and_grad(
     loss: Callable[..., Any], *, has_aux: bool = False, wrt: str | Sequence[str] = "params"
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for wrapped modules: it also rolls delayed scales and keys.
+    """`jax.value_and_grad` for wrapped modules: it also updates delayed scales and keys.
 
         value, grads, state = qtoolkit.linen.value_and_grad(loss)(variables, batch)
         params = optax.apply_updates(variables["params"], updates)
@@ -135,29 +137,29 @@ def value_and_grad(
 
     A step with an infinity or a NaN in an operand or a cotangent changes no history of that
     product, and is counted in its `bad`. A product that did not run keeps its history. `jax.grad`
-    and `jax.value_and_grad` work as well: all scales are then those of the arrays themselves, and
-    no history moves. Calls of `apply` that are not differentiated use the delayed scales and leave
-    them as they are. Products of a method are known by their kernels, "__call__.kernel", and those
-    of two activations by their order among themselves. One that `init` did not run, because of a
-    branch of Python, has no history, and takes current scales.
+    and `jax.value_and_grad` work as well, but with current scales, and no history moves. Calls of
+    `apply` that are not differentiated use the delayed scales and do not change them. A product of
+    a method is identified by its kernel, "__call__.kernel", a product of two activations by its
+    number among these. A product that did not run in `init`, because of an `if` in Python, has no
+    history and uses current scales.
 
     Args:
-      loss: Of variables and further arguments, to a scalar or to (scalar, aux). It gives the
-        variables to `apply` of wrapped modules.
+      loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It
+        passes the variables to `apply` of wrapped modules.
       has_aux: As in `jax.value_and_grad`.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
 
     Returns:
-      A function of (variables, *args, **kwargs), whose `variables` is what `init` returned: a
-      dictionary of collections. It gives (value, gradients, state), or ((value, aux), gradients,
+      A function of (variables, *args, **kwargs), where `variables` is the dictionary of collections
+      that `init` returned. It returns (value, gradients, state), or ((value, aux), gradients,
       state). Gradients have the structure of variables["params"], or of the collection that `wrt`
-      names; of several they are a dictionary by their names. State is the collection "qtoolkit"
-      after the step, and empty where `variables` has none.
+      names; if it names several, they are a dictionary by name. State is the collection "qtoolkit"
+      after the step, empty if `variables` has none.
 
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
-      ValueError: `wrt` names a collection that `variables` has not, or "qtoolkit", which is state.
+      ValueError: `wrt` names a collection that `variables` lacks, or "qtoolkit", which is state.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_delayed_hybrid)

@@ -32,20 +32,20 @@ def wrap(
         variables = wrapped.init(key, x)  # those of the model itself
         y = wrapped.apply(variables, x)
 
-    Reached are Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
+    It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
     `Embed.attend`, attention with the products of queries and keys and of scores and values, and
     recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
-    `jnp.einsum`): while a method of the wrapped module runs, these are traced and evaluated with
-    quantized products. `report` lists every product and what became of it.
+    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products.
+    `report` lists every product and whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
     scaling or stochastic rounding keep state in the collection "qtoolkit", which `init` makes and
-    `value_and_grad` advances. `Learned` scales are in the collection "qtoolkit_scales", which
-    `start_scales` gives its first values. Random keys come from the rng collection "qtoolkit" where
-    `apply` is given one, else from that state; without both they follow from the values that are
-    rounded. Layers under `nn.jit`, whose traces outlive a call, keep no state: they take current
-    scales, and cannot have learned ones.
+    `value_and_grad` updates. `Learned` scales are in the collection "qtoolkit_scales"; their first
+    values come from `start_scales`. Random keys come from the rng collection "qtoolkit" if `apply`
+    is given one, else from the state; without both they follow from the values that are rounded.
+    Layers under `nn.jit` keep no state, since its traces outlive a call: they use current scales,
+    and cannot have learned ones.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
@@ -53,32 +53,30 @@ def wrap(
         `wrap(nn.Dense(8, parent=None))`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
-        and so does a missing default. A type stands for layers of that type and for those inside
-        modules of that type. Which layers there are is known when the module runs: `report` names
-        rules that match nothing, and `strict` refuses them.
-      strict: Inputs of the module: it is traced with them, and it is an error where a product is
-        left that no rule leaves, where nothing is quantized or where a rule matches nothing.
-      kv_cache: What attention keeps keys and values in while it decodes, in the collection "cache":
-        a format, "e4m3fn", with a scale for each token and head, or blocks along the features. Each
-        token is rounded once; a step computes with the numbers that the codes stand for, and leaves
-        those of other tokens as they are. `init` makes such a cache.
+        and so does a missing default. A type means layers of that type and layers inside of modules
+        of that type. Which layers there are is known only when the module runs: `report` names
+        rules that match nothing, and `strict` raises for them.
+      strict: Inputs of the module, to trace it with. Raises if a product is not quantized though no
+        rule says so, if no product is quantized, or if a rule matches nothing.
+      kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
+        scale for each token and head, or a format with blocks along the features. Each token is
+        rounded once, when it is written; steps compute with the dequantized cache. `init` makes
+        such a cache.
 
     Returns:
-      A module of a subclass of the same name. Its variables are those of `module`, bit for bit,
-      and fit both; only the collections "qtoolkit" and "qtoolkit_scales" may come in addition.
-      Equal modules wrapped by equal recipes are equal. A module that is wrapped already gets the
-      new recipe; the collection
-      "qtoolkit" of the first fits it where histories have as many steps, and is refused else.
-      Its methods are what is quantized, and what they call: a submodule that is called from
-      outside, `wrapped.bind(variables).layer(x)`, computes plainly.
+      A module of a subclass of the same name. Its variables are those of `module`, bit for bit, and
+      either module accepts them; only the collections "qtoolkit" and "qtoolkit_scales" may be
+      added. Equal modules wrapped by equal recipes are equal. A module that is wrapped already gets
+      the new recipe; it accepts its old collection "qtoolkit" if the histories have the same number
+      of steps, and raises if not. Quantized are the module's methods and all that they call. A
+      submodule that is called from outside, `wrapped.bind(variables).layer(x)`, is not.
 
     Raises:
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         rule for a class that is no module. When the module runs: an operand of float64 or of 8
         bits.
-      ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that join tokens;
-        or, with `strict`, what is said there. When the module runs: a layer under `nn.jit` has
-        learned scales.
+      ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
+        share; `strict` raises. When the module runs: a layer under `nn.jit` has learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -138,7 +136,10 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
-    """For `pickle`, which finds the class that was there, not ours, under their common name."""
+    """How to pickle a wrapped module: as the original class, and the rules to wrap it again.
+
+    The subclass has the name of the original, and `pickle` would find the original by that name.
+    """
     reduced: Any = object.__reduce_ex__(module, max(2, protocol))
     _, _, *rest = reduced
     made_of = module.qtoolkit_original, module.qtoolkit_rules, module.qtoolkit_cache
@@ -175,16 +176,17 @@ def entered(
     def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
 
-    # Without the marks that Flax puts on functions: `method` itself has them.
+    # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
     functools.update_wrapper(entering, method, updated=())
     entering.nowrap = True  # type: ignore[attr-defined]
     return entering
 
 
 def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callable[..., Any]:
-    """`apply` or `init_with_output`, whose `method` need not be one of the subclass.
+    """`apply` or `init_with_output`, changed so that any `method` runs by the rules.
 
-    It may be `Model.encode`, a lambda, or the name of a private method or a submodule.
+    That may be `Model.encode` of the original class, a lambda, or the name of a private method or
+    of a submodule; none of these is a method that the subclass has replaced.
     """
 
     @functools.wraps(call)

@@ -1,8 +1,8 @@
-"""Modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX`: their state is rolled with nnx's.
+"""Updates the state of modules from `qtoolkit.linen.wrap` that run inside `nnx.bridge.ToNNX`.
 
 `ToNNX` keeps the collection "qtoolkit" as nested dictionaries of variables, whose type nnx makes
-from the collection's name. A product of it takes a probe beside its history for the time of one
-`value_and_grad`, as `qtoolkit.linen.value_and_grad` gives it one.
+from the collection's name. During a `qtoolkit.nnx.value_and_grad` each product in it gets a probe
+beside its history, just as in `qtoolkit.linen.value_and_grad`.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def is_bridged_probe(path: Path, variable: Any) -> bool:
 
 @contextmanager
 def bridged_probes(model: nnx.Module) -> Iterator[None]:
-    """Within it products of linen modules in `model` have probes."""
+    """In this context the products of linen modules in `model` have probes."""
     for _, node in _products(model):
         if "history" in node:
             shape = (*node["history"].shape[:-1], BUCKETS)
@@ -43,7 +43,7 @@ def bridged_probes(model: nnx.Module) -> Iterator[None]:
 
 
 def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
-    """After a step that observed `counts`, the gradients of the probes by their paths."""
+    """Updates histories after a step; `counts` are the gradients of the probes, by path."""
     for path, node in _products(model):
         found = counts.get((*path, "probe"))
         if found is not None:
@@ -54,7 +54,7 @@ def roll_bridged(model: nnx.Module, counts: dict[Path, Any]) -> None:
 
 
 def _products(model: nnx.Module) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """What is kept for each product of the linen modules in `model`, by its path."""
+    """The state of each product of the linen modules in `model`, with its path."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.bridge.ToNNX):
             for name, child in vars(module).items():

@@ -1,4 +1,4 @@
-"""Attention's decoding cache in few bits: a subclass of the same name that widens it for a call."""
+"""Attention's KV cache in few bits, by a subclass of the same name: codes between calls."""
 
 import functools
 from typing import Any
@@ -15,7 +15,10 @@ _CACHES = ("cached_key", "cached_value")
 
 
 def keep_cache(module: Any, fmt: BlockFormat) -> None:
-    """Gives an attention module of a copied model a cache of its own, which is kept in `fmt`."""
+    """Makes an attention module keep its cache in `fmt`.
+
+    It gets cache variables of its own: those of the original model must not be written.
+    """
     if not keeps_cache(module):
         kind: Any = type(module)
         module.__class__ = caching_class(kind)
@@ -62,7 +65,7 @@ def caching_class(kind: Any) -> type:
 
 
 def _widen(module: Any) -> dict[str, QArray]:
-    """Gives a module its cache as numbers, and returns what it was."""
+    """Dequantizes the cache of a module, and returns the quantized one."""
     before = {}
     for name in _CACHES:
         variable = getattr(module, name)
@@ -74,7 +77,7 @@ def _widen(module: Any) -> dict[str, QArray]:
 
 
 def _narrow(module: Any, before: dict[str, QArray]) -> None:
-    """Puts the cache of a module back into codes after a step; `before` is what `_widen` gave."""
+    """Quantizes the cache of a module after a step; `before` is what `_widen` returned."""
     fmt = getattr(module, _FORMAT)
     for name in _CACHES:
         variable = getattr(module, name)

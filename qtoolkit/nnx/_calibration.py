@@ -41,25 +41,25 @@ def calibrate(
         found = qtoolkit.nnx.calibrate(wrapped, batches, "percentile", fraction=0.999)
         frozen = qtoolkit.nnx.freeze(wrapped, found)
 
-    Observed are the operands of forward products with one scale for the tensor, while the model
-    computes as its recipe says; of formats with a second scale, as NVFP4 has, the largest magnitude
-    is. All others have scales of their own for each token or block, and need none. Products of a
-    module's own method are known by their kernels, and those of two activations by their order
-    among themselves. Compiled once for a model and a shape. Arrays may be sharded: a scale is that
-    of the whole batch.
+    It observes the operands of forward products that have one scale for the tensor, or a second
+    scale for the tensor, as NVFP4 has (there only the amax), while the model computes as its recipe
+    says. Formats with scales per token or block need no calibration. A product in a module's own
+    method is identified by its kernel, a product of two activations by its number among these.
+    Compiled once per model and shape. Arrays may be sharded: a scale is that of the whole batch.
 
     Args:
       wrapped: A model from `wrap`. Its state stays as it is.
-      batches: Of inputs: the model is called with each, `*batch` where that is a tuple and
-        `**batch` where it is a dictionary. Arrays are traced, all else is passed as it is.
+      batches: The model is called with each: as `*batch` if it is a tuple, as `**batch` if it is a
+        dictionary. Arrays are traced, all else is passed as it is.
       observer: "absmax", "moving_average", "percentile", "mse", "entropy" or "amax_history", or
         such a class of `qtoolkit.scaling`.
-      options: For its `of`, e.g. `fraction` of `Percentile`.
+      options: Arguments for its `of`, e.g. `fraction` of `Percentile`.
 
     Returns:
-      `Calibration`, a pytree of observers; those of several devices or runs merge. An operand of a
+      `Calibration`, a pytree of observers; calibrations of several devices or runs can be merged. A
       product that runs several times in a batch (a shared layer, layers that `nnx.scan` stacks) has
-      one observer; its amax may be too large, by less than 12.5 %, where runs come that close.
+      one observer per operand. Its amax may be too large by less than 12.5 %, if the amaxes of
+      several runs are that close to each other.
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`; `batches` is one array instead of several.
@@ -88,24 +88,24 @@ def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Batch) -> 
 
 
 def _called(graph: Any, state: Any, batch: Batch) -> Any:
-    # Copied: under `jax.grad` the state is closed over, and a model may write its own.
+    # A copy: the model may write its state, which `jax.grad` closes over.
     model: Any = nnx.merge(graph, state, copy=True)
     return batch.given_to(model)
 
 
 def freeze(wrapped: Model, calibration: Calibration) -> Model:
-    """A model like `wrapped` whose scales of whole tensors are those of a calibration.
+    """A model like `wrapped` that takes its scales of whole tensors from a calibration.
 
-    Its result for an example depends in no bit on the other examples of the batch, nor that for an
-    earlier token on a later one, where XLA computes the products of both batches alike. The amaxes
-    are `ScalingState` variables beside the products, and are saved with the model; the recipes say
-    `Static()`. Gradients flow, with current scales for cotangents.
+    The result for an example then does not depend, in any bit, on other examples of its batch, nor
+    that for a token on later tokens, provided that XLA computes the products of both batches alike.
+    The amaxes are `ScalingState` variables beside the products and are saved with the model; its
+    recipes say `Static()`. It can be trained; cotangents have current scales.
 
     Args:
       wrapped: A model from `wrap`. It is not changed; parameters are shared.
-      calibration: From `calibrate`, of this model. Methods that the batches never called have no
-        scale: a later call raises, and `attend` of an `Embed` gives NaN under `jit`. A layer of
-        Flax that they never called is an error.
+      calibration: From `calibrate`, of this model. A method that no batch called has no scale: a
+        later call of it raises; `attend` of an `Embed` gives NaN under `jit`. If no batch called a
+        layer of Flax, this raises.
 
     Returns:
       A model of the class of `wrapped`.
@@ -164,13 +164,13 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
 
 
 def _is_stored(layer: nnx.Module) -> bool:
-    """Whether a parameter of the layer itself is codes and scales, which need no calibration."""
+    """Whether the layer itself has a stored kernel, which needs no calibration."""
     params = (value for value in vars(layer).values() if isinstance(value, nnx.Param))
     return any(isinstance(value.get_value(), QArray) for value in params)
 
 
 def _fill(layer: Any, amaxes: dict[str, jax.Array]) -> None:
-    """Writes what was found into the states of a layer's products."""
+    """Writes calibrated amaxes into the states of a layer's products."""
     for name, kept in product_states(layer).items():
         found = amaxes.get(name, jnp.zeros((3,), jnp.float32))
         kept.amax[...] = jnp.broadcast_to(found, kept.amax.shape)
@@ -182,10 +182,10 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         wrapped = qtoolkit.nnx.wrap(model, qtoolkit.recipes.int4_lsq)
         qtoolkit.nnx.start_scales(wrapped, batch)  # before the optimizer is made
 
-    A scale starts at 2 mean(|x|) / sqrt(Qp) of its operand, weights or activations, as LSQ has it;
-    with an offset (LSQ+), scale and offset at the range of the operand and zero. Until then they
-    are NaN: the model raises where it is called eagerly, and gives NaN under `jit`. Scales
-    that are numbers stay as they are.
+    LSQ starts a scale at 2 mean(|x|) / sqrt(Qp), x being its operand, weights or activations. With
+    an offset (LSQ+), scale and offset start such that the format covers the range of x and zero.
+    Until then they are NaN: the model raises if it is called eagerly, and gives NaN under `jit`.
+    Scales that are numbers already stay as they are.
 
     Args:
       wrapped: A model from `wrap`, which is changed.
@@ -193,8 +193,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
 
     Raises:
       TypeError: `wrapped` is no `nnx.Module`.
-      ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one,
-        other than that of an `Embed` whose `attend` it never calls. Those scales stay NaN.
+      ValueError: The model is not wrapped or has no learned scale; or the batch does not reach one.
+        Only an `Embed` whose `attend` was not called is allowed: its scales stay NaN.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
 

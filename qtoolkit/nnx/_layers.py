@@ -79,7 +79,7 @@ class FakeConvert(nnx.Module):
       scale: float32, one number or an array that broadcasts to the input.
       shift: The same, or None.
       rounding, saturation, gradient: As `fake_convert` takes them.
-      rngs: Where stochastic rounding draws a key for each call: of the stream "qtoolkit".
+      rngs: Its stream "qtoolkit" gives stochastic rounding a key for each call.
 
     Raises:
       ValueError: No such format, rounding or saturation; stochastic rounding without `rngs`.

@@ -66,15 +66,15 @@ def _sums(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sums:
 
 
 def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
-    """Ranks the layers of a wrapped model by the loss that quantizing each alone adds.
+    """Ranks the layers of a wrapped model by how much quantizing each alone adds to the loss.
 
         found = qtoolkit.nnx.sensitivity(wrapped, batch, loss_fn)
         print(found)  # the worst first
         better = qtoolkit.nnx.wrap(model, found.rules(keep=2))
 
     The loss is computed once for each layer, with that layer quantized as its recipe says and all
-    others wide, once with none and once with all: forward only, in one program. Choose a batch that
-    is large enough for differences of the loss to mean something.
+    others wide; then once with no layer quantized, and once with all. Forward only, in one program.
+    Choose a batch that is large enough for differences of the loss to mean something.
 
     Args:
       wrapped, batch, loss_fn: As for `numerics`.
@@ -84,8 +84,8 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
       plain and quantized.
 
     Raises:
-      TypeError, ValueError: As `numerics`; the model has stored kernels, from `quantize`, of which
-        no wide ones are known; or a learned scale has not been started.
+      TypeError, ValueError: As `numerics`; the model has stored kernels, from `quantize`, whose
+        original values are gone; or a learned scale has not been started.
 
     Examples:
       >>> rngs = nnx.Rngs(0)
@@ -125,7 +125,7 @@ def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivi
 
 
 def check_wrapped(where: str, model: Any) -> None:
-    """Raises where a model is none of nnx, or has no quantized layer."""
+    """Raises unless `model` is an `nnx.Module` with a quantized layer."""
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"{where}: model has type {type(model).__name__}, expected an nnx.Module"

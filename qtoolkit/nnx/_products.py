@@ -1,4 +1,4 @@
-"""What stands in layers for JAX's functions: the products of a site, with what they keep."""
+"""Callables that layers hold in place of JAX's functions, and the state of their products."""
 
 import dataclasses
 import functools
@@ -60,10 +60,11 @@ class Attention:
         named = {key: options.pop(key) for key in _ARRAYS if options.get(key) is not None}
 
         scoped = jax.named_scope(scope(self.site.path or "", self.site.recipe.of_activations()))
-        # With their path where products are looked at one by one; else blocks alike share a trace.
+        # An instrument needs the path, to tell products apart. Without it equal blocks can share
+        # one trace.
         place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
-            # Any other function may read what is not among its arguments.
+            # A user's function may close over arrays, so only Flax's own is jitted.
             is_known = self.original is nnx.dot_product_attention and module is None
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
@@ -79,7 +80,7 @@ class Attention:
         module: Any,
         states: States,
     ) -> jax.Array:
-        """With what the function sows, which its trace gives back."""
+        """Runs a function that sows: its trace returns the sown values, which are sown here."""
         names: list[Any] = []
 
         def traced(arrays: Any, named: Any) -> Any:
@@ -103,7 +104,7 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-# Jitted, so that blocks alike are traced once.
+# Jitted, so that equal blocks share one trace.
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _attend(
     arrays: Any, named: Any, states: Any, site: Site, original: Any, options: Any
@@ -118,7 +119,10 @@ _ARRAYS = ("bias", "mask", "dropout_rng")
 
 
 class _Recorder:
-    """Takes what an attention function sows, inside of a trace that a module must not see."""
+    """Stands in for the module and records what an attention function sows.
+
+    The values are tracers, which must not be stored in the module.
+    """
 
     def __init__(self) -> None:
         self.sown: list[Any] = []
@@ -132,15 +136,15 @@ def _no_parameters(*args: Any) -> Any:
 
 
 def _by_number(states: States) -> Callable[[str], State | None]:
-    """The state of a product by its name: those of two activations are numbered."""
+    """A function from the name of a product, "0" or "1", to its state."""
     return {str(i): state for i, state in enumerate(states)}.get
 
 
 class StatefulProducts(nnx.Module):
-    """One of the above, and what its products keep.
+    """One of the callables above, together with the state of its products.
 
     Attributes:
-      call: The function.
+      call: The callable.
       products: A `ProductState` for each product that it computes, in order.
     """
 
@@ -157,9 +161,9 @@ def _first(states: States) -> State | None:
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Flax's `promote_dtype` for (inputs, kernel, bias), but for the kernel.
+    """Flax's `promote_dtype` for (inputs, kernel, bias), except that the kernel keeps its dtype.
 
-    The kernel is rounded from its own dtype; a bfloat16 copy of it would be rounded twice.
+    A product rounds the kernel; if it were a bfloat16 copy, it would be rounded twice.
     """
     inputs, kernel, *biases = args
     is_stored = isinstance(kernel, QArray)

@@ -37,17 +37,17 @@ def quantize(
     `recipe` says. A float32 model takes 3.9x fewer bytes in E4M3, 7.4x in int4 by groups of 128.
     Kernels that were trained with learned scales (LSQ) are stored with these.
 
-    Stored are the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, those of attention
-    and recurrent cells among them, also under `nnx.vmap` and `nnx.scan`. All other parameters stay
-    as they are: biases, norms, embeddings, kernels under a mask, and those of modules that compute
-    products by themselves, which round theirs in each call as in a wrapped model. Kernels that are
-    `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
+    It stores the kernels of `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, also those inside
+    of attention and recurrent cells, and under `nnx.vmap` and `nnx.scan`. All other parameters stay
+    as they are: biases, norms, embeddings, kernels under a mask, and parameters of modules that
+    compute products by themselves, which are rounded in each call as in a wrapped model. Kernels
+    that are `QArray`s already, from `qtoolkit.checkpoints.load`, are used as they are.
 
     Args:
-      model: Any `nnx.Module`; one from `wrap`, whose recipes and scales are then kept where
-        `recipe` is None. It is not changed.
-      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, stands for kernels of that
-        format beside wide activations.
+      model: Any `nnx.Module`. If it is from `wrap` and `recipe` is None, it keeps its recipes and
+        scales. It is not changed.
+      recipe: As for `wrap`. A format, "e4m3fn" or a `BlockFormat`, means kernels of that format
+        beside wide activations.
       kv_cache: As for `wrap`.
 
     Returns:
@@ -58,12 +58,12 @@ def quantize(
     Raises:
       TypeError: As `wrap`.
       ValueError: As `wrap`; no kernel is left to be stored; one holds an infinity or a NaN, is
-        stored in another format than `recipe` says, or has a learned scale that was not started, or
-        one with an offset (LSQ+), which is no integer as the zero points of codes are; or `recipe`
-        is None and `model` is not wrapped.
+        stored in another format than `recipe` says, has a learned scale that was not started, or a
+        learned offset (LSQ+), which codes cannot hold since their zero points are integers; or
+        `recipe` is None and `model` is not wrapped.
 
-    Gradient: None by stored kernels: `value_and_grad` says so, `nnx.grad` refuses their integers
-    (name others, e.g. `wrt=nnx.LoRAParam`). By inputs and other parameters that of the product of
+    Gradient: Stored kernels have none: `value_and_grad` raises, and `nnx.grad` refuses integers, so
+    select other parameters, e.g. `wrt=nnx.LoRAParam`. Gradients of inputs and other parameters use
     the cotangent, rounded by the recipe, and the kernel as it is stored.
 
     Source: OCP FP8 and arXiv:2209.05433 (formats); arXiv:2210.17323 (groups of int4);
@@ -96,9 +96,10 @@ def quantize(
 
 
 def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
-    """Stores the kernel of a layer, if it has one that can be; whether it is stored now.
+    """Stores the kernel of a layer, if it has one that can be stored.
 
-    Where a recipe was asked for, one that is stored already must have its format.
+    Returns whether the kernel is stored now. If the user gave a recipe (`is_asked`), a kernel that
+    was stored before must have the format that the recipe says.
     """
     layer: Any = found.module
     axes = _kernel_axes(layer)
@@ -115,14 +116,14 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
         return False
     kept = _product_of(layer)
     scale = _taken_scale(kept) if operand.is_learned else None
-    # A kernel of several layers stays one where they store it in the same way.
+    # Layers that share a kernel also share the stored one, if they store it in the same way.
     name = id(kernel), operand, axes, id(scale)
     if name not in known:
         where = f"quantize: {found.shown}: {type(layer).__name__}.kernel"
         states = *_kept(kept), None if scale is None else scale[...]
         array = stored_kernel(where, value, operand, axes, len(stacked(layer)), *states)
         stored = type(kernel).from_metadata(array, kernel.get_metadata())
-        # Kernel and scale are held, or what is made later could have the `id` of a freed one.
+        # Keep kernel and scale alive: an object made later could get the `id` of a freed one.
         known[name] = (kernel, scale), stored
     layer.kernel = known[name][1]
     return True
@@ -139,7 +140,7 @@ def _check_stored(found: FoundModule, kernel: QArray, operand: Operand) -> None:
 
 
 def _product_of(layer: Any) -> ProductState | None:
-    """What a layer keeps for its product, None where it keeps nothing."""
+    """The state that a layer keeps for its product; None if it keeps none."""
     for value in vars(layer).values():
         if isinstance(value, StatefulProducts):
             product: ProductState = value.products[0]
@@ -148,7 +149,7 @@ def _product_of(layer: Any) -> ProductState | None:
 
 
 def _taken_scale(kept: ProductState | None) -> LsqScale | None:
-    """The learned scale of a kernel, which goes with the codes: the layer keeps it no longer."""
+    """Takes the learned scale of a kernel out of the layer: it becomes the scale of the codes."""
     if kept is None:
         return None
     scale: LsqScale | None = kept.scales[1]
@@ -166,9 +167,10 @@ def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None
 
 
 def _kernel_axes(layer: Any) -> Axes | None:
-    """Which axes of a layer's kernel its product sums, those of a stack not counted.
+    """The axes of a layer's kernel in its product, without leading axes of a stack.
 
-    None where the layer has no hook for its product, or multiplies something else than its kernel.
+    None if the layer has no attribute for its product, or multiplies something else than its
+    kernel.
     """
     if methods_of(layer) or getattr(layer, "mask", None) is not None:
         return None

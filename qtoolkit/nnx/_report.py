@@ -12,7 +12,7 @@ from qtoolkit.products.internal import BY_RULE, MODEL, report_of, with_values
 
 
 def hint(where: str, model: Any) -> str:
-    """The end of a message about a model that is none of nnx: what to write instead."""
+    """The end of an error message about a model that is no `nnx.Module`: what to write instead."""
     if isinstance(model, linen.Module):
         return f"; use qtoolkit.linen.{where}"
     if where not in ("wrap", "quantize"):
@@ -62,7 +62,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
     seen: set[int] = set()
 
     def tagged(path: tuple[Any, ...], node: Any) -> Any:
-        """A copy in which layers that are left say so in the name stack."""
+        """A copy of a layer; one that a rule leaves then says so in the name stack."""
         if not isinstance(node, nnx.Module) or id(node) in seen:
             return node
         seen.add(id(node))
@@ -102,7 +102,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
 
 def check_strict(wrapped: nnx.Module, inputs: Any) -> None:
-    """Raises where a product is left that no rule leaves, or none is quantized."""
+    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
     if isinstance(inputs, bool):
         raise TypeError(
             "wrap: strict has type bool, expected inputs to trace the model with; write strict=(x,)"

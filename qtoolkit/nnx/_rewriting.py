@@ -1,8 +1,8 @@
-"""Modules that compute products by themselves: subclasses whose methods are rewritten.
+"""Quantizes modules that compute products by themselves, by subclasses with rewritten methods.
 
-A layer with `x @ self.kernel` has no attribute for a product. It gets a subclass of the same name,
-whose methods run as a pure function of the module's state, traced, with quantized products in the
-trace. The class that was there is not changed.
+A layer with `x @ self.kernel` has no attribute for its product that could be replaced. Instead, the
+module gets a subclass of the same name. It runs a method as a pure function of the module's state:
+it is traced, and the trace is evaluated with quantized products. The original class is not changed.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from qtoolkit.products.internal import (
 )
 
 _FRAMEWORK = set(dir(nnx.Module))
-# Their own methods compute by attributes, which wrapping sets.
+# Flax's layers that call an attribute for their product, which `wrap` sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _MADE_BY = "qtoolkit_made_by"
@@ -44,7 +44,7 @@ def methods_of(module: Any) -> tuple[str, ...]:
 
 
 def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """The public methods of a class in whose code a product, or such an attribute, is named."""
+    """The public methods of a class whose code computes a product or calls one of `attributes`."""
     found = []
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
@@ -67,7 +67,7 @@ def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
 
 
 def is_left(module: Any) -> bool:
-    """Whether `leave` marked a layer, which `wrap` does where a rule leaves it."""
+    """Whether a rule leaves this layer as it is: `leave` has marked it."""
     return "qtoolkit_path" in vars(module)
 
 
@@ -81,7 +81,7 @@ def leave(module: Any, path: str) -> None:
 
 @functools.cache
 def _scoped_class(kind: type, methods: tuple[str, ...]) -> type:
-    """A subclass whose calls stand in the name stack as those of a layer that is left."""
+    """A subclass that marks its calls in the name stack as those of a layer that a rule leaves."""
     names = set(methods) & set(dir(kind))
     body = {name: _scoped(getattr(kind, name)) for name in names}
     return subclass(kind, body, original_class(kind), (_scoped_class, kind, methods))
@@ -103,14 +103,17 @@ def subclass(kind: Any, methods: dict[str, Any], original: type, made_by: tuple[
 
 
 def _reduced(module: Any, protocol: Any) -> Any:
-    """For `pickle`, which finds the class that was there, not ours, under their common name."""
+    """How to pickle an object of our subclass: with how to make the class again.
+
+    The subclass has the name of the original, and `pickle` would find the original by that name.
+    """
     reduced: Any = object.__reduce_ex__(module, max(2, protocol))
     _, _, *rest = reduced
     return _remade, (_making_of(type(module)),), *rest
 
 
 def _making_of(kind: type) -> Any:
-    """How to make a class again: itself, if it is none of ours; else function and arguments."""
+    """How to make a class again: (function, arguments) for our subclasses, else the class."""
     made_by = vars(kind).get(_MADE_BY)
     if made_by is None:
         return kind
@@ -140,22 +143,22 @@ def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def original_class(kind: type) -> type:
-    """The class that `subclass` made this one of; itself, if it is none of ours."""
+    """The class from which `subclass` made this one; `kind` itself if it is not one of ours."""
     return getattr(kind, _ORIGINAL, kind)
 
 
 def prefix_of(kind: type, method: str) -> str:
-    """What the names of products of a method begin with: "encode." of "encode.kernel".
+    """The prefix of the names of products in a method: "encode." in "encode.kernel".
 
-    Nothing where the method is the one that computes products in most modules of the kind. Layers
-    with hooks name their own products "0": there `__call__`, written anew, has a prefix as well.
+    The main method of a module, usually `__call__`, has no prefix. But a subclass of a Flax layer
+    that overrides `__call__` has one for it: the layer's own product is named "0".
     """
     main = "attend" if issubclass(kind, nnx.Embed) else "__call__"
     return "" if method == main and not issubclass(kind, HOOKED) else f"{method}."
 
 
 def named_states(module: Any) -> dict[str, Any]:
-    """What the products of a module's own methods keep, by their names."""
+    """The states of the products in a module's own methods, by name."""
     kept = getattr(module, PRODUCTS, None)
     states = {} if kept is None else vars(kept)
     return {name: state for name, state in states.items() if isinstance(state, ProductState)}
@@ -176,11 +179,12 @@ def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
-    """`method` as a pure function of the module's state and of the arrays among its arguments.
+    """Runs `method` as a pure function of the module's state and of the arrays in its arguments.
 
-    Modules and variables among the arguments, such as a cache, are state as well, and so are
-    constants, `self.calls += 1` or `self.shape = x.shape`. What the method leaves as it was is not
-    written: a model may be closed over by `jax.jit`.
+    Modules and variables among the arguments, such as a cache, count as state, too, and so do
+    attributes that are constants, `self.calls += 1` or `self.shape = x.shape`. Afterwards only
+    state that the method has changed is written to the module: `jax.jit` may have closed over the
+    model, and nnx then forbids writing to it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -236,15 +240,15 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
 
 
 class _Traced(NamedTuple):
-    """What the trace of a method gives besides arrays.
+    """What the trace of a method returns besides arrays.
 
     Attributes:
-      structure: The tree of its result.
-      others: For each leaf of the result None where it is an array, else the leaf in a tuple: what
-        is a copy of a module or a variable as the caller's own.
-      variables: Those that the method wrote or made: paths, and trees of their values.
-      notes: For the module and each node among the arguments, constants that changed: the path
-        of the module that holds one, its name, its value.
+      structure: The tree structure of the method's result.
+      others: For each leaf of the result None if it is an array, else the leaf in a tuple. The
+        method ran on copies; where it returns a copied module or variable, this is the original.
+      variables: The variables that the method wrote or made: paths, and trees of their values.
+      notes: For the module and each node among the arguments the constants that changed: path of
+        the module that holds one, its name, its value.
     """
 
     structure: Any
@@ -262,7 +266,7 @@ def _are_same(values: list[Any], before: list[Any] | None) -> bool:
 def _is_note(value: Any) -> bool:
     """Whether an attribute is a constant: it hashes by value, and holds no part of the model.
 
-    What hashes by identity, such as a function, may hold arrays of the trace.
+    An object that hashes by identity, such as a function, may hold arrays of the trace.
     """
     if isinstance(value, nnx.Pytree | nnx.Variable):
         return False
@@ -290,7 +294,7 @@ def _notes(node: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _news(node: Any, before: dict[tuple[Any, ...], Any]) -> list[tuple[Any, str, Any]]:
-    """Those of `_notes` that are new or others than before: path, name, value."""
+    """The constants of `node` that are new or have changed: path, name, value."""
     return [
         (path, name, value)
         for (path, name), value in _notes(node).items()
@@ -326,7 +330,7 @@ def _parameters(*args: Any) -> Any:
     """The name of each array in its module, where it is a parameter; else ""."""
 
     def named(path: Any, leaf: Any) -> Any:
-        # Behind the argument, and the module or the nodes in it.
+        # The first two keys are the argument, and the module or one of the nodes in it.
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path[2:]]
         name = ".".join(parts) if isinstance(leaf, nnx.Param) else ""
         return jax.tree.map(lambda _: name, leaf)

@@ -1,4 +1,4 @@
-"""What wrapped layers keep from step to step: histories of magnitudes, and keys."""
+"""The state of wrapped layers: histories of magnitudes, keys, calibrated and learned scales."""
 
 import zlib
 from collections.abc import Callable
@@ -65,9 +65,9 @@ class LsqOffset(nnx.Param):
 
 
 class Products(nnx.Module):
-    """What the products of a module's own methods keep: attributes, by the products' names.
+    """The states of the products in a module's own methods, as attributes named like the products.
 
-    No `nnx.Dict`: a kernel may be called "keys" or "values".
+    Not an `nnx.Dict`: a kernel may be called "keys" or "values", as methods of a dictionary are.
     """
 
     def __init__(self, states: dict[str, "ProductState"]) -> None:
@@ -76,19 +76,19 @@ class Products(nnx.Module):
 
 
 class ProductState(nnx.Module):
-    """What one product keeps.
+    """The state of one product.
 
     Attributes:
-      recipe: Of the product.
+      recipe: The recipe of the product.
       history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the
-        newest step first; absent where the recipe delays no scale.
+        newest step first; absent if the recipe has no `Delayed` scaling.
       bad: uint32[...], the steps with an infinity or a NaN, which were left out.
       probe: float32[..., 3, buckets].
       amax: float32[..., 3], what calibration found, of lhs, rhs, and 0; NaN before `freeze`.
-      scales, offsets: float32[...] each, for lhs and rhs, where these are learned.
+      scales, offsets: float32[...] each, for lhs and rhs, if these are learned.
       key: uint32[..., 2], an identity and a count of steps, for stochastic rounding.
 
-    The leading axes are those of layers that are stacked.
+    The leading axes belong to stacks of layers, as `nnx.vmap` makes them.
     """
 
     def __init__(self, recipe: Recipe, lead: tuple[int, ...], path: str) -> None:
@@ -110,12 +110,12 @@ class ProductState(nnx.Module):
             self.key = ScalingState(jnp.stack([identity, jnp.zeros_like(identity)], axis=-1))
 
     def go_on(self, was: "ProductState") -> None:
-        """Takes over what the product kept under another recipe, as far as it is still true.
+        """Takes over the state `was` that the product had under another recipe, where it is valid.
 
-        Histories are magnitudes of the arrays, whatever these are rounded to: those of as many
-        steps are copied. What was calibrated or learned belongs to its operand, format and
-        transform included; learned scales are shared, as parameters are. Of a key the count of
-        steps goes on; its identity is that of the layer's place.
+        A history holds magnitudes of the arrays before rounding, so it is copied if it has the same
+        number of steps. Calibrated and learned values are taken over only if the operand, with its
+        format and transform, is the same; learned scales are shared, as parameters are. The count
+        of steps in the key goes on, but the key's identity is that of the layer's new path.
         """
         if hasattr(self, "history") and _shape(self, "history") == _shape(was, "history"):
             self.history[...], self.bad[...] = was.history[...], was.bad[...]
@@ -131,11 +131,11 @@ class ProductState(nnx.Module):
                 self.scales[side], self.offsets[side] = was.scales[side], was.offsets[side]
 
     def state(self) -> State:
-        """What is kept, as the product takes it.
+        """The state in the form that the product takes.
 
-        The states of stacked layers arrive whole where a scan runs over something else than these
-        layers. Then the largest magnitudes of all count, and each layer's probe gets what the
-        product observes.
+        The states of a whole stack of layers arrive here if a scan runs over something else than
+        these layers. Then the product uses the largest magnitudes over the stack, and the probe of
+        each layer gets what the product observes.
         """
         amax = probe = key = None
         if hasattr(self, "history"):
@@ -157,7 +157,7 @@ class ProductState(nnx.Module):
         return State(amax, probe, key, learned=self._learned())
 
     def _learned(self) -> Any:
-        """Scale and offset of lhs, then of rhs; of a stack that arrives whole, their means."""
+        """((scale, offset) of lhs, (scale, offset) of rhs); for a whole stack, their means."""
         if not hasattr(self, "scales"):
             return None
         pairs = zip(self.scales, self.offsets, strict=True)
@@ -165,7 +165,7 @@ class ProductState(nnx.Module):
         return lhs, rhs
 
     def roll(self, counts: jax.Array | None) -> None:
-        """After a step that observed `counts`, the gradient of the probe."""
+        """Updates history and key after a step; `counts` is the gradient of the probe, or None."""
         if counts is not None:
             self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
         if hasattr(self, "key"):
@@ -186,26 +186,26 @@ def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ..
 def value_and_grad(
     loss: Callable[..., Any], wrt: Any = nnx.Param, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` for wrapped models: it also rolls delayed scales and keys, once a call.
+    """`nnx.value_and_grad` for wrapped models: each call also updates delayed scales and keys.
 
         loss, grads = qtoolkit.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
-    The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is rolled, too.
+    The state of modules from `qtoolkit.linen.wrap` inside `nnx.bridge.ToNNX` is updated, too.
     `nnx.grad` and `nnx.value_and_grad` work as well; products then scale by their own magnitudes,
     as `Current` does, and no history moves. A step with an infinity or a NaN in an operand or a
     cotangent changes no history of that product, and is counted in its `bad`.
 
     Args:
-      loss: From the model and further arguments to a scalar, or to (scalar, aux).
+      loss: A function of the model and further arguments that returns a scalar or (scalar, aux).
       wrt: What to differentiate by, as a filter of nnx.
       has_aux: As in `nnx.value_and_grad`.
 
     Returns:
-      A function of the model, one `nnx.Module` (several as `nnx.List([...])` or `nnx.Dict(...)`),
-      and the further arguments that gives (value, gradients), or ((value, aux), gradients).
-      Gradients hold what `wrt` selects and nothing else: clipping by their global norm, or
-      averaging them, is what it is for the plain model.
+      A function of (model, *args, **kwargs) that returns (value, gradients), or ((value, aux),
+      gradients). The model is one `nnx.Module`; pass several as `nnx.List([...])` or
+      `nnx.Dict(...)`. Gradients hold what `wrt` selects and no probes, so they can be clipped by
+      their global norm or averaged like those of the plain model.
 
     Raises:
       TypeError: `wrt` is no filter but the number of an argument, or a `nnx.DiffState`.
@@ -259,14 +259,14 @@ def _check_model(model: Any) -> None:
 
 
 def roll(model: nnx.Module, probes: Any) -> None:
-    """Takes in what a step observed: `probes` is the gradient by the model's `Probe` variables.
+    """Updates histories and keys after a step, from the gradients of the model's probes.
 
-    For training loops that differentiate by themselves, or add up micro-batches:
-    `value_and_grad` calls it.
+    `value_and_grad` calls it. Call it yourself in training loops that differentiate by themselves,
+    or that add up micro-batches.
 
     Args:
-      model: From `wrap`; its histories and keys are changed.
-      probes: A state with the gradients of its `Probe`s; also the sum or the mean of those of
+      model: A model from `wrap`; its histories and keys are changed.
+      probes: A state with the gradients of its `Probe` variables; or their sum, or mean, over
         several micro-batches.
 
     Examples:

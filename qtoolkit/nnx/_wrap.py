@@ -38,7 +38,8 @@ from qtoolkit.scaling import QArray
 Model = TypeVar("Model", bound=nnx.Module)
 
 _ANYTHING: Any = object()
-# For each layer with a hook: its attribute, Flax's own value of it, ours, the products it computes.
+# Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
+# it, our replacement, number of products).
 _HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
     nnx.Linear: ("dot_general", lax.dot_general, DotGeneral, 1),
     nnx.LinearGeneral: ("dot_general", None, DotGeneral, 1),
@@ -46,7 +47,7 @@ _HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
     nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated, 1),
     nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
 }
-# Flax's own layers without a hook, and the products they compute, by their kernels.
+# Flax's layers without such an attribute, and the names of their products.
 _REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
     nnx.Embed: ("embedding",),
     nnx.ConvTranspose: ("kernel",),
@@ -63,51 +64,48 @@ def wrap(
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
 
-    Reached are `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv` by their attributes for products;
-    the two products of `MultiHeadAttention`; and the modules that compute products by themselves,
-    Flax's (`Embed.attend`, `ConvTranspose`, `LoRA`) and those of one's own (`x @ self.kernel`,
-    `jnp.einsum`): these get a subclass of the same name, whose methods are traced and run with
-    quantized products; each eager call traces them anew, so call them under `nnx.jit`. `report`
-    lists every product of a model and what became of it.
+    It quantizes `nnx.Linear`, `LinearGeneral`, `Einsum` and `Conv`, by their attributes for
+    products; the two products of `MultiHeadAttention`; and modules that compute products by
+    themselves, Flax's (`Embed.attend`, `ConvTranspose`, `LoRA`) and your own (`x @ self.kernel`,
+    `jnp.einsum`). The latter get a subclass of the same name, whose methods are traced and run with
+    quantized products; an eager call traces them each time, so call them under `nnx.jit`. `report`
+    lists every product of a model and whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Under `nnx.vmap` each example
-    has scales of its own: `qtoolkit.dot_general`. Histories of delayed scales, and keys for
-    stochastic rounding, are kept by the layers of Flax. Products of one's own modules scale by
-    their own magnitudes, and what they round stochastically depends on the numbers alone: equal
-    numbers are rounded equally in every step.
+    has scales of its own, see `qtoolkit.dot_general`. Only layers of Flax keep histories for
+    delayed scales and keys for stochastic rounding. Products in your own modules use current scales
+    instead, and their stochastic rounding depends on the numbers alone: equal numbers are rounded
+    equally in every step.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
-        so does a missing default. A type stands for layers of that type and for those inside
-        modules of that type. A layer that is shared has several paths; a rule matches it where it
-        matches one of them.
-      strict: Inputs of the model: it is traced with them, and it is an error where a product is
-        left that no rule leaves.
-      kv_cache: What `MultiHeadAttention` keeps keys and values in while it decodes: a format,
-        "e4m3fn", with a scale for each token and head, or blocks along the features. Each token is
-        rounded once; a step computes with the numbers that the codes stand for, and leaves those of
-        other tokens as they are. The caches are then the wrapped model's own.
+        so does a missing default. A type means layers of that type and layers inside of modules of
+        that type. A layer that is shared has several paths; a rule has to match one of them.
+      strict: Inputs of the model, to trace it with. Raises if a product is not quantized though no
+        rule says so.
+      kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
+        and head, or a format with blocks along the features. Each token is rounded once, when it is
+        written; steps compute with the dequantized cache. The wrapped model then has caches of its
+        own.
 
     Returns:
       A model of the same class, or a subclass of the same name. Parameters are shared, their paths
       unchanged: training one trains the other, and checkpoints of parameters fit both. A layer that
-      is wrapped already gets the new recipe; one that a rule leaves is as it was before it was
-      wrapped. Of what its products kept a layer goes on with a copy of histories of as many steps,
-      which are magnitudes of the same arrays, of calibrated scales of an operand that is the same
-      (not in modules of one's own: freeze those last), and of the count of steps; it shares learned
-      scales of an operand that is the same. Nothing else stays.
+      is wrapped already gets the new recipe, or becomes a plain layer again if a rule leaves it. It
+      then keeps, as a copy: histories, if the number of steps is the same; calibrated scales, if
+      the operand is the same (not in your own modules: freeze those last); and the count of steps.
+      Learned scales are shared if the operand is the same. All other state starts anew.
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
         kernel of float64, of 8 bits, or a `QArray`.
-      ValueError: `kv_cache` for a model without attention, without negative numbers, or with scales
-        that join tokens; no layer is quantized; a rule matches no layer (one with None: no module);
-        a layer has a product of the user's own in the place where ours would go, and the message
-        names its path; or, with `strict`, a product is left.
+      ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
+        scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
+        no module); the attribute for a layer's product was set by the user; or `strict` raises.
 
     Examples:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -127,10 +125,10 @@ def wrap(
 
 
 def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecLike | None) -> Any:
-    """A copy of a model that shares its variables and computes by `rules`; None: as it does.
+    """A copy of a model that shares its variables and computes by `rules`; None: by its own.
 
     Args:
-      where: Who calls: "wrap", whose kernels are wide, or "quantize".
+      where: The caller: "wrap", which refuses stored kernels, or "quantize".
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
@@ -169,7 +167,7 @@ def _checked_layers(
     rules: Rules[Recipe] | None,
     cache: BlockFormat | None,
 ) -> "list[FoundModule]":
-    """The modules that compute products; raises where there is nothing to do what is asked for."""
+    """The modules that compute products; raises if nothing matches what the user asked for."""
     name = type(model).__name__
     if cache and not any(isinstance(found.module, nnx.MultiHeadAttention) for found in modules):
         raise ValueError(
@@ -198,7 +196,7 @@ def _recipes(
     layers: "list[FoundModule]",
     modules: "list[FoundModule]",
 ) -> "dict[str, tuple[FoundModule, Recipe | None]]":
-    """Each path of a layer, with the layer and its recipe by the rules; None leaves it as it is."""
+    """Maps each path to its layer and its recipe by the rules; None: leave the layer as it is."""
     _check_rules(where, rules, layers, modules)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
@@ -228,10 +226,10 @@ def attach(
 
     Args:
       layer: The layer, which is changed.
-      recipe: Of its products.
+      recipe: The recipe of its products.
       found: Its paths, for messages and reports; None: it is a model by itself.
-      where: Who calls, for messages.
-      names: Of products in methods of one's own that keep state, "up" and "encode.kernel".
+      where: The name of the caller, for messages.
+      names: The names of products in its methods that keep state, "up" and "encode.kernel".
     """
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
@@ -262,7 +260,7 @@ def attach(
 
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
-    """Gives the methods of a layer what their products keep."""
+    """Gives a layer the states of the products in its methods."""
     hooked = {*_hooked_states(layer), "dot"}
     own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
@@ -277,14 +275,15 @@ def detach(layer: Any) -> None:
         if isinstance(layer, kind):
             is_known = original is not _ANYTHING
             plain = original if is_known else _original_attention(getattr(layer, attribute))
-            setattr(layer, attribute, nnx.static(plain))  # was data where its products kept state
+            # nnx treats the attribute as data if it held state: declare it static again.
+            setattr(layer, attribute, nnx.static(plain))
     if isinstance(layer, _KERNEL_HOOKS):
         layer.promote_dtype = dtypes.promote_dtype
     _reset(layer, ())
 
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:
-    """Takes away what an earlier wrap gave a layer, and lets `methods` compute by its site."""
+    """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
     for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot", "qtoolkit_path"):
         if name in vars(layer):
             delattr(layer, name)
@@ -298,20 +297,20 @@ _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def product_states(layer: Any) -> dict[str, ProductState]:
-    """What the products of a layer keep, by their names."""
+    """The states of a layer's products, by name."""
     return {**named_states(layer), **_hooked_states(layer)}
 
 
 def _hooked_states(layer: Any) -> dict[str, ProductState]:
-    """Those of the layer's attributes: "0", and of attention "1"."""
+    """The states in the layer's attribute: "0", and for attention also "1"."""
     hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
     return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
 
 
 def needs_no_scale(layer: Any) -> bool:
-    """Whether a layer may be called, and no product of it ever runs: an `Embed` that looks up.
+    """Whether a layer may be used without ever running a product: an `Embed` that only looks up.
 
-    Its only product is `attend`. Any other layer that batches do not reach is an error.
+    Its only product is `attend`. Any other layer that no batch reaches is an error.
     """
     return isinstance(layer, nnx.Embed)
 
@@ -325,7 +324,8 @@ def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> 
     if isinstance(layer, nnx.MultiHeadAttention):
         recipe = recipe.of_activations()
     if not recipe.keeps_state:
-        return nnx.static(call)  # said anew: in a model that is wrapped again it may have been data
+        # Explicitly static: if the model was wrapped before, the attribute may have been data.
+        return nnx.static(call)
     states = [_state(layer, recipe, str(i), site) for i in range(count)]
     return nnx.data(StatefulProducts(call, states))
 
@@ -343,7 +343,7 @@ def stacked(layer: Any) -> tuple[int, ...]:
     if isinstance(layer, nnx.LoRA):
         return tuple(layer.lora_a.shape[:-2])
     if not isinstance(layer, (*_KERNEL_HOOKS, nnx.ConvTranspose)):
-        return ()  # a module of one's own
+        return ()  # a user's module
     known: Any = layer
     shape = tuple(known.kernel.shape)
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
@@ -361,7 +361,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _original_attention(function: Any) -> Any:
-    """The attention function under one of ours, if it is one."""
+    """The user's attention function inside of our `Attention`; else `function` itself."""
     if isinstance(function, StatefulProducts):
         function = function.call
     return function.original if isinstance(function, Attention) else function
@@ -375,12 +375,12 @@ def _as_rules(recipe: Any) -> Rules[Recipe]:
 
 @dataclasses.dataclass
 class FoundModule:
-    """A module of a model, and all ways that lead to it.
+    """A module of a model, with all of its paths.
 
     Attributes:
       module: The module itself.
-      paths: "blocks/0/mlp" and, where it is shared, its others; "" of the model.
-      kinds: Its type and those of the modules around it, on all paths: rules may name any of them.
+      paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
+      kinds: Its type and the types of the modules around it, on all paths: rules may name any.
     """
 
     module: nnx.Module
@@ -403,7 +403,7 @@ def modules_of(model: nnx.Module) -> list[FoundModule]:
 
     def visit(node: Any, path: tuple[str, ...], around: tuple[Any, ...]) -> None:
         if any(node is outer for outer in around):
-            return  # a cycle; Flax says what is wrong with it
+            return  # a cycle: Flax raises for it later
         around = (*around, node)
         if isinstance(node, StatefulProducts | Products | ProductState):
             return  # of a model that was wrapped before
@@ -430,7 +430,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 def _check_rules(
     where: str, rules: Rules[Recipe], layers: list[FoundModule], modules: list[FoundModule]
 ) -> None:
-    """A recipe must reach a layer; None may stand for what would not be quantized anyway."""
+    """Raises if a rule with a recipe matches no layer, or a rule with None matches no module."""
     wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
     others = [found for found in modules if not found.has_products]
     for part, among in ((wanted, layers), (rules, layers + others)):
@@ -438,7 +438,7 @@ def _check_rules(
 
 
 def _check_kernels(caller: str, found: FoundModule) -> None:
-    """The dtypes of a layer's own parameters."""
+    """Raises if a layer's own parameters have dtypes that cannot be rounded."""
     for name, value in vars(found.module).items():
         if not isinstance(value, nnx.Param):
             continue
@@ -460,7 +460,7 @@ def _check_kernels(caller: str, found: FoundModule) -> None:
 
 
 def _check_left(where: str, found: FoundModule) -> None:
-    """A layer that computes plainly cannot have a kernel of codes."""
+    """Raises if a layer that a rule leaves has a stored kernel: Flax could not multiply codes."""
     for name, value in vars(found.module).items():
         if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray):
             raise ValueError(

@@ -37,11 +37,11 @@ def fake_convert(
 ) -> jax.Array:
     """`(Convert(data * scale - shift, destination_type) + shift) / scale` in the type of `data`.
 
-    "exact" is the written page, and on overflow, of which that says nothing, saturation, as in the
-    core: `qtoolkit.fake_convert`, where every operation is rounded once to
-    the type of `data` and the conversion is one saturating rounding to nearest even. NaN stays NaN,
-    subnormals of the destination are rounded like any other value. Without a shift nothing is
-    subtracted or added, so that -0 keeps its sign.
+    "exact" follows the written page, and is `qtoolkit.fake_convert`: every operation is rounded
+    once to the type of `data`, and the conversion is one rounding to nearest even. The page does
+    not mention overflow; it saturates, as in OpenVINO's core. NaN stays NaN, subnormals of the
+    destination are rounded like any other value. Without a shift nothing is subtracted or added, so
+    that -0 keeps its sign.
 
     "openvino" has the bits of OpenVINO's core reference. There float32 and bfloat16 pass through
     float16 first, so they are rounded twice; f8e4m3 rounds subnormals in their own binade and then
@@ -50,7 +50,7 @@ def fake_convert(
     their last bit is 0, else rounded half up; what rounds to float16 below 2**-15, just below a
     power of two, comes out doubled; and no shift is a shift of zeros, so that zeros become +0.
 
-    Of float32's subnormals, as data, scale or result, either arithmetic may make zeros.
+    Either arithmetic may treat subnormals of float32, as data, scale or result, as zeros.
 
     Args:
       data: float16, bfloat16 or float32, any shape.

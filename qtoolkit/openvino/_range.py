@@ -63,9 +63,9 @@ def range(
       start, stop, step: Numbers or arrays of rank 0 of any float or integer dtype.
       output_type: "f16", "bf16", "f32", "f64", "i8" to "i64" or "u8" to "u64", upper or lower case,
         or a dtype.
-      length: The number of elements, static. It takes the place of `stop` where arguments are
-        traced, as under `jit`, and nothing else of them is checked then, neither traced steps for
-        zero nor anything for NaN and infinities; elsewhere it must be what the arguments give.
+      length: The number of elements, static. If arguments are traced, as under `jit`, it is needed
+        in place of `stop`, and values are not checked: neither the step for zero nor any argument
+        for NaN or infinity. Otherwise it must equal the number that the arguments give.
 
     Returns:
       Shape (n,), dtype of the output type.

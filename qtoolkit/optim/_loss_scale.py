@@ -47,19 +47,20 @@ def dynamic_loss_scale(
         updates, state = tx.update(grads, state, params)   # grads are divided by the scale
         params = optax.apply_updates(params, updates)
 
-    The outermost transform: clipping and moments see float32 gradients of the loss itself, and a
-    skipped step leaves all of their state, counts included, as it was. It halves the scale;
-    `period` good steps in a row double it. Scales are powers of two, so that dividing by one only
-    moves exponents: with a scale at which nothing overflows, the steps that are skipped are those
-    in which the gradients of the loss itself are not finite. `optax.MultiSteps` belongs inside, as
-    `MultiSteps(tx, k).gradient_transformation()`: outside, its mean would stay NaN for ever.
+    Make it the outermost transform. Then clipping and moments see float32 gradients of the loss
+    itself, and a skipped step leaves all of their state as it was, counts included. A skipped step
+    halves the scale; `period` good steps in a row double it. Scales are powers of two, so dividing
+    by one changes only exponents: if the scale makes nothing overflow, only those steps are skipped
+    in which the gradients of the loss itself are not finite.
+    `optax.MultiSteps` belongs inside, as `MultiSteps(tx, k).gradient_transformation()`: outside,
+    its mean would stay NaN for ever.
 
     Args:
       tx: Any transform of gradients: the whole chain.
       initial: The first scale.
-      factor: What the scale is multiplied or divided by.
-      period: Good steps until the scale grows.
-      least, largest: What the scale stays between.
+      factor: The number by which the scale is multiplied or divided.
+      period: How many good steps it takes until the scale grows.
+      least, largest: The bounds of the scale.
 
     Returns:
       A transform whose state is a `DynamicLossScaleState`. Updates have the dtypes that `tx` gives
@@ -95,7 +96,7 @@ def dynamic_loss_scale(
     extended = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> DynamicLossScaleState:
-        # Two arrays: one that is there twice could not be donated.
+        # Two separate arrays: JAX cannot donate a buffer that occurs twice.
         good, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return DynamicLossScaleState(jnp.float32(initial), good, skipped, tx.init(params))
 

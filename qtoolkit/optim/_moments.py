@@ -28,8 +28,8 @@ _MAX_BITS = 16
 
 _SIGNED, _SECOND, _WIDE = "signed", "second", "wide"
 
-# Fields of the tuples that optax keeps its state in, and what they hold where it is no signed
-# moment: running sums of squares, or parameters and gradients, which are not to be rounded.
+# Names of fields in optax's states that hold something else than signed moments: second moments, or
+# parameters and gradients, which must not be rounded.
 _BY_FIELD = {
     **dict.fromkeys(("mu", "trace", "ema", "m1", "m2", "exp_avg"), _SIGNED),
     **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq"), _SECOND),
@@ -37,7 +37,7 @@ _BY_FIELD = {
     **dict.fromkeys(("init_params", "init_particles", "params", "params0", "x0"), _WIDE),
     **dict.fromkeys(("acc_grads", "master"), _WIDE),
 }
-# Where a tuple uses such a name for something else.
+# States in which such a name means something else.
 _BY_TYPE: dict[type, dict[str, str]] = {
     optax.FactoredState: {"v": _SECOND},
     optax.ScaleByAdanState: {"n": _SECOND},
@@ -46,7 +46,7 @@ _BY_TYPE: dict[type, dict[str, str]] = {
     optax.contrib.SophiaState: {"nu": _SIGNED},  # Hutchinson's estimate may be negative
     optax.contrib.ScheduleFreeState: {"z": _WIDE},
     optax.contrib.SAMState: {"cache": _WIDE},  # the parameters, while an adversarial step is taken
-    # The variance is nu - mu**2, which of numbers rounded each by itself may be negative.
+    # The variance is nu - mu**2. If both were rounded, it might become negative.
     optax.ScaleByRStdDevState: {"mu": _WIDE, "nu": _WIDE},
 }
 
@@ -129,7 +129,7 @@ def check_signed(where: str, fmt: BlockFormat) -> BlockFormat:
 
 
 def unsigned(fmt: BlockFormat) -> BlockFormat:
-    """The same with an element whose sign bit has become a mantissa bit: of E4M3 unsigned E4M4."""
+    """`fmt` with its elements' sign bit used as a mantissa bit: E4M3 becomes unsigned E4M4."""
     element = fmt.element
     if not element.signed:
         return fmt
@@ -229,7 +229,7 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
 
 
 def _fitted(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """The same blocks for an array of that shape, which depends on nothing else: not on a mesh.
+    """`fmt` with blocks that fit an array of this shape. The result depends on no mesh.
 
     Blocks of a given number of elements run along the last axis, and over the axes before it where
     that is short: of [4096, 3] blocks of 128 are [42, 3]. Axes that are no multiple of a block are

@@ -49,11 +49,11 @@ def quantize_state(
     128 elements with a float32 scale each; scalars, counts, keys and small arrays stay as they are.
     So do copies of parameters and accumulated gradients in states of optax: leave them to rules.
 
-    Second moments, which are never negative, are stored as their square roots in the unsigned
-    format that has the sign bit as one more bit of mantissa (E4M3 becomes unsigned E4M4), and what
-    is not zero never becomes zero: Adam divides by that root. A running mean that moves by 0.1 % a
-    step stands still where 8 bits are rounded to nearest; rounded stochastically it moves as it
-    should on average. The bits are a hash of `seed`, step, path and element.
+    Second moments are never negative. They are stored as square roots in an unsigned format that
+    uses the sign bit as one more mantissa bit (E4M3 becomes unsigned E4M4). A positive one never
+    becomes zero, since Adam divides by that root. By default rounding is stochastic: a running mean
+    that moves by 0.1 % a step would stand still if 8 bits were rounded to nearest, but moves as it
+    should on average. The random bits are a hash of `seed`, step, path and element.
 
     Args:
       tx: Any transform of gradients, with further arguments of its update or without.
@@ -165,10 +165,10 @@ def _with_moments(
     """A state with its moments quantized.
 
     Args:
-      cut: For each leaf what it is quantized to, None for what stays as it is.
-      seed, step: Of the random bits, with the path of each leaf.
-      dtypes: Of the state before an update: what the `QArray`s stand for, e.g. bfloat16, and what
-        other floats are rounded to. None: the dtypes of the leaves.
+      cut: For each leaf the format to which it is quantized; None: it stays as it is.
+      seed, step: They determine the random bits, together with the path of each leaf.
+      dtypes: The dtypes of the state before the update, e.g. bfloat16: the `QArray`s keep them, and
+        other floats are rounded to them. None: the dtypes of the leaves.
     """
     found = leaves(state)
     if len(found) != len(cut):
@@ -210,10 +210,10 @@ def _quantized(
 
 
 def _number(value: Any) -> Any:
-    """What a leaf of the state stands for: numbers, where it is a `QArray`.
+    """A leaf of the state as numbers: a `QArray` is dequantized to float32.
 
-    In float32 whatever the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step
-    would be rounded to where it was, before anything is rounded stochastically.
+    Not to the dtype of the parameters: a bfloat16 mean that moves by 0.1 % a step would be rounded
+    back to where it was, before it could be rounded stochastically.
     """
     if not isinstance(value, QArray):
         return value

@@ -26,10 +26,11 @@ class StochasticRoundState(NamedTuple):
 def stochastic_round_updates(
     fmt: FormatLike | None = None, *, seed: int = 0
 ) -> GradientTransformationExtraArgs:
-    """Updates with which weights of few bits land on neighbours of `p + u`, right on average.
+    """Changes updates `u` such that weights `p` become `p + u`, stochastically rounded.
 
-    The last transform of a chain. A bfloat16 weight of 1 stays where it is for any update below
-    2**-9; rounded stochastically it moves by 2**-7 with the probability that makes up for it.
+    Make it the last transform of a chain. With rounding to nearest, an update below 2**-9 leaves a
+    bfloat16 weight of 1 unchanged. Rounded stochastically, the weight moves by 2**-7 now and then,
+    and by the update on average.
 
         tx = optax.chain(optax.adamw(1e-3), qtoolkit.optim.stochastic_round_updates())
         state = tx.init(params)                            # bfloat16
@@ -173,7 +174,7 @@ def master_weights(tx: GradientTransformation) -> GradientTransformationExtraArg
 
 
 def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """What added to `old` gives `new`, also where `new` is not finite."""
+    """The number that, added to `old`, gives `new`, even if `new` is not finite."""
     return jnp.where(jnp.isfinite(new), new - old, new)
 
 
@@ -201,7 +202,7 @@ def _check_params(where: str, params: Any) -> None:
 
 
 def _target(where: str, path: Any, p: Any, fmt: Format | None) -> Format | None:
-    """What a weight is rounded to, None where it takes updates as they are."""
+    """The format to which a weight is rounded; None if its updates stay as they are."""
     dtype = getattr(p, "dtype", None)
     name = f"{where}: {leaf_path(path) or 'params'}"
     if dtype not in FLOATS:

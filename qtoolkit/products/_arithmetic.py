@@ -20,7 +20,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class OnSide:
-    """`function` in float32 of an operand on one side and q on the other."""
+    """`function` in float32 with its first argument placed on one side, and q on the other."""
 
     function: Bilinear
     side: int
@@ -35,7 +35,7 @@ class OnSide:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """`function` with its integer arrays."""
+    """`function` with its integer arrays bound."""
 
     function: Bilinear = dataclasses.field(metadata={"static": True})
     extra: tuple[Array, ...]
@@ -47,7 +47,10 @@ class Forward:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """`function` transposed on one side: of the cotangent and q, to the struct of that side."""
+    """The transpose of `function` in the operand on one side, which gives that side's gradient.
+
+    Called with the cotangent and the other operand, it returns an array like `wide`.
+    """
 
     function: Bilinear = dataclasses.field(metadata={"static": True})
     side: int = dataclasses.field(metadata={"static": True})
@@ -73,12 +76,13 @@ def _is_explicit(*arrays: Array) -> bool:
 
 
 def combined(function: Callable[[Array, Array], Array], first: Rounded, second: Rounded) -> Array:
-    """`function` of two operands, float32, emulated.
+    """`function(first, second)` in float32, emulated.
 
-    Scales multiply the result where both operands have one: q is as far from the ends of float32 as
-    its format is. Beside an operand without one, 1e36, already its product with q = 448 would
-    overflow, so that there q is multiplied by its scale first, in float32; and so are blocks, whose
-    scales differ along the axis that is summed.
+    If both operands have one scale, the scales multiply the result: the values q of small formats
+    are so far from the ends of float32 that no sum of their products overflows. If one operand has
+    no scale, q * scale is computed before the product. A wide operand may be 1e36, and 1e36 times
+    q = 448 would overflow before a scale of 1 / 448 could bring it back. Scales of blocks differ
+    along the summed axis, so they cannot multiply the result and are applied first, too.
     """
     scales = first.scale, second.scale
     if scales[0] is not None and scales[1] is not None:
@@ -95,10 +99,11 @@ def native(
     second: Rounded,
     contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> Array:
-    """`combined`, but multiplied by XLA in the dtypes of the operands' formats where it can be.
+    """Like `combined`, but gives XLA arrays in the formats' own dtypes if it can multiply them.
 
     Args:
-      contracted: Which axes of both are summed; None where `function` is no plain `dot_general`.
+      contracted: Which axes of both operands are summed; None unless `function` is a plain
+        `dot_general`.
     """
     native = native_operands(first, second, contracted)
     if native is None:
@@ -109,19 +114,21 @@ def native(
 
 @native.defjvp
 def _native_jvp(contracted: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The tangent of the emulated product, for second derivatives: codes and `lax.scaled_dot` have
-    none.
+    """Second derivatives use the tangent of the emulated product, `combined`.
+
+    Neither 8-bit arrays nor `lax.scaled_dot` have a tangent.
     """
     return native(*primals, contracted), jax.jvp(combined, primals, tangents)[1]
 
 
 @jax.custom_jvp
 def _times_scales(x: Array, first: Array, second: Array) -> Array:
-    """`x * first * second`, no step of which leaves float32's range where the result does not.
+    """`x * first * second` in an order that overflows or underflows only if the result does.
 
-    Where one scale is below 1 and the other is not, their product is taken first, which lies
-    between them: x = 448 * 448 with the scales 1e36 / 448 and 1 / 448 is 1e36, in either order.
-    Where both are on one side of 1, x moves to that side in two steps.
+    If one scale is below 1 and the other is not, they are multiplied first; their product lies
+    between them. For x = 448 * 448 and the scales 1e36 / 448 and 1 / 448, x times the first one
+    would overflow, but the result is 1e36. If both scales are below 1, or both are not, x is
+    multiplied by one after the other, and both steps go in the same direction.
     """
     # Without a barrier XLA's compiler for GPUs pulls what makes the scales into the kernel of the
     # product and fails (jaxlib 0.11.2: "Expected instruction to have shape equal to f32[]").
@@ -130,8 +137,9 @@ def _times_scales(x: Array, first: Array, second: Array) -> Array:
     return _times_both(x, jnp.broadcast_to(first, x.shape), jnp.broadcast_to(second, x.shape))
 
 
-# XLA's CPU multiplies matrices and then reshapes. Each round of its simplifications would move that
-# reshape through one of the operations that scale the result, and there are twelve.
+# Saves compile time. XLA for CPUs reshapes the result of a matrix product, and moves that reshape
+# through one of the operations that follow in each round of its simplifications. Scaling the result
+# takes twelve operations, so it would need twelve rounds; the barrier stops the first one.
 _kept_in_shape = by_platform(
     "kept_in_shape", cpu=lax.optimization_barrier, others=lambda x: x, aval=lambda x: x
 )

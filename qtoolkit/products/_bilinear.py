@@ -15,15 +15,18 @@ Places = tuple[int, ...]
 
 
 class Axes(NamedTuple):
-    """The axes of one operand in one product. Blocks lie along the last ones of each kind.
+    """The axes of one operand in one product. Batch axes are in neither tuple.
 
-    Both operands of a product name their contracted axes in the same order.
+    Blocks are cut along the last contracted axis; two-dimensional ones along the last kept axis,
+    too. The contracted axes of both operands are in the same order: the i-th of lhs is multiplied
+    with the i-th of rhs.
 
     Attributes:
-      contracted: Those that are summed over.
-      kept: Those of the result that the other operand does not have.
-      fixed: Those along which a transform of both operands would change the product: an axis that
-        is summed in groups, or one that the other operand does not have, or has with length 1.
+      contracted: The axes that are summed over.
+      kept: The axes that the result has, and the other operand does not.
+      fixed: The axes along which no Hadamard transform may run. (x H)(H w) = x w holds only for an
+        axis that is summed as a whole in both operands; it is false where the axis is summed in
+        groups, or the other operand lacks it or has it with length 1.
     """
 
     contracted: tuple[int, ...]
@@ -32,24 +35,24 @@ class Axes(NamedTuple):
 
     @property
     def transformed(self) -> int | None:
-        """The axis for a transform of both operands; None where there is none."""
+        """The axis along which a Hadamard transform of both operands may run, or None."""
         last = self.contracted[-1:]
         return last[0] if last and last[0] not in self.fixed else None
 
     def reordered(self, order: tuple[int, ...]) -> "Axes":
-        """The same axes in the array that was permuted by `order` to make this operand."""
+        """The same axes, numbered as in `a`, if this operand is `a.transpose(order)`."""
         contracted, kept, fixed = (tuple(order[axis] for axis in axes) for axes in self)
         return Axes(contracted, kept, frozenset(fixed))
 
     def turned(self) -> "Axes":
-        """In the product where what was kept is contracted."""
+        """The axes in the derivative product, which sums over the axes that were kept."""
         return Axes(self.kept, self.contracted, self.fixed)
 
 
 class Bilinear(Protocol):
     """A hashable bilinear function of two arrays of one dtype, accumulated in float32.
 
-    `extra` are further arrays that it needs, of integers.
+    `extra` are integer arrays that it needs besides, such as the group sizes of `ragged_dot`.
     """
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array: ...
@@ -57,20 +60,21 @@ class Bilinear(Protocol):
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         """The axes of lhs, of rhs and of the result, for operands of these shapes.
 
-        In dgrad the cotangent is contracted over what rhs alone has, in wgrad over what lhs alone
-        has: the `kept` axes of the one are the `contracted` ones of the other. Of the result,
-        `contracted` are the axes of rhs alone and `kept` those of lhs alone.
+        The axes of the result are given as they are used by dgrad, whose first operand is the
+        cotangent: `contracted` are the axes that came from rhs, `kept` those that came from lhs.
+        For wgrad, `turned()` exchanges them. For x[m, k] @ w[k, n] = y[m, n] the result's
+        `contracted` is n, since dgrad is y[m, n] @ w.T[n, k].
         """
         ...
 
 
 class Blocked(NamedTuple):
-    """An operand for `lax.scaled_dot`: it multiplies elements by scales, and sums in float32.
+    """An operand for `lax.scaled_dot`, which multiplies elements by scales and sums in float32.
 
     Attributes:
-      elements: In the dtype of their format.
-      scale: In that of its own. Shorter than the elements along one axis, the last one that is
-        contracted, where each scale is that of as many elements.
+      elements: An array in the dtype of the element format.
+      scale: An array in the dtype of the scale format. It has the shape of `elements`, except that
+        it is shorter along the last contracted axis: 4 scales for 128 elements belong to 32 each.
     """
 
     elements: jax.Array
@@ -81,10 +85,14 @@ class Blocked(NamedTuple):
         return self.elements.ndim
 
     def matrices(self, batch: Places, contracted: Places) -> tuple["Blocked", int]:
-        """With one axis for each kind of axes, and which of them is contracted.
+        """The operand reshaped to [batch, contracted, kept] or [batch, kept, contracted].
 
-        XLA's compiler for GPUs takes one axis of each kind, and `lax.scaled_dot` blocks along all
-        axes that are contracted. Nothing is moved where what is contracted comes first or last.
+        XLA's compiler for GPUs takes at most one axis of each kind, and `lax.scaled_dot` cuts
+        blocks along all contracted axes, not only the last. Without batch axes the first of the
+        three is left out. The order that needs no transpose is chosen if there is one.
+
+        Returns:
+          The reshaped operand, and the index of its contracted axis.
         """
         kept = _others(self.ndim, batch, contracted)
         parts = [batch, contracted, kept]
@@ -92,16 +100,16 @@ class Blocked(NamedTuple):
             parts = [batch, kept, contracted]
         parts = parts if batch else parts[1:]
 
-        def one(x: jax.Array) -> jax.Array:
+        def merged(x: jax.Array) -> jax.Array:
             shape = [math.prod(x.shape[axis] for axis in part) for part in parts]
             return lax.transpose(x, [axis for part in parts for axis in part]).reshape(shape)
 
-        return Blocked(one(self.elements), one(self.scale)), parts.index(contracted)
+        return Blocked(merged(self.elements), merged(self.scale)), parts.index(contracted)
 
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`jax.lax.dot_general` of two arrays, or, without an `out_sharding`, of two `Blocked`."""
+    """`jax.lax.dot_general` of two arrays; without an `out_sharding` also of two `Blocked`."""
 
     dimension_numbers: Any
     precision: Any
@@ -123,9 +131,10 @@ class DotGeneral:
         )
 
     def transposed(self, side: int, cotangent: Any, other: Any) -> jax.Array:
-        """The gradient of one side as a product of its own: it takes arrays of 8-bit floats, which
-        `jax.linear_transpose` would widen, and is sooner traced. Not for arrays
-        on Explicit meshes.
+        """The gradient of one operand, written as a `dot_general` of cotangent and other operand.
+
+        `jax.linear_transpose` would give the same, but only for wide dtypes: here the operands may
+        be arrays of 8-bit floats. Tracing is faster, too. Not for arrays on Explicit meshes.
         """
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]
@@ -138,7 +147,8 @@ class DotGeneral:
             (tuple(range(len(batch_side))), batch_other),
         )
         out = self._dot(cotangent, other, numbers)
-        # Its axes: batch, what the side keeps, and what is contracted, in the order of the other.
+        # The axes of `out` are now: batch; those that this side kept; those that the forward
+        # product summed over, in the order in which the other operand has them.
         matching = tuple(of_side[of_other.index(axis)] for axis in sorted(of_other))
         places = (*batch_side, *_others(out.ndim, of_side, batch_side), *matching)
         return lax.transpose(out, tuple(places.index(axis) for axis in range(out.ndim)))
@@ -162,7 +172,8 @@ class Einsum:
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
-            # "native", and a label that one operand alone sums: XLA adds up no 8-bit floats.
+            # In "ij,k->i" the labels j and k are summed over one operand alone, before the product.
+            # XLA cannot sum 8-bit floats, which operands are in "native" arithmetic.
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return jnp.einsum(
             self.subscripts,
@@ -180,14 +191,15 @@ class Einsum:
         a, b = inputs.split(",")
 
         joint = {label for label in a if label in b}
-        # In one order for both operands: in "bij,jic->bc" j is the last axis of lhs that is summed,
-        # and the one of rhs that goes with it. What one operand alone sums comes first.
+        # One order for both operands, that of lhs: in "bij,jic->bc" the contracted labels are i, j
+        # for rhs, too, though there j comes first. Labels that one operand alone sums come before
+        # them, so that the last contracted axis is one that both operands have if possible.
         summed = sorted((label for label in a + b if label not in out), key=joint.__contains__)
         of_a, of_b = ([x for x in labels if x not in joint and x in out] for labels in (a, b))
         alone = set(summed) - joint
         twice = {label for labels in (a, b) for label in labels if labels.count(label) > 1}
         lengths = {*zip(a, lhs, strict=True), *zip(b, rhs, strict=True)}
-        broadcast = {label for label in joint if sum(one == label for one, _ in lengths) > 1}
+        broadcast = {label for label in joint if sum(other == label for other, _ in lengths) > 1}
 
         def axes(labels: str, contracted: list[str], kept: list[str]) -> Axes:
             fixed = (i for i, label in enumerate(labels) if label in alone | twice | broadcast)
@@ -246,9 +258,10 @@ class RaggedDot:
         return Axes((1,), (0,), rows), Axes((1,), (2,)), Axes((1,), (0,), rows)
 
 
-def _places(labels: str, of: list[str]) -> tuple[int, ...]:
-    """The places of the labels `of` in `labels`, in the order of `of`."""
-    return tuple(i for one in dict.fromkeys(of) for i, label in enumerate(labels) if label == one)
+def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
+    """The places in `labels` of the wanted labels, in the order in which these are wanted."""
+    unique = dict.fromkeys(wanted)
+    return tuple(i for want in unique for i, label in enumerate(labels) if label == want)
 
 
 def _others(rank: int, *taken: Any) -> tuple[int, ...]:
@@ -270,15 +283,16 @@ def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
         dimension_numbers=(((axis_l,), (axis_r,)), (batch, batch)),
         preferred_element_type=jnp.float32,
     )
-    # To jax 0.12 the result of `scaled_dot` is the same in all shards of a `jax.shard_map`.
+    # Jax 0.12 takes the result of `scaled_dot` for the same in all shards of a `jax.shard_map`,
+    # even where the operands differ between shards.
     return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]
 
 
 def _accumulating(precision: Any) -> Any:
-    """`precision`, but None where it is an algorithm.
+    """`precision`, or None in place of an algorithm such as F16_F16_F32.
 
-    An algorithm names dtypes, such as attention's F16_F16_F32, that the rounded operands need not
-    have. Left to XLA, sums are float32 anyway.
+    An algorithm prescribes the dtypes of the operands, and rounded operands may have others. Sums
+    are float32 without it, too, because of `preferred_element_type`.
     """
     is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
     return None if is_algorithm else precision

@@ -1,4 +1,4 @@
-"""Keys and values that attention keeps from token to token, as codes and scales."""
+"""The KV cache of attention, stored as codes and scales."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ Array = jax.Array
 
 
 def cache_format(where: str, like: SpecLike) -> BlockFormat:
-    """The format of a cache; an element stands for one scale for each token and head.
+    """The format of a KV cache; an element format such as "int8" gets a scale per token and head.
 
     Raises:
-      ValueError: An unknown format; one without negative numbers; or one whose scales join tokens
-        or heads.
+      ValueError: The format is unknown, has no negative numbers, or has scales that several tokens
+        or heads share.
     """
     found = spec(like)
     if not isinstance(like, BlockFormat) and not found.block and found.scale is not None:
@@ -36,10 +36,10 @@ def cache_format(where: str, like: SpecLike) -> BlockFormat:
 
 
 def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
-    """A cache [..., features] as codes and scales.
+    """Quantizes a KV cache of shape [..., features].
 
     Raises:
-      ValueError: The dtype of the cache does not hold the format.
+      ValueError: The dtype of the cache cannot hold the values of the format.
     """
     check_holds(where, fmt.element, x.dtype)
     is_packed = fmt.element.bits in WIDTHS and fmt.element.bits < 8
@@ -47,13 +47,13 @@ def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
 
 
 def cache_after(where: str, before: QArray, wide: Array) -> QArray:
-    """The codes and scales of a cache after a step that wrote some of its tokens.
+    """The quantized cache after a step that wrote some of its tokens.
 
     Tokens that the step left alone keep their codes: rounding them a second time could move them.
 
     Args:
-      before: The cache before the step.
-      wide: Its numbers after the step.
+      before: The quantized cache before the step.
+      wide: The whole cache after the step, as ordinary numbers.
     """
     after = cached(where, wide, before.spec)
     is_same = exact_float32(before.dequantize()) == exact_float32(wide)

@@ -45,7 +45,8 @@ OBSERVERS: dict[str, type[Observer]] = {
     "amax_history": AmaxHistory,
 }
 _HISTOGRAMS = (Percentile, MSE, Entropy)
-_BITS = 3  # of the fraction, by which amaxes of several runs of a product are told apart
+# Amaxes of several runs of a product are told apart to this many mantissa bits: 2**-3 = 12.5 %.
+_BITS = 3
 _MARKED = marked_size(_BITS)
 _STATIC: Any = {"static": True}
 
@@ -53,12 +54,12 @@ _STATIC: Any = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What a model is called with, as a pytree of its arrays: all else, train=False, is static.
+    """The arguments of one call of a model. Only arrays are leaves; train=False, say, is static.
 
     Attributes:
       arrays: The leaves that are arrays.
-      others: The leaves, with None in place of arrays.
-      structure: The tree that they are of.
+      others: All leaves, with None in place of arrays.
+      structure: The structure of the whole tree.
     """
 
     arrays: list[Any]
@@ -72,7 +73,9 @@ class Batch:
         return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
 
     def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
-        """`function(*first, *batch)` of a tuple, `**batch` of a dictionary, else `batch`."""
+        """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
+        `**batch`, anything else as one argument.
+        """
         arrays = iter(self.arrays)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self.others]
         batch = jax.tree.unflatten(self.structure, leaves)
@@ -83,9 +86,11 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class _SummaryTap:
-    """Of one operand [uses, bad uses, marked amax, histogram]; the last where there are bins.
+    """Measures [uses, bad uses, marked amax, histogram] of an operand; no histogram without `bins`.
 
-    A use is one run of the product in the step; a bad one held a NaN or an infinity.
+    A use is one run of the product in the step. It is bad if the operand held a NaN or an infinity.
+    `marked` encodes the amax such that the amaxes of several runs can be added, and the largest
+    read from the sum.
     """
 
     bins: Bins | None
@@ -108,12 +113,12 @@ class _SummaryTap:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What one batch held. A pytree.
+    """What the tap measured in one batch. A pytree.
 
     Attributes:
-      rows: For each product, float32[roles, size].
-      places: The products.
-      recipes: For each product.
+      rows: For each product float32[roles, size], the measurements of its operands.
+      places: The products, in the same order.
+      recipes: Their recipes, in the same order.
     """
 
     rows: tuple[jax.Array, ...]
@@ -122,13 +127,13 @@ class Summary:
 
 
 def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
-    """What one run of a pure function holds in its products.
+    """Runs a pure function once and measures the operands of its products.
 
     Args:
-      bins: Of the histograms; None for none.
-      function: From pytrees to a pytree whose floats depend on the products: what no float depends
-        on is not seen.
-      arguments: Of the function.
+      bins: The bins of the histograms; None to make no histograms.
+      function: Takes and returns pytrees. A product on which no float of the result depends is not
+        measured, since measurements come out as gradients of these floats.
+      arguments: The arguments of the function.
     """
     found = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
     rows = tuple(found.sums[place] for place in found.recipes)
@@ -136,7 +141,10 @@ def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any)
 
 
 def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """The sum of all floats that `function` gives, so that gradients reach what they depend on."""
+    """A function that returns the sum of all floats in the result of `function`.
+
+    Its gradient reaches every product on which one of these floats depends.
+    """
 
     def total(*arguments: Any) -> jax.Array:
         outs = [x for x in jax.tree.leaves(function(*arguments)) if _is_float(x)]
@@ -152,12 +160,14 @@ def _is_float(x: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """What the operands of a model's products were like. A pytree of observers.
+    """Statistics of the operands of a model's products. A pytree of observers.
 
     Attributes:
       states: An observer of `qtoolkit.scaling` for each operand.
-      keys: The path of its layer, the name of its product there, and 0 for lhs or 1 for rhs.
-      unreached: Products that ran and need a scale, but of which nothing is known.
+      keys: For each observer the path of the layer, the name of the product in that layer, and 0
+        for lhs or 1 for rhs.
+      unreached: Products that ran and need a scale, but could not be measured: no gradient of the
+        model's output reached them.
     """
 
     states: tuple[Observer, ...]
@@ -170,9 +180,9 @@ class Calibration:
         return tuple(dict.fromkeys(path for path, *_ in self.keys))
 
     def amaxes(self, path: str) -> dict[str, jax.Array]:
-        """For each product of a layer float32[3], as it keeps them: amax of lhs, of rhs, and 0.
+        """For each product of a layer its amaxes [lhs, rhs, 0], float32[3]; 0 where unknown.
 
-        0 where nothing is known.
+        The third entry is that of the cotangent, which is not calibrated: `State.amax` has it.
         """
         found: dict[str, list[jax.Array]] = {}
         for (where, name, side), state in zip(self.keys, self.states, strict=True):
@@ -182,7 +192,10 @@ class Calibration:
         return {name: jnp.stack(amaxes) for name, amaxes in found.items()}
 
     def partly_known(self, path: str, recipe: Recipe) -> tuple[str, ...]:
-        """Products of a layer with fewer known operands than `recipe` calibrates, for messages."""
+        """Names, for messages, the products of a layer that were calibrated incompletely.
+
+        Complete is a product with an observer for each operand that `recipe` calibrates.
+        """
         needed = sum(o is not None and is_calibratable(o) for o in recipe.forward)
         names = collections.Counter(name for where, name, _ in self.keys if where == path)
         return tuple(
@@ -192,10 +205,10 @@ class Calibration:
         )
 
     def merge(self, other: "Calibration") -> "Calibration":
-        """The calibration by the batches of both.
+        """The calibration that one run over the batches of both would have given.
 
         Raises:
-          TypeError, ValueError: An operand has observers of other kinds.
+          TypeError, ValueError: An operand has observers of different kinds in the two.
         """
         states = dict(zip(self.keys, self.states, strict=True))
         for key, state in zip(other.keys, other.states, strict=True):
@@ -206,7 +219,7 @@ class Calibration:
         return Calibration(tuple(states.values()), tuple(states), unreached)
 
     def merge_across(self, axis_name: str | tuple[str, ...]) -> "Calibration":
-        """The calibration by the batches of all devices along axes of `jax.shard_map`."""
+        """The calibration over the batches of all devices along these axes of `jax.shard_map`."""
         states = tuple(state.merge_across(axis_name) for state in self.states)
         return dataclasses.replace(self, states=states)
 
@@ -225,18 +238,19 @@ def calibration_of(
     observer: Any,
     options: dict[str, Any],
 ) -> Calibration:
-    """Observers of the operands of a model's products, after all batches.
+    """Observes the operands of a model's products over all batches.
 
     Args:
-      summarize: From bins, None for observers without histograms, and a batch to its summary.
-      batches: One by one; none is kept.
-      observer: A name of `OBSERVERS`, or a class of `qtoolkit.scaling`.
-      options: For the observer's `of`.
+      summarize: Called with bins and a batch, it returns the batch's summary. Bins are None for
+        observers without histograms.
+      batches: Taken one by one; none is kept.
+      observer: A key of `OBSERVERS`, or a class of `qtoolkit.scaling`.
+      options: Keyword arguments for the observer's `of`.
 
     Raises:
-      TypeError: Batches are no iterable, an option is unknown, or this runs inside of `jit`.
-      ValueError: The observer is none for products; there is no batch, no product, or an operand
-        of which every batch holds a NaN or an infinity; or the model was frozen.
+      TypeError: `batches` is no iterable, an option is unknown, or this runs inside of `jit`.
+      ValueError: The observer cannot observe products; there is no batch or no product; an operand
+        held a NaN or an infinity in every batch; or the model was frozen.
     """
     kind = _observer(observer)
     if hasattr(batches, "dtype") or isinstance(batches, dict):
@@ -276,7 +290,7 @@ def calibration_of(
 
 
 def _check_summary(summary: Summary) -> None:
-    """Raises where a batch's summary is none that a calibration could go by."""
+    """Raises if nothing was measured: called under `jit`, no product ran, or a frozen model."""
     if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
         raise TypeError(
             "calibrate: called inside jit, shard_map or another transformation, expected a "
@@ -349,7 +363,7 @@ def _check_seen(states: dict[tuple[str, str, int], Observer]) -> None:
 
 
 def check_calibrated(where: str, missing: Iterable[str]) -> None:
-    """Raises with the names of layers that nothing is known of."""
+    """Raises if there are layers without calibration; names them."""
     names = [path or MODEL for path in missing]
     if names:
         some = ", ".join(itertools.islice(names, 8)) + (" ..." if len(names) > 8 else "")

@@ -1,4 +1,4 @@
-"""The tangent of a product and its transpose, dgrad and wgrad: what they keep and compute."""
+"""The derivatives of a product: its tangent, and the transpose of that, dgrad and wgrad."""
 
 import dataclasses
 import functools
@@ -25,14 +25,16 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What derivatives keep of the forward product.
+    """What the forward product leaves for its derivatives.
 
     Attributes:
-      operands: For each side that is differentiated, the other operand, as that product takes it.
-      amax: Of the cotangent, from the steps before.
-      key: For stochastic rounding.
-      seen: Of lhs and rhs, what `amax_of` gives, where the state observes.
-      tapped: What a tap keeps of lhs and rhs: float32[len(ROLES), size], zeros for the cotangents.
+      operands: For each side that is differentiated, the other operand, rounded as the derivative
+        product needs it: rhs for dgrad, lhs for wgrad.
+      amax: The amax by which the cotangent is scaled, from earlier steps.
+      key: The key for stochastic rounding.
+      seen: The results of `amax_of` for lhs and rhs, if the layer's history observes them.
+      tapped: What a tap measured of lhs and rhs: float32[len(ROLES), size], with rows of zeros for
+        the cotangents, which are measured in the backward pass.
       extra: The integer arrays of the function.
     """
 
@@ -51,10 +53,10 @@ def residual_of(
     operands: tuple[Rounded, Rounded],
     state: State,
 ) -> Kept | Rounded:
-    """What the gradient of one side multiplies the cotangent by: the other operand.
+    """The operand by which the cotangent is multiplied to get the gradient of one side.
 
-    It is the one of the forward product, where this rounds it in the same way; else it is rounded
-    again.
+    That is the other side's operand. If the recipe rounds it as in the forward product, the rounded
+    array is used again; if not, it is rounded anew.
     """
     other = 1 - side
     how = plan.other(side, *given)
@@ -67,13 +69,16 @@ def residual_of(
 
 
 def seen_of(given: tuple[Given, Given]) -> Any:
-    """What `amax_of` gives of lhs and of rhs; 0 of stored operands, whose scales do not move."""
+    """The results of `amax_of` for lhs and rhs; those of 0 for stored operands.
+
+    A stored operand has its scale, so nobody needs its amax.
+    """
     nothing = jnp.zeros((), jnp.float32)
     return tuple(amax_of(nothing if isinstance(x, QArray) else lax.stop_gradient(x)) for x in given)
 
 
 def is_moving(given: Given, dot: Any) -> bool:
-    """Whether somebody differentiates by an operand."""
+    """Whether somebody differentiates by this operand: whether its tangent is not just zero."""
     leaves = jax.tree.leaves(dot, is_leaf=lambda x: isinstance(x, SymbolicZero))
     moving = [x for x in leaves if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
     if moving and isinstance(given, QArray):
@@ -87,7 +92,10 @@ def is_moving(given: Given, dot: Any) -> bool:
 def tapped_of(
     plan: Plan, given: tuple[Given, Given], operands: tuple[Rounded, Rounded], state: State
 ) -> Array:
-    """What the tap keeps of lhs and rhs; also as dgrad and wgrad round them, where these differ."""
+    """What the tap measures of lhs and rhs: float32[len(ROLES), size].
+
+    Where dgrad rounds rhs, or wgrad lhs, otherwise than the forward product, it measures that, too.
+    """
     amaxes = state.amaxes
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}
@@ -112,12 +120,12 @@ def _kept_by_tap(plan: Plan, role: int, x: Array, operand: Rounded, how: Cut) ->
 
 
 def _roles(plan: Plan) -> tuple[int, ...]:
-    """The operands that a tap looks at, as places in `ROLES`."""
+    """The operands that the plan's tap measures, as indices into `ROLES`."""
     return () if plan.tap is None else plan.tap.roles
 
 
 def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:
-    """float32[len(ROLES), size]: what a tap keeps, by role; zeros for the roles without a row."""
+    """The rows of a tap as one float32[len(ROLES), size], with zeros for roles without a row."""
     assert plan.tap is not None
     nothing = jnp.zeros((plan.tap.size,), jnp.float32)
     return jnp.stack(varying_alike(*(rows.get(role, nothing) for role in range(len(ROLES)))))
@@ -126,7 +134,16 @@ def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:
 @hashed_once
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the tangent of a product and its transpose both know."""
+    """Static data that the tangent of a product and its transpose share.
+
+    Attributes:
+      plan: The product.
+      sides: The sides that are differentiated: 0 for lhs, 1 for rhs.
+      given: Shape and dtype of lhs and rhs.
+      is_observed: Whether somebody differentiates by `State.probe`.
+      is_tapped: Whether somebody differentiates by `State.zeros`.
+      structure: The tree structure of the `Residuals`.
+    """
 
     plan: Plan
     sides: tuple[int, ...]
@@ -141,7 +158,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """The sum of the products with a tangent on one side and the other operand rounded."""
+    """The tangent: d(lhs) * rhs + lhs * d(rhs), with unrounded tangents and rounded operands."""
 
     facts: Facts
     out: jax.ShapeDtypeStruct
@@ -155,14 +172,14 @@ class Tangent:
             how = facts.plan.other(side, *facts.given)
             other = how.untransformed(restored(kept_other), facts.given[1 - side].shape)
             terms.append(combined(function, Rounded(x, Scales(), None), other))
-        if not terms:  # only the probe
+        if not terms:  # somebody differentiates only by the probe or the zeros
             return jnp.zeros_like(xs[-1], shape=self.out.shape, dtype=self.out.dtype)
         return differentiable_in_dtype(functools.reduce(jnp.add, terms), facts.plan.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cotangent:
-    """The transpose of `Tangent`: dgrad and wgrad, of the cotangent as each of them rounds it."""
+    """The transpose of `Tangent`: dgrad and wgrad, each with the cotangent rounded as it asks."""
 
     facts: Facts
 
@@ -188,8 +205,9 @@ class Cotangent:
         return tuple(outs)
 
     def _tapped(self, residuals: Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
-        """What the tap keeps of all operands; the cotangent's once, where both products take it
-        alike.
+        """What the tap measures of all operands.
+
+        If dgrad and wgrad round the cotangent alike, it is measured only once, for dgrad.
         """
         facts, rows = self.facts, {}
         for side, role in ((0, 2), (1, 5)):

@@ -1,8 +1,10 @@
-"""Where the features of an activation lie, for recipes with a scale for each token.
+"""Tracks along which axis the features of an activation lie, for recipes with a scale per token.
 
-A token is a vector of features, which lie along the last axis until a program moves them: of
-`k.swapaxes(-1, -2)` in `q @ k.swapaxes(-1, -2)` the last axis are the tokens, and one scale for
-each of its vectors would join all tokens, later ones too.
+A token is a vector of features. They lie along the last axis until the program moves them: in
+`q @ k.swapaxes(-1, -2)` the last axis of the transposed keys are the tokens. A scale for each
+vector along that axis would be shared by all tokens, and so depend on later ones.
+
+A place is an axis counted from the end: -1, -2 ...
 """
 
 import dataclasses
@@ -17,19 +19,20 @@ from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 
 LAST = -1
-# Of what a product of two activations gives, such as the scores of attention: which axis of these
-# holds features nobody knows. It is taken to be the one that the next product sums over.
+# The place of the features in a product of two activations, such as the scores of attention: no
+# axis of these holds features. The next product takes the axis over which it sums.
 UNKNOWN = 0
-# Primitives that keep the order of axes, though not their lengths. Of others that are not treated
-# below, operands of the shape of the result say where its features lie.
+# Primitives that keep the order of axes, though not their lengths. For primitives that are neither
+# here nor in `moved`, the features of the result lie where those of an operand of its shape lie.
 _PARTS = ("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "pad", "split")
 
 
 def moved(eqn: Any, places: Sequence[int]) -> list[int]:
-    """Where the features of each result of an equation lie, as places from the end: -1, -2 ...
+    """The place of the features in each result of an equation; -1 where nothing else is known.
 
     Args:
-      places: Of its operands. Where nothing is known of a result, they lie last.
+      eqn: An equation of a jaxpr.
+      places: The place of the features in each of its operands.
     """
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
@@ -50,7 +53,9 @@ def moved(eqn: Any, places: Sequence[int]) -> list[int]:
             at, rank = places[0] % len(shapes[0]), len(shapes[0])
             gone = sum(axis % rank > at for axis in eqn.params["dimensions"])
             return [places[0] + gone]
-        case "reshape":  # splits heads off, or joins batches: what follows the features stays
+        # A model reshapes to split off heads or to join batches. The place counts from the end, so
+        # it stays if the axes behind the features do.
+        case "reshape":
             after = places[0] + 1
             is_behind = after == 0 or shapes[0][after:] == out[after:]
             return [places[0] if is_behind and len(out) >= -places[0] else LAST]
@@ -60,7 +65,7 @@ def moved(eqn: Any, places: Sequence[int]) -> list[int]:
 
 
 def of_result(function: Bilinear, shapes: tuple[Any, Any], rank: int, kernel: int | None) -> int:
-    """Where the features of a product's result lie: those that the kernel makes."""
+    """The place of the features in a product's result: the axis that comes from the kernel."""
     if kernel is None:
         return UNKNOWN
     *_, out = function.axes(*shapes)
@@ -87,23 +92,25 @@ def following(
     places: tuple[int, int],
     kernel: int | None,
 ) -> Recipe:
-    """`recipe`, whose scales of tokens go along the features, wherever these lie.
+    """`recipe` with its scales per token cut along the axis where the features lie.
 
-    An input that meets a kernel has its features where the product sums: "bct,cf->bft" sums over c,
-    so that those of bct lie along axis -2, and those of the cotangent, bft, too.
+    The input of a layer has its features on the axis that is summed with the kernel: "bct,cf->bft"
+    sums over c, so those of bct lie at -2, and those of the result and its cotangent, bft, too.
 
     Args:
-      recipe: Of (input, kernel), whichever of them is lhs; of two activations, of (lhs, rhs).
-      operands, extra: What `function` takes.
-      places: Of the features of lhs and rhs, as axes from the end, or UNKNOWN.
-      kernel: Which operand is a kernel, None where both are activations.
+      recipe: Its operands are (input, kernel), even if lhs is the kernel; for two activations they
+        are (lhs, rhs).
+      function: The product.
+      operands, extra: The arguments of `function`.
+      places: The places of the features in lhs and rhs, or UNKNOWN.
+      kernel: Which operand is a kernel: 0, 1, or None if both are activations.
     """
     if not any(o is not None and o.is_by_token for o in recipe.operands):
         return recipe
     cotangent = LAST
     of = function.axes(*(x.shape for x in operands))[:2]
     first, second = (
-        # Of scores nothing is known but what the product sums: the keys, whichever axis they are.
+        # UNKNOWN: these are scores of attention. The product sums over their axis of keys.
         place or _summed(axes.contracted, len(x.shape), LAST)
         for place, axes, x in zip(places, of, operands, strict=True)
     )
@@ -122,7 +129,7 @@ def following(
 
 
 def _summed(summed: tuple[int, ...], rank: int, place: int) -> int:
-    """The place of the features if it is summed over, else the last axis that is."""
+    """`place` if the product sums over it, else the last axis over which it sums."""
     if not summed or place % rank in summed:
         return place
     return summed[-1] - rank

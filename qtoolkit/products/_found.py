@@ -1,4 +1,4 @@
-"""What a rewritten function finds: its products, their names, its parameters."""
+"""What `rewritten` finds in the trace of a function: products, and the parameters in them."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,14 +14,15 @@ class Found(NamedTuple):
     """A product found in a trace.
 
     Attributes:
-      name: Of its primitive.
-      function: What it computes.
+      name: The name of its primitive.
+      function: The product as a function of lhs, rhs and extra.
       lhs, rhs, extra: Its operands.
-      parameters: The parameter that lhs and rhs follow from, beside constants and others: "kernel",
-        "" for an activation.
-      dtype: Of the result.
-      origins: The parameters that lhs and rhs are, if somebody asked for them.
-      features: Where the features of lhs and rhs lie, from the end.
+      parameters: For lhs and rhs the name of the parameter from which alone, beside constants, the
+        operand is computed, such as "kernel"; "" for an activation.
+      dtype: The dtype of the result.
+      origins: For lhs and rhs the parameter that the operand is, up to a transpose or a cast; None
+        for others, or if nobody asked.
+      features: The axes of lhs and rhs along which features lie, counted from the end.
     """
 
     name: str
@@ -36,17 +37,17 @@ class Found(NamedTuple):
 
     @property
     def kernel(self) -> int | None:
-        """Which operand is a kernel, None where both are activations; of two parameters, rhs."""
+        """Which operand is the kernel: 0, 1, or None for two activations; 1 for two parameters."""
         lhs, rhs = self.parameters
         return 1 if rhs else 0 if lhs else None
 
 
 class Names:
-    """The names of a method's products, in the order in which they run.
+    """Names the products of a method, in the order in which they run. State is kept by these names.
 
-    A product is named by its kernel, so that a branch of Python that leaves one out does not give
-    what it keeps to the next: "up", and "up#2" where it is multiplied again. Those of two
-    activations are numbered among themselves: "0", "1".
+    A product is named by its kernel: "up", and "up#2" when "up" is multiplied a second time. Were
+    all products numbered, an `if` in the method that skips one would give its state to the next.
+    Products of two activations have no kernel and are numbered: "0", "1".
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -64,9 +65,10 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A `QArray` among the arguments of a traced function, which sees an array of its shape.
+    """Wraps a `QArray` among the arguments of `rewritten`.
 
-    It is no pytree: to JAX it is one leaf.
+    The function is traced with an ordinary array of its shape in its place; products then get the
+    `QArray`. JAX must see one leaf here, so this is no pytree, as the `QArray` itself would be.
     """
 
     array: QArray
@@ -74,13 +76,13 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A parameter whose uses are looked for.
+    """Follows a parameter through a trace, to find out what else than products uses it.
 
     Attributes:
-      name: Of the parameter, in the model.
-      parameter: Its name in the module that multiplies.
-      other_uses: Where the name is put once the parameter is used by anything but a product.
-      order: Its axes in the order in which they now are, None for the order they had.
+      name: The name of the parameter in the model.
+      parameter: Its name in the module that multiplies it.
+      other_uses: A set to which `name` is added once anything but a product uses the parameter.
+      order: The permutation by which it has been transposed so far; None if it has not.
     """
 
     name: Any
@@ -89,7 +91,7 @@ class Origin:
     order: tuple[int, ...] | None = None
 
     def moved(self, eqn: Any, is_cast: bool) -> "Origin | None":
-        """The parameter after an equation of it alone, None where that is another use of it."""
+        """The parameter after an equation with no other operand; None if that counts as a use."""
         name = eqn.primitive.name
         if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
             return self

@@ -31,19 +31,21 @@ def dot_general(
 ) -> jax.Array:
     """`jax.lax.dot_general` of operands rounded by `recipe`.
 
-    Operands are divided by their scales, rounded, multiplied with float32 accumulation, and scaled
-    back: after the product where both have one scale, before it, in float32, where one has scales
-    of blocks, channels or tokens. It computes in the dtype of `lhs`; `rhs` may have another one and
-    is rounded from that, so that float32 weights beside bfloat16 activations are rounded once. No
-    step overflows or underflows where the result does not, but for formats with an `amax_epsilon`
-    (DeepSeek's), in which numbers far below it become 0. Infinities and NaNs of operands stay:
-    they make the same elements of the result, and of either gradient, non-finite as in the plain
-    product. A result within the operands' rounding of float32's largest number may overflow in one
-    and not in the other.
+    Operands are divided by their scales, rounded, and multiplied with float32 accumulation. If both
+    have one scale each, the scales then multiply the result; if one has scales of blocks, channels
+    or tokens, operands are scaled back in float32 before the product. It computes in the dtype of
+    `lhs`. `rhs` may have another dtype and is rounded from that: float32 weights beside bfloat16
+    activations are rounded once, not first to bfloat16.
 
-    A scale belongs to an operand of one call. So `jax.vmap` of a product scales each example by
-    itself, other than one call with a batch dimension, whose operands have one scale for all. See
-    `Recipe` for what that means for causality.
+    No step overflows or underflows unless the result does. The exception are formats with an
+    `amax_epsilon` (DeepSeek's): numbers far below it become 0. Infinities and NaNs of operands make
+    the same elements of the result and of the gradients non-finite as in the plain product. Only
+    if a result comes as close to float32's largest number as the rounding of its operands may move
+    it, one of the two products may overflow and the other not.
+
+    Each call has its own scales. So under `jax.vmap` each example is scaled by itself, while one
+    call with a batch dimension has one scale for all examples. See `Recipe` for what that means for
+    causality.
 
     Args:
       lhs, rhs: float32, float16 or bfloat16; shapes as for `jax.lax.dot_general`. A `QArray` is an
@@ -52,20 +54,21 @@ def dot_general(
       dimension_numbers, precision, out_sharding: As for `jax.lax.dot_general`.
       preferred_element_type: Dtype of the result; None for that of `lhs`.
       recipe: What the operands of the product and of its derivatives are rounded to.
-      key: A key of `jax.random`, for recipes that round stochastically. The values are mixed into
-        it, so that equal keys draw anew for other values; without one they alone decide.
+      key: A key of `jax.random`, for recipes that round stochastically. A hash of the values is
+        mixed into it: the same key draws other bits for other values. Without a key the bits
+        follow from the values alone.
 
     Returns:
       The shape that `jax.lax.dot_general` gives.
 
     Raises:
       TypeError: An operand or the result has another dtype, or shapes do not match.
-      ValueError: The dtype of an operand or of the result does not hold a format's finite values;
-        or the recipe has `Delayed` scaling, for which a layer must keep state.
+      ValueError: The dtype of an operand or of the result cannot hold a format's finite values; or
+        the recipe has `Delayed` scaling, for which a layer must keep state.
 
-    Gradient: dgrad and wgrad of the recipe: the products of the cotangent and the other operand,
-    both rounded for that product; the rounding of operands counts as the identity. Forward mode
-    takes the same operands beside unrounded tangents.
+    Gradient: The cotangent times the other operand, both rounded as `dgrad` and `wgrad` of the
+    recipe say. The rounding of operands counts as the identity (straight-through). Forward mode
+    multiplies unrounded tangents with the same rounded operands.
 
     Examples:
       >>> x, w = jnp.asarray([[0.3, 448.0]]), jnp.asarray([[448.0], [1.0]])
@@ -133,8 +136,8 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of operands rounded by `recipe`.
 
-    Blocks lie along the features that are summed; in wgrad, which sums over positions and examples,
-    along the examples.
+    Blocks are cut along the input features, over which the product sums; in wgrad, which sums over
+    positions and examples, along the examples.
 
     Args:
       lhs, rhs, preferred_element_type, recipe, key: As in `dot_general`.
@@ -261,7 +264,7 @@ def conv_function(
 
 
 def keyed(where: str, key: jax.Array | None) -> State | None:
-    """A product's state of nothing but a key, of which two words are enough."""
+    """A product's state that holds only a key, as two words; None without a key."""
     return None if key is None else State(key=key_words(where, key)[:2])
 
 

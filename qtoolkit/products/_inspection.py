@@ -1,4 +1,4 @@
-"""Whether a function computes a product, by its code: `x @ w`, `jnp.einsum`."""
+"""Tells from a function's bytecode whether it computes a product: `x @ w`, `jnp.einsum`."""
 
 import dis
 import functools
@@ -14,21 +14,21 @@ _PRODUCTS = frozenset(
         *("dot_product_attention", "batch_matmul", "convolve", "outer"),
     }
 )
-_METHODS = frozenset({"dot"})  # of arrays
+_METHODS = frozenset({"dot"})  # methods of arrays that are products: x.dot(w)
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "qtoolkit", "builtins")
-_DEPTH = 4  # of functions that call one another
+_DEPTH = 4  # how many levels of calls are followed
 
 
 @functools.cache
 def computes_product(
     function: Any, kind: type, attributes: frozenset[str] = frozenset(), depth: int = _DEPTH
 ) -> bool:
-    """Whether the code of a function names a product, or that of a function it calls.
+    """Whether a function, or one that it calls, computes a product, as far as its code shows.
 
     Args:
       function: A plain function of Python, such as a method of `kind`.
-      kind: Where names after `self.` are looked up.
-      attributes: Names after `self.` that are products, too: `product_attributes` of a module.
+      kind: The class in which names after `self.` are looked up.
+      attributes: Further names after `self.` that are products: see `product_attributes`.
     """
     codes = list(_codes(function.__code__))
     if any(_names_a_product(code, attributes, function.__globals__) for code in codes):
@@ -46,9 +46,9 @@ def computes_product(
 
 
 def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
-    """Of a module's attributes, those that are functions and compute products.
+    """The names of a module's attributes that hold functions which compute products.
 
-    A module may keep one, `self.attention_fn = nnx.dot_product_attention`, and call it.
+    For example `self.attention_fn = nnx.dot_product_attention`, which the module calls.
     """
     return frozenset(name for name, value in values.items() if _is_product(value))
 
@@ -63,11 +63,11 @@ def _is_product(value: Any) -> bool:
 
 
 def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
-    """What the names in a function's code may stand for."""
+    """The objects that the names in a function's code may stand for."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not bound yet
+        except ValueError:  # a cell of the closure that is not bound yet
             continue
     for name in names:
         known = function.__globals__.get(name)
@@ -81,11 +81,14 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
 def _names_a_product(
     code: types.CodeType, attributes: frozenset[str], names: Mapping[str, Any]
 ) -> bool:
-    """`x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`. In `self.dot` and `block.conv` the names
-    are a layer's own: only those of modules count, and those that arrays have, too.
+    """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`.
+
+    An attribute counts if it is looked up in a module such as `jnp`, or if arrays have it: `dot`.
+    Others do not, and after `self.` only `attributes`: `self.dot` or `block.conv` may be a layer.
     """
-    locals_ = {"self": attributes}  # and modules that the function imports
-    known = _METHODS  # names that are products where they are attributes of the last value
+    # For each local variable, which of its attributes are products.
+    locals_ = {"self": attributes}
+    known = _METHODS  # which attributes of the value that was loaded last are products
     last = ""
     for instruction in dis.get_instructions(code):
         operation, name = instruction.opname, instruction.argval
@@ -104,7 +107,7 @@ def _names_a_product(
                 return True
             known = _PRODUCTS if known is _PRODUCTS else _METHODS
         elif operation.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF")):
-            known = locals_.get(name, _PRODUCTS)  # perhaps a module of the function around it
+            known = locals_.get(name, _PRODUCTS)  # may be a module imported by an outer function
         elif "LOAD_FAST" in operation:
             known = locals_.get(name, _METHODS)
         else:

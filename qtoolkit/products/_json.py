@@ -1,4 +1,4 @@
-"""Recipes as text: one encoder for frozen data."""
+"""Recipes to JSON and back."""
 
 import dataclasses
 import enum
@@ -33,11 +33,12 @@ _KINDS: dict[str, Any] = {
 def to_json(recipe: Recipe | Rules[Recipe]) -> str:
     """A recipe, or rules of recipes over paths, as text: `from_json(to_json(r)) == r`.
 
-    Formats stand by their names where `qtoolkit.spec` finds them by these, else with their fields;
-    fields with their default value are left out.
+    A format that `qtoolkit.spec` finds by its name is written as that name, any other one with its
+    fields. Fields with their default value are left out.
 
     Raises:
-      TypeError: Something else, a rule whose key is a class, or a table format of one's own.
+      TypeError: `recipe` is something else, has a rule whose key is a class, or a custom table
+        format.
     """
     if not isinstance(recipe, Recipe | Rules):
         raise TypeError(f"to_json: got {type(recipe).__name__}, expected a Recipe or Rules of them")
@@ -48,8 +49,8 @@ def from_json(text: str | bytes) -> Any:
     """The `Recipe`, or `Rules` of recipes, that `to_json` wrote.
 
     Raises:
-      ValueError: The text is no JSON, has a field or a type that is not known, or a value that
-        cannot be; the message says where.
+      ValueError: The text is no JSON, or has an unknown field, an unknown type or an invalid value;
+        the message says where.
     """
     try:
         data = json.loads(text)
@@ -65,12 +66,12 @@ def from_json(text: str | bytes) -> Any:
 
 
 def spec_to_json(fmt: BlockFormat) -> Any:
-    """A block format as JSON data. TypeError for a table format of one's own."""
+    """A block format as JSON data. Raises TypeError for a custom table format."""
     return _encoded(fmt)
 
 
 def spec_from_json(data: Any) -> BlockFormat:
-    """What `spec_to_json` gave. ValueError for anything else."""
+    """The inverse of `spec_to_json`. Raises ValueError for anything else."""
     found = _decoded(data, "spec") if isinstance(data, dict) else spec(data)
     if not isinstance(found, BlockFormat):
         raise ValueError(f"spec: got {type(found).__name__}, expected a BlockFormat")
@@ -114,7 +115,7 @@ def _key(key: Any) -> str:
 
 
 def _name(fmt: Any) -> str | None:
-    """The name by which `qtoolkit.format` or `qtoolkit.spec` finds it again."""
+    """The name by which `qtoolkit.format` or `qtoolkit.spec` finds this format, or None."""
     find = spec if isinstance(fmt, BlockFormat) else format
     try:
         return fmt.name if find(fmt.name) == fmt else None

@@ -1,7 +1,7 @@
 """Operands whose scales are parameters: LSQ and LSQ+ in front of a product.
 
-The product then takes what they give as it is, and so do its derivatives. A kernel that was trained
-so is stored as codes and its learned scale.
+LSQ rounds the operand; the product and its derivatives then use the rounded array as it is. A
+kernel that was trained this way is stored as codes and its learned scale.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from qtoolkit.scaling.internal import Scales, operand_values
 
 Array = jax.Array
 
-# Scale and offset, float32 scalars; NaN before they are started, None for what is not learned.
+# (scale, offset), float32 scalars. NaN until `start_scales` sets them; None if not learned.
 LearnedScale = tuple[Array | None, Array | None]
 _SIDES = ("lhs", "rhs")
 
@@ -39,7 +39,11 @@ def with_learned_scales(
     tap: Tap | None,
     zeros: Array | None,
 ) -> tuple[tuple[Any, Any], Tap | None]:
-    """Both operands as learned scales round them, and a tap for what remains."""
+    """Rounds the operands that have a learned scale.
+
+    Returns:
+      Both operands, and `tap` without the roles that it has measured here.
+    """
     outs = list(sides)
     for side, operand in enumerate(recipe.forward):
         if operand is None or not operand.is_learned:
@@ -67,8 +71,10 @@ def _rounded(
     zeros: Array | None,
     side: int,
 ) -> Array:
-    """One operand as LSQ or LSQ+ rounds it, and, where a tap looks at it, what it sees added as the
-    gradient of zeros.
+    """Rounds one operand by LSQ or LSQ+.
+
+    If a tap measures the operand, its measurement becomes the gradient of `zeros[side]`: 0 is added
+    to the result by a linear function of these zeros whose transpose returns the measurement.
     """
     (scale, offset), element = learned, operand.spec.element
     assert scale is not None
@@ -93,16 +99,17 @@ def _rounded(
     return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])
 
 
-# Traced, so that a scale which training has made negative counts as the least one, as under jit.
+# Always traced, so that a call outside of `jit` does the same as one inside: `lsq` then takes a
+# scale that training has made negative for the least positive one.
 @functools.partial(jax.jit, static_argnums=3)
 def _lsq(x: Array, scale: Array, offset: Array | None, element: Format) -> Array:
     y = lsq(x, scale, element) if offset is None else lsq_plus(x, scale, offset, element)
-    # LSQ clamps an infinity and takes a NaN for 0; a product must show both to a loss scaler.
+    # `lsq` clamps infinities and maps NaN to 0. A loss scaler must see both in the result.
     return jnp.where(jnp.isfinite(exact_float32(x)), y, x)
 
 
 def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
-    """Raises where a learned scale, or a stack of them, does not say what a kernel is stored as."""
+    """Raises unless a kernel can be stored by its learned scale, or by a stack of them."""
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
         raise ValueError(
             f"{where} has a learned offset (LSQ+), q * scale + offset, expected a learned scale "
@@ -119,7 +126,7 @@ def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
 
 
 def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
-    """`x` as codes and the scale it has learned: `lsq(x, scale)` is their product, bit for bit."""
+    """`x` as codes and its learned scale. Dequantized it is `lsq(x, scale)`, bit for bit."""
     element = operand.spec.element
     scale = jnp.where(scale < LEAST, LEAST, scale)
     is_packed = element.bits in WIDTHS and element.bits < 8 and x.ndim > 0
@@ -129,7 +136,7 @@ def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
 
 @dataclasses.dataclass(frozen=True)
 class _Nothing:
-    """Zeros, which vary over mesh axes as their operand does."""
+    """Returns zeros that vary over the same mesh axes as its argument."""
 
     out: jax.ShapeDtypeStruct
 
@@ -139,7 +146,7 @@ class _Nothing:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The transpose of `_Nothing`: what the tap has seen, whatever the cotangent."""
+    """Serves as the transpose of `_Nothing`: returns the tap's measurement for any cotangent."""
 
     def __call__(self, residuals: tuple[Array, ...], cotangent: Array) -> Array:
         return residuals[0]

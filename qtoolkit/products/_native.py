@@ -1,4 +1,4 @@
-"""Operands as arrays of their own formats, and scales beside them, for hardware that has those."""
+"""Operands as arrays of 8-bit floats and scales, for hardware that multiplies these."""
 
 import math
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
 
 Array = jax.Array
 _DIGITS = 8  # significant bits of a bfloat16
-_SHORT = 32  # the block of MX
-_LEAST = -126  # the exponent of its lowest normal number; XLA's CPU reads less as zero
+_SHORT = 32  # the block length of MX
+_LEAST = -126  # the exponent of bfloat16's least normal number; XLA for CPUs reads less as zero
 
 
 class Native(NamedTuple):
@@ -45,10 +45,11 @@ def native_operands(
     second: Rounded,
     contracted: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> Native | None:
-    """What is multiplied in place of q * scale; None where the product has to be emulated.
+    """The arrays that XLA multiplies natively; None if the product has to be emulated.
 
     Args:
-      contracted: The axes of both that are summed; None where a product takes nothing `Blocked`.
+      contracted: The axes of both operands that are summed; None if the function does not take
+        `Blocked` operands.
     """
     one, other = first.scale, second.scale
     if one is not None and other is not None:
@@ -58,12 +59,14 @@ def native_operands(
     if contracted is None:
         return None
     lengths = _block_length(first, contracted[0]), _block_length(second, contracted[1])
-    # E8M0 scales reach the ends of float32, where no second scale could bring a result back.
+    # E8M0 and other scales are not mixed. E8M0 reaches the ends of float32, so a result might
+    # overflow before the other operand's second scale could bring it back.
     if 1 in lengths or _has_powers(first) != _has_powers(second):
         return None
     n, whole = first.q.shape[contracted[0][-1]], math.lcm(*lengths)
     size = -(-n // whole) * whole
-    if size == max(lengths):  # of one block XLA compiles nothing for a GPU (jaxlib 0.10.2)
+    # XLA cannot compile an axis of a single block for a GPU (jaxlib 0.10.2): pad it to two.
+    if size == max(lengths):
         size *= 2
     scales = () if _has_powers(first) else (_tensor_scale(first), _tensor_scale(second))
     return Native(
@@ -74,7 +77,7 @@ def native_operands(
 
 
 def _has_8_bits(operand: Rounded) -> bool:
-    """Whether the elements are floats of 8 bits of which JAX has arrays."""
+    """Whether the elements are floats of 8 bits for which JAX has a dtype."""
     assert operand.spec is not None
     element = operand.spec.element
     return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
@@ -92,11 +95,12 @@ def _elements(q: Array, codes: Array | None, fmt: Format) -> Array:
 
 
 def _blocked_format(spec: BlockFormat) -> FloatFormat | None:
-    """The format of the elements that `lax.scaled_dot` is given; None where there is none.
+    """The format in which elements are passed to `lax.scaled_dot`; None if none is possible.
 
-    Their own, but FP4 and FP6 with powers of two as scales are given as E4M3FN, which holds them:
-    JAX has no arrays of FP6, and XLA fails to compile FP4 with E8M0 scales for GPUs (jaxlib
-    0.10.2, for H100 and B200 described: "Failed to lower from shared dialect to Triton").
+    Usually that is the operand's own. FP4 and FP6 with powers of two as scales are passed as
+    E4M3FN, which has all of their values: JAX has no dtype for FP6, and XLA fails to compile FP4
+    with E8M0 scales for GPUs (jaxlib 0.10.2, compiled for H100 and B200 by their description:
+    "Failed to lower from shared dialect to Triton").
     """
     element = spec.element
     if not isinstance(element, FloatFormat):
@@ -107,10 +111,11 @@ def _blocked_format(spec: BlockFormat) -> FloatFormat | None:
 
 
 def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
-    """Of the blocks along the last contracted axis; 1 where `lax.scaled_dot` cannot be exact.
+    """The length of a block along the last contracted axis; 1 if the product must be emulated.
 
-    It multiplies elements and scales in bfloat16, or as hardware does, and takes blocks of two
-    elements and more. An axis that is one block is cut into those that hardware takes.
+    `lax.scaled_dot` takes blocks of two elements or more and multiplies elements by scales in
+    bfloat16, unless hardware does it. It is exact if both together have at most 8 significant bits.
+    If the whole axis is one block, it is cut into blocks of 32, which hardware supports.
     """
     spec = operand.spec
     if spec is None or spec.scale is None or spec.element_exponent or not contracted:
@@ -120,7 +125,7 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
         return 1
     is_marked = element.has_nan or scale.has_nan
     digits = element.mantissa_bits + 1 + scale.mantissa_bits + 1
-    # Jax 0.10 cannot lower `scaled_dot` with symbolic sizes: it passes them to its parts alone.
+    # Jax 0.10 cannot lower `scaled_dot` with symbolic sizes.
     is_known = all(isinstance(n, int) for n in operand.q.shape)
     fits = element.has_zero and is_marked and is_known and digits <= _DIGITS
     if not fits or (spec.has_powers and scale != E8M0FNU) or any(explicit_spec(operand.q)):
@@ -144,14 +149,14 @@ def _tensor_scale(operand: Rounded) -> Array:
 
 
 def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
-    """Elements, and one scale for each `length` of them along `axis`.
+    """Elements, and one scale for each `length` elements along `axis`.
 
-    A block of several rows, or of several lengths, says its scale for each. What the format of the
-    elements cannot say, that q is infinite or a NaN, the scale says: the NaN of one row's block,
-    which reaches what q would.
+    The scale of a larger block is repeated: a block of 16 x 16 gives 16 blocks of 1 x 16. If the
+    element format has no NaN, a block with an infinite or NaN q gets NaN as its scale. That makes
+    the same elements of the result non-finite as q would.
 
     Args:
-      size: To which the axis is padded with zeros.
+      size: The length to which the axis is padded with zeros.
     """
     spec, q, scale = operand.spec, operand.q, operand.scales.scale
     assert spec is not None
@@ -191,8 +196,9 @@ def _padded(x: Array, axis: int, missing: int, value: int) -> Array:
 
 @elementwise
 def _raised(q: Array, exponent: Array) -> Array:
-    """Halved where the scale is 2**-127, which becomes 2**-126: XLA's CPU would take it for zero.
+    """`q`, halved where the scale is 2**-127, which the caller then raises to 2**-126.
 
-    Products q * scale that are normal numbers are the same.
+    XLA for CPUs would read 2**-127, a subnormal bfloat16, as zero. q * scale does not change where
+    it is a normal number.
     """
     return jnp.where(exponent < _LEAST, q * q.dtype.type(0.5), q)

@@ -35,7 +35,7 @@ HEADER = (
     *("flushed %", "cosine"),
 )
 _VERSION = 1
-# The roles of `_taps.ROLES`: the operand, and the products that have it.
+# For each role of `_taps.ROLES` the operand that it is, and below the product that uses it.
 _OPERANDS = ("lhs", "rhs", "cotangent", "rhs", "lhs", "cotangent")
 _PARTS = ("forward", "forward", "dgrad", "dgrad", "wgrad", "wgrad")
 _STATIC: Any = {"static": True}
@@ -56,14 +56,14 @@ class Row:
     """One operand of one product of a layer.
 
     Attributes:
-      path: Of the layer, "blocks/0/mlp"; empty for the model itself.
-      product: Its name in the layer.
+      path: The path of the layer, "blocks/0/mlp"; empty for the model itself.
+      product: The name of the product in the layer.
       operand: "lhs", "rhs" or "cotangent".
-      parts: The products that round it so: "forward", "forward, wgrad".
-      fmt: What it is rounded to, as text; "wide" where it is not, "e4m3fn by tensor, stored" for
-        a kernel that is codes already.
-      limits: The least positive and the largest value of the elements; None where it stays wide.
-      tally: What was measured.
+      parts: The products in which it is rounded like this: "forward", "forward, wgrad".
+      fmt: The format to which it is rounded, as text; "wide" if it is not rounded, "e4m3fn by
+        tensor, stored" for a kernel that is stored as codes.
+      limits: The least positive and the largest value of the element format; None if it stays wide.
+      tally: The measurements.
     """
 
     path: str = dataclasses.field(metadata=_STATIC)
@@ -112,12 +112,13 @@ class Numerics:
 
         print(a + b)  # of two steps, or of two devices' batches
 
-    Every number is that of `qtoolkit.metrics` of the operand with the scales that the step used.
-    A layer that runs several times in a step, in a scan, under vmap or because it is shared, has
-    one row for all: sums and counts add up. Its amax and scales are the extremes; where several
-    runs come within 12.5 % of the largest amax (or 2 times the extreme scale) they are estimated
-    from outside, never too close. Kernels that are stored as codes are not rounded: their rows say
-    so, and no numbers.
+    The numbers are those that `qtoolkit.metrics` gives for the operand, with the scales that the
+    step used. A layer that runs several times in a step, in a scan, under vmap or because it is
+    shared, has one row for all runs: sums and counts add up, and amax and scales are the extremes
+    over the runs. If several runs come within 12.5 % of the largest amax (or within a factor of 2
+    of the extreme scale), the extreme is a bound instead of the exact value: an amax may be shown
+    too large, never too small. Kernels that are stored as codes are not rounded in the step: their
+    rows show "stored" and no numbers.
 
     Attributes:
       rows: The operands, in the order in which the products run.
@@ -128,7 +129,7 @@ class Numerics:
     left: tuple[Product, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def __add__(self, other: "Numerics") -> "Numerics":
-        """Both reports as one: rows of the same operand add up, all others stay."""
+        """Joins two reports: rows of the same operand are added, all other rows are kept."""
         if not isinstance(other, Numerics):
             return NotImplemented
         rows = {row.key: row for row in self.rows}
@@ -154,7 +155,7 @@ class Numerics:
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Products that ran, but which no gradient of the loss reached: not measured."""
+        """Products that ran but were not measured, since the loss does not depend on them."""
         uses: dict[Place, float] = {}
         for row in self.rows:
             place = Place(row.path, row.product)
@@ -163,7 +164,7 @@ class Numerics:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the rows do not say."""
+        """Warnings below the rows: non-finite elements, products not measured or not quantized."""
         notes = []
         broken = [row for row in self.rows if float(row.tally.nonfinite)]
         if broken:
@@ -277,10 +278,10 @@ _ROW_FIELDS = ("path", "product", "operand", "parts", "fmt")
 
 
 def colour_of(row: Row) -> str:
-    """What somebody should look at first: "bad", "poor", or nothing.
+    """How urgently somebody should look at a row: "bad", "poor", or "".
 
-    Bad are operands with less than 10 dB, or of which more than 1 % saturates or 25 % vanishes, or
-    an element is NaN or infinite.
+    A row is bad if its SQNR is below 10 dB, more than 1 % of the elements saturate, more than 25 %
+    become zero, or an element is NaN or infinite.
     """
     tally = row.tally
     if float(tally.nonfinite):
@@ -296,13 +297,13 @@ def colour_of(row: Row) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What a program gives of which numerics are taken. A pytree.
+    """What the tap measured in one step. A pytree, so that a jitted function can return it.
 
     Attributes:
-      vectors: float32[products, roles, TALLY_SIZE].
-      places: The products.
-      recipes: For each product.
-      stored: Which of their operands are codes already.
+      vectors: float32[products, roles, TALLY_SIZE], the measurements.
+      places: The products, in the order of `vectors`.
+      recipes: Their recipes.
+      stored: Which of their operands are stored codes.
       left: As in `Numerics`.
     """
 
@@ -344,12 +345,12 @@ def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.A
 
 
 def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
-    """What numerics are taken of, from one step of a pure function of pytrees.
+    """Runs one step of a pure function of pytrees, and measures the operands of its products.
 
     Args:
-      where: Who asks, for messages.
-      function: Gives the loss, a float scalar, or (loss, aux).
-      arguments: Of the function.
+      where: The name of the caller, for messages.
+      function: Returns the loss, a float scalar, or (loss, aux).
+      arguments: The arguments of the function.
 
     Raises:
       TypeError: The loss is no float scalar.
@@ -384,7 +385,7 @@ def check_loss(where: str, loss_fn: Any, given: str) -> None:
 
 
 def scalar_loss(where: str, out: Any) -> Any:
-    """The loss out of what a loss function gave."""
+    """The loss, from the result of a loss function: `loss` or `(loss, aux)`."""
     value = out[0] if isinstance(out, tuple) else out
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
@@ -398,7 +399,7 @@ def scalar_loss(where: str, out: Any) -> Any:
 def _labels(
     place: Place, recipe: Recipe, stored: Stored
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """For each row of a product its role, that of its twin or again its own, and its names."""
+    """For each row of a product its role, the role of its twin (else its own), and its texts."""
     for role, operand in enumerate(recipe.operands):
         if role in recipe.twins:
             continue

@@ -23,14 +23,14 @@ class Current:
 class Delayed:
     """Scales from the largest magnitudes of the steps before, which a wrapped layer keeps.
 
-    Values above them saturate. The first step, and a layer that was never reached, scale as
-    `Current` does. So do, with nnx, products that a module of one's own computes by itself, such as
-    `x @ self.kernel`: they keep no history.
+    Larger values saturate. The first step, and a layer that no gradient has reached so far, scale
+    as `Current` does. With nnx, so do products that your own modules compute by themselves, such
+    as `x @ self.kernel`: they keep no history.
 
-    Observed is what a gradient flows through. A layer that is called twice, once behind
-    `stop_gradient` or for an auxiliary output, scales both by what the other call held: larger
-    inputs of the one saturate. Call the model there as wrapped by a recipe with current scales,
-    `qtoolkit.nnx.wrap(model, qtoolkit.recipes.te_current)`: the parameters are the same.
+    Only calls through which a gradient flows are recorded in the history. If a layer is called
+    twice in a step, the second time behind `stop_gradient`, that call is scaled by what the first
+    one held, and its larger inputs saturate. For such a call wrap the model a second time, with
+    current scales: `qtoolkit.nnx.wrap(model, qtoolkit.recipes.te_current)` shares its parameters.
 
     Attributes:
       history: How many steps count, 1 or more.
@@ -66,8 +66,8 @@ class Static:
     """One scale that never moves: x ~ q * scale. What does not fit saturates.
 
     Attributes:
-      scale: A positive number, which float32 holds as a normal one. None: what calibration found
-        for the product, which the layer keeps; `qtoolkit.nnx.freeze` makes such recipes.
+      scale: A positive number, in the normal range of float32. None: the layer keeps a scale that
+        calibration found for the product; `qtoolkit.nnx.freeze` makes such recipes.
 
     Examples:
       >>> static = qt.Operand("e4m3fn", scaling=qt.products.Static(0.5))
@@ -93,12 +93,12 @@ class Static:
 class Learned:
     """A scale that is a parameter of the model and trains with it: LSQ.
 
-    The operand is `qtoolkit.gradients.lsq(x, scale, fmt)`, or `lsq_plus` with an offset; what the
-    derivatives multiply is that, too, and gradients of what saturates are 0, other than with all
-    other scalings. For the operands of forward products.
+    The operand becomes `qtoolkit.gradients.lsq(x, scale, fmt)`, or `lsq_plus` with an offset, in
+    the forward product and in its derivatives. Unlike with other scalings, the gradient of an
+    element that saturates is 0. Only operands of the forward product can have it.
 
     Attributes:
-      offset: Whether there is an offset, which is learned as well (LSQ+).
+      offset: Whether an offset is learned as well (LSQ+).
 
     Source: arXiv:1902.08153; arXiv:2004.09576.
 
@@ -120,13 +120,13 @@ class Hadamard:
     """Both operands of a product are transformed in blocks along the contracted axis.
 
     (x H)(H w) = x w, but an outlier is spread over its block before it is rounded. A contracted
-    axis that is no multiple of `block` is padded with zeros. Nothing is transformed where sums
-    run over groups of that axis, as over the rows in wgrad of `ragged_dot` and in a convolution
-    with groups, or where no axis is summed that both operands have.
+    axis that is no multiple of `block` is padded with zeros. Nothing is transformed if the axis is
+    summed in groups (in a convolution with groups, or in wgrad of `ragged_dot`), or if the operands
+    have no summed axis in common.
 
     Attributes:
       block: The length of a block, a power of two.
-      seed: Of the random signs, as NVFP4 training has them, the same in every step; None for none.
+      seed: The seed of random signs, as in NVFP4 training, the same in every step. None: no signs.
 
     Source: arXiv:2509.25149, section on the random Hadamard transform.
 
@@ -161,19 +161,19 @@ class Operand:
 
     Attributes:
       spec: A block format, or whatever `qtoolkit.spec` takes. Blocks without `axes` are cut along
-        the contracted axis of the product (the last one where there are several, in the order that
-        lhs has them, in dgrad rhs), a block of two lengths along one that is kept and the
-        contracted one; blocks with `axes` stay where they are. In a wrapped model the axis -1, as
-        `BlockFormat.token(...)` has it, stands for the features of an activation, also where the
-        model has transposed it, and what meets a kernel is cut where the product sums. An axis
-        shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
+        the contracted axis of the product; if it has several, along the last one in the order in
+        which lhs names them (in dgrad rhs). A block of two lengths is cut along the last kept axis
+        and the contracted one. Blocks with `axes` are cut along these. But in a wrapped model the
+        axis -1, as in `BlockFormat.token(...)`, means the axis of features, even if the model has
+        transposed the activation; the input of a layer is cut along the axis that is summed with
+        the kernel. An axis shorter than a block is one block. "mxfp8" is short for "mxfp8_e4m3".
       projection: Rounding and saturation.
-      scaling: Where the scales come from. Delayed and static ones take formats with one scale.
+      scaling: Where the scales come from. `Delayed` and `Static` need a format with one scale.
       transform: A `Hadamard` transform before the rounding, for both operands of a product.
 
     Raises:
-      ValueError: An unknown format, one with zero points, a scaling that it cannot have.
-      TypeError: An argument of another kind.
+      ValueError: The format is unknown, has zero points, or cannot have this scaling.
+      TypeError: An argument has another type.
 
     Examples:
       >>> down = qt.casts.Projection("toward_zero")
@@ -189,7 +189,7 @@ class Operand:
     scaling: Scaling = Current()
     transform: Hadamard | None = None
 
-    if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
+    if TYPE_CHECKING:  # `__init__` takes more types than the attributes have: see `__post_init__`
 
         def __init__(
             self,
@@ -227,12 +227,13 @@ class Operand:
         self._check_scaling()
 
     def _check_scaling(self) -> None:
-        """Raises where the format, or what else is asked for, cannot have this scaling."""
+        """Raises if this scaling does not go with the format, transform or projection."""
         found = self.spec
         has_calibrated_second = self.scaling == Static() and bool(found.tensor_scale)
         if not (isinstance(self.scaling, Current) or self.has_one_scale or has_calibrated_second):
-            of_element = Operand(found.element)  # of float32 and NF4 that has no such scale, either
-            example = found.element.name if of_element.has_one_scale else E4M3FN.name
+            # Suggest the element format with one scale; float32 and NF4 have none in that form.
+            by_tensor = Operand(found.element)
+            example = found.element.name if by_tensor.has_one_scale else E4M3FN.name
             raise ValueError(
                 f"Operand: {found.name} has no single scale of float32 for the tensor, which "
                 f"{type(self.scaling).__name__} scaling needs; expected e.g. {example!r}"
@@ -240,7 +241,7 @@ class Operand:
         if isinstance(self.scaling, Delayed) and self.transform:
             raise ValueError(
                 "Operand: Delayed scaling observes what is given, not its transform, which may be "
-                "sqrt(block) as large; leave out the transform, or take Current() or Static()"
+                "sqrt(block) times as large; leave out the transform, or take Current() or Static()"
             )
         if isinstance(self.scaling, Learned) and (self.transform or self.projection != NEAREST):
             raise ValueError(
@@ -260,7 +261,7 @@ class Operand:
 
     @property
     def has_one_scale(self) -> bool:
-        """One scale for the tensor, which may be any number."""
+        """Whether it has one scale for the whole tensor, not restricted to powers of two."""
         fmt = self.spec
         is_tensor = fmt.block == () and fmt.other_axes is None
         return is_tensor and fmt.scale is not None and not fmt.has_powers and not fmt.tensor_scale
@@ -277,7 +278,7 @@ Pair: TypeAlias = tuple[Operand | None, Operand | None]
 
 
 def is_calibratable(operand: Operand) -> bool:
-    """Whether a scale of it sees the whole tensor and is not given."""
+    """Whether calibration can find its scale: one for the whole tensor, that is not given yet."""
     has_scale = operand.has_one_scale or bool(operand.spec.tensor_scale)
     return has_scale and isinstance(operand.scaling, Current | Delayed)
 

@@ -23,14 +23,17 @@ Given: TypeAlias = Array | QArray
 
 
 class State(NamedTuple):
-    """What a layer keeps for its product from step to step.
+    """What a product needs besides its operands: values its layer keeps, and arrays of zeros.
 
     Attributes:
-      amax: float32[3], of lhs, rhs and the cotangent, from the steps before; 0 for the current one.
-      probe: float32[3, BUCKETS], zeros, whose gradient are the histograms of the step.
-      key: uint32[2], words of a key for stochastic rounding.
-      zeros: float32[len(ROLES), size], whose gradient is what a tap keeps.
-      learned: For lhs and rhs, the scale and the offset, float32 scalars, None where not learned.
+      amax: float32[3], the amaxes by which to scale lhs, rhs and the cotangent, from earlier steps.
+        A 0 says: scale by the amax of the array at hand.
+      probe: float32[3, BUCKETS] of zeros. Its gradient is a histogram of the amaxes of this step,
+        from which the layer updates its history; see `_taps` for why a gradient.
+      key: uint32[2], the words of a key for stochastic rounding.
+      zeros: float32[len(ROLES), size] of zeros. Its gradient is what a tap measured.
+      learned: For lhs and for rhs the learned scale and offset, float32 scalars; None where the
+        recipe learns none.
     """
 
     amax: Array | None = None
@@ -41,14 +44,18 @@ class State(NamedTuple):
 
     @property
     def amaxes(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Those of lhs, rhs and the cotangent, each a scalar; None where nothing is kept."""
+        """The amaxes of lhs, rhs and the cotangent as scalars; None if the layer keeps none."""
         if self.amax is None:
             return None, None, None
         first, second, third = self.amax
         return first, second, third
 
     def swapped(self) -> "State":
-        """`lhs` and `rhs` exchanged: of a product whose `lhs` is the kernel."""
+        """The state with lhs and rhs exchanged.
+
+        Layers keep state in the order (input, kernel). A product whose lhs is the kernel needs it
+        in the other order.
+        """
         order = jnp.array([1, 0, 2])
         amax, probe = (None if x is None else x[order] for x in (self.amax, self.probe))
         zeros = None if self.zeros is None else swapped_rows(self.zeros)
@@ -59,7 +66,7 @@ class State(NamedTuple):
 @hashed_once
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A product without its arrays. Products alike are traced once."""
+    """Everything static about a product. Hashable, so that equal products share one trace."""
 
     function: Bilinear
     recipe: Recipe
@@ -98,8 +105,8 @@ class Plan:
         """Which axes of its first and of its second operand a product sums over.
 
         Args:
-          side: None: of the product of lhs and rhs. 0 or 1: of the one that gives the gradient of
-            lhs or rhs, whose operands are the cotangent and the other one.
+          side: None for the forward product of lhs and rhs. 0 for dgrad, the product of the
+            cotangent and rhs; 1 for wgrad, that of the cotangent and lhs.
         """
         of_lhs, of_rhs, of_out = self.function.axes(lhs.shape, rhs.shape)
         if side is None:
@@ -113,7 +120,7 @@ class Plan:
         second: Rounded,
         contracted: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> Array:
-        """`function` of two operands, float32, by the recipe's arithmetic."""
+        """`function(first, second)` in float32, emulated or native as the recipe says."""
         if self.recipe.arithmetic != "native":
             return combined(function, first, second)
         is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
@@ -121,9 +128,10 @@ class Plan:
 
 
 def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
-    """`x` rounded as `how` says, by an amax from the steps before where one is kept."""
+    """`x` rounded as `how` says; with `Delayed` or calibrated scaling by the kept `amax`."""
     if isinstance(x, QArray):
         return restored_operand("product", x)
-    # `_product_jvp` reads no tangent of a rounded operand, and second derivatives flow through the
-    # carrier beside its codes: JAX would trace the derivative of the rounding for nobody.
+    # Nobody needs the derivative of this rounding: `_product_jvp` ignores the tangent of a rounded
+    # operand, and second derivatives flow through `Kept.carrier`. Stopping it here saves JAX the
+    # tracing. An operand that is not kept as codes has no carrier and must keep its derivative.
     return rounded(lax.stop_gradient(x) if keeps_codes(how) else x, amax, key, how)

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take every name for one that is there
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         close = difflib.get_close_matches(name, __all__, n=3, cutoff=0.5)
@@ -148,8 +148,9 @@ Source: arXiv:2206.02915 (the formats). Deviations: none known.
 """
 
 int8_qat = Recipe((BlockFormat.tensor(INT8), _along(INT8)), gradient=None)
-"""int8 activations by tensor and weights by output channel; gradients straight through, wide:
-those of the product of the rounded numbers.
+"""int8 activations with one scale, int8 weights with a scale for each output channel.
+
+Cotangents stay wide: gradients are those of the product of the rounded numbers (straight-through).
 
 Source: arXiv:1712.05877; arXiv:2103.13630, section III. Deviations: activations are scaled by their
 current amax, without zero points or moving averages.

@@ -1,12 +1,12 @@
 """The one quantized product: any bilinear function of two arrays, with its derivatives.
 
-The forward product is `f(q_l, q_r) * s_l * s_r` where both operands have one scale, and
-`f(q_l * s_l, q_r * s_r)` in float32 where one has several. Its derivatives are products of the same
-kind, `f` transposed: dgrad of the cotangent and rhs, wgrad of lhs and the cotangent, each operand
-rounded as the recipe says for that product. Rounding an operand counts as the identity, also where
-delayed or static scales saturate. Infinities and NaNs of operands and cotangents stay in q, so that
-results are not finite where those of the plain product are not: loss scalers and skipped steps rely
-on it.
+The forward product is `f(q_l, q_r) * s_l * s_r` if both operands have one scale, and
+`f(q_l * s_l, q_r * s_r)` in float32 if one has several. Its derivatives are products of the same
+kind, with `f` transposed: dgrad takes the cotangent and rhs, wgrad takes lhs and the cotangent, and
+each operand is rounded as the recipe says for that product. The derivative of rounding is taken to
+be the identity, even where delayed or static scales saturate. Infinities and NaNs of operands and
+cotangents are kept in q, so a result is non-finite wherever that of the plain product is: loss
+scalers, which skip such steps, rely on it.
 
 Everything static about a product is one hashable `Plan`; everything else is arrays.
 """
@@ -60,23 +60,24 @@ def quantized_product(
     place: Place | None = None,
     is_swapped: bool = False,
 ) -> Array:
-    """`function(lhs, rhs)` by `recipe`, as `dtype`; None: as the dtype of `lhs`, which computes.
+    """Computes `function(lhs, rhs, *extra)` with operands rounded as `recipe` says.
 
     A `QArray` is an operand that is rounded already: its codes and scales are used as they are, in
-    derivatives too, whatever the recipe says of that side. Where that says that a scale is learned,
-    the numbers of the codes in their dtype are the operand, as LSQ's are.
+    derivatives too, whatever the recipe says about that side. But if the recipe has a learned scale
+    there, the operand is the dequantized array in its dtype, as `lsq` returns it.
 
     Args:
-      where: Of messages: "dot_general of blocks/0/mlp".
-      state: What its layer keeps for it; None where nothing is kept.
+      where: Starts error messages: "dot_general of blocks/0/mlp".
+      dtype: The dtype of the result; None for that of `lhs`.
+      state: What the layer keeps for this product; None if it keeps nothing.
       extra: Integer arrays that `function` takes besides.
       place: Which product this is; None for one that belongs to no layer.
-      is_swapped: Whether lhs is the kernel; recipe and state are those of (input, kernel).
+      is_swapped: Whether lhs is the kernel; recipe and state are always for (input, kernel).
 
     Raises:
-      TypeError: `recipe` is none, an operand or `dtype` is no float of 16 or 32 bits, or codes are
-        differentiated by.
-      ValueError: A dtype does not hold a format's finite values, or the recipe needs scales that
+      TypeError: `recipe` is no recipe, an operand or `dtype` is no float of 16 or 32 bits, or
+        somebody differentiates by codes.
+      ValueError: A dtype cannot hold a format's finite values, or the recipe needs scales that
         `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
@@ -116,7 +117,7 @@ def _computed(
     extra: tuple[Array, ...],
     tap: Tap | None,
 ) -> Array:
-    """`quantized_product`, its arguments checked; recipe and state are those of (lhs, rhs)."""
+    """Checks the arguments and computes the product; recipe and state are for (lhs, rhs) here."""
     _check_kept(where, recipe, state)
     lhs, rhs = (
         x if isinstance(x, QArray) else check_differentiable(where, x, wide=False)
@@ -151,7 +152,7 @@ def _stopped(x: Array | None) -> Array | None:
 
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
-    """Raises where a layer must keep scales for the recipe, and there are none."""
+    """Raises if the recipe needs scales that a layer keeps, and `state` has none."""
     if state is not None and state.amax is not None:
         return
     if recipe.is_delayed:
@@ -168,7 +169,7 @@ def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
 
 
 def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> None:
-    """Raises where one of these dtypes does not hold what the recipe rounds that array to."""
+    """Raises if one of these dtypes cannot hold the format to which the recipe rounds its array."""
     for pair, held in (
         (recipe.forward, (lhs, rhs)),
         (recipe.dgrad, (out, rhs)),
@@ -179,8 +180,8 @@ def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> Non
                 check_holds(where, operand.spec.element, dtype)
 
 
-# Compiled as one function, so that all products alike are traced once: those of a model with six
-# equal blocks as those of one. Reports find products by its name.
+# One jitted function, so that JAX traces equal products once: a model with six equal blocks needs
+# no more traces than one block. Reports find products by the name of this function.
 @functools.partial(jax.jit, static_argnums=(4,))
 def qtoolkit_product(
     lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...], plan: Plan
@@ -209,16 +210,17 @@ def _product(
 
 
 def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The result, and its tangent: a linear function of those of lhs, rhs, probe and taps.
+    """The result and its tangent, which is linear in the tangents of lhs, rhs, probe and zeros.
 
-    The tangents of lhs and rhs are those of `given`, of which dgrad and wgrad are the transpose.
-    Those of `operands`, the same arrays rounded, are not read here: rounding counts as the
-    identity. Second derivatives take them from the residuals, or, where these are codes, from the
-    carrier beside the codes.
+    lhs and rhs come twice: as `given`, and rounded as `operands`. Rounding counts as the identity,
+    so only the tangents of `given` are read, and dgrad and wgrad are the transpose in these. Second
+    derivatives differentiate this function by its residuals, which hold the rounded operands; for
+    residuals that are codes, by the carrier beside the codes.
 
-    Delayed scales stay true only while somebody differentiates by the probe and so learns this
-    step's amaxes. Where nobody does, as in `jax.grad` without `qtoolkit.nnx.value_and_grad`, they
-    would go stale: then operands are rounded again, by current scales.
+    Delayed scales need the amaxes of each step, which come out as the gradient of the probe. If
+    nobody differentiates by the probe, as in a plain `jax.grad` instead of
+    `qtoolkit.nnx.value_and_grad`, nobody updates them and they would go stale. Then the operands
+    are rounded again here, with current scales.
     """
     given: tuple[Given, Given]
     (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
@@ -258,7 +260,7 @@ _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
 def _struct(x: Array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype, and where on a mesh `x` is: what a transpose needs to know."""
+    """Shape, dtype and sharding of `x`, which a transpose needs in place of the array."""
     aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.manual_axis_type

@@ -28,12 +28,13 @@ _UNSET: Any = object()
 class Recipe:
     """What a quantized product and the products of its derivatives round. Frozen, hashable.
 
-    For y = f(lhs, rhs), a layer's input and its kernel, three products are computed: y itself,
-    `dgrad`, the gradient of lhs, from the cotangent and rhs, and `wgrad`, the gradient of rhs, from
-    lhs and the cotangent. Each has two operands of its own; None leaves one as it is. Blocks are
-    cut along the axis that each product contracts, so dgrad may round rhs otherwise than the
-    forward product did. Beside a cotangent that stays wide it does not, where its operand is the
-    same: the gradient is that of the numbers that were multiplied (straight-through).
+    For y = f(lhs, rhs), with lhs the input of a layer and rhs its kernel, three products are
+    computed: `forward`, which is y; `dgrad`, the gradient of lhs, from the cotangent and rhs; and
+    `wgrad`, the gradient of rhs, from lhs and the cotangent. Each of them rounds its two operands
+    on its own; None leaves one as it is. Blocks are cut along the axis that a product contracts, so
+    dgrad may round rhs otherwise than the forward product did. One exception: if the cotangent
+    stays wide and dgrad asks for the same rhs as `forward`, it reuses that rounded array, so that
+    the gradient is that of the numbers that were multiplied (straight-through). Likewise wgrad.
 
         Recipe()                                             E4M3 forward, E5M2 for gradients
         Recipe(forward="mxfp8")                              MX blocks in all three products
@@ -44,12 +45,12 @@ class Recipe:
     batch**: the last token, or another example, may hold the largest magnitude and so move the
     scale of all others. In a language model whose logits have a standard deviation of 1.1, changing
     the last token moved earlier logits by up to 0.28. Token scaling
-    (`recipes.token_scaled`), `Delayed` (but for what keeps no history) and `Static` scaling do not
-    have this.
+    (`recipes.token_scaled`), `Static` and, in products that keep a history, `Delayed` scaling do
+    not have this.
 
-    **What `arithmetic="native"` gives XLA in 8 bits or fewer**, in each of the three products for
-    itself; all others are emulated, such as those of float32 scales (`deepseek_v3`,
-    `token_scaled`) and of integers:
+    **What `arithmetic="native"` passes to XLA in 8 bits or fewer.** This is decided for each of the
+    three products on its own. All others are emulated, for example blocks with float32 scales
+    (`deepseek_v3`, `token_scaled`) and integers. Native are:
 
     * Both operands have an 8-bit float format and one scale each, which multiplies the result.
       Derivatives of other functions than `dot_general` are given float32 copies.
@@ -68,8 +69,8 @@ class Recipe:
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
         "native" gives XLA arrays of the formats' own dtypes where it can, see above.
-      axis_names: Axes of `jax.shard_map` over which shards share scales of whole tensors. Without
-        them each shard has scales of its own.
+      axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor. Without
+        them each shard has a scale of its own.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 
@@ -111,10 +112,10 @@ class Recipe:
           arithmetic, axis_names: See above.
 
         Raises:
-          ValueError: An unknown format; one without negative numbers for both operands, which no
-            pair spells out; a transform that only one operand of a product has; a scale of a
-            cotangent that would be learned or calibrated.
-          TypeError: An argument of another kind.
+          ValueError: A format is unknown; one format without negative numbers is given for both
+            operands (write a pair if that is meant); only one operand of a product has a
+            transform; the scale of a cotangent would be learned or calibrated.
+          TypeError: An argument has another type.
         """
         lhs, rhs = _pair("forward", forward)
         if gradient is _UNSET:
@@ -141,7 +142,7 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """The operands as reports show them: not every detail, which `recipes.to_json` has."""
+        """The operands as reports show them. `recipes.to_json` writes every detail."""
         parts = []
         for name in ("forward", "dgrad", "wgrad"):
             shown = ["wide" if o is None else f"({o})" for o in getattr(self, name)]
@@ -152,7 +153,7 @@ class Recipe:
 
     @staticmethod
     def _check_transforms(pairs: dict[str, Pair]) -> None:
-        """(x H)(H w) = x w needs the H of both operands."""
+        """Raises unless both operands are transformed or none: (x H)(H w) = x w needs both H."""
         for name, pair in pairs.items():
             transforms = [None if operand is None else operand.transform for operand in pair]
             if transforms[0] != transforms[1]:
@@ -163,7 +164,7 @@ class Recipe:
 
     @staticmethod
     def _check_histories(pairs: dict[str, Pair]) -> None:
-        """A layer keeps one array of amaxes, steps by operands: all histories have one length."""
+        """Raises unless all histories have one length: a layer keeps them in one array."""
         scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
         lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
         if len(lengths) > 1:
@@ -174,8 +175,8 @@ class Recipe:
 
     @staticmethod
     def _check_kept_scales(pairs: dict[str, Pair]) -> None:
-        """What is learned or calibrated belongs to a forward product. Of what is learned the
-        derivatives take the same operand.
+        """Raises if a scale is learned or calibrated that belongs to no operand of `forward`, or if
+        a derivative has another operand than `forward` where that has a learned scale.
         """
         lhs, rhs = pairs["forward"]
         for name, place, forward in (("dgrad", 1, rhs), ("wgrad", 0, lhs)):
@@ -199,15 +200,15 @@ class Recipe:
 
     @property
     def operands(self) -> tuple[Operand | None, ...]:
-        """All six: lhs, rhs, dgrad's cotangent and rhs, wgrad's lhs and cotangent."""
+        """All six operands: lhs, rhs, dgrad's cotangent and rhs, wgrad's lhs and cotangent."""
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     @property
     def twins(self) -> dict[int, int]:
-        """Places in `operands` of arrays that are rounded just as at an earlier place, and that.
+        """Maps a place in `operands` to an earlier one where the same array is rounded alike.
 
-        {3: 1} says that dgrad's rhs is rounded as the forward product's rhs was, to the same
-        numbers: it is not reported twice.
+        {3: 1} says that dgrad rounds rhs (place 3) to the same numbers as the forward product
+        (place 1). Reports then show rhs only once.
         """
         lhs, rhs = self.forward
         pairs = (
@@ -223,9 +224,9 @@ class Recipe:
 
     @property
     def keeps_forward(self) -> tuple[bool, bool]:
-        """Whether dgrad takes rhs, and wgrad lhs, as the forward product rounded it.
+        """(Whether dgrad reuses the rhs, whether wgrad reuses the lhs) of the forward product.
 
-        So it is beside a wide cotangent: the derivative is that of what was computed.
+        They do beside a wide cotangent, so that the gradient is that of what was computed.
         """
         return (
             self.dgrad[0] is None and self.dgrad[1] == self.forward[1],
@@ -234,12 +235,12 @@ class Recipe:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether a layer has to keep histories for it."""
+        """Whether a layer has to keep histories of amaxes for it."""
         return any(isinstance(o.scaling, Delayed) for o in self.operands if o is not None)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a layer keeps scales for it that calibration found."""
+        """Whether it uses scales that calibration found and a layer keeps."""
         return any(o.scaling == Static() for o in self.operands if o is not None)
 
     @property
@@ -255,7 +256,7 @@ class Recipe:
         return lhs, rhs
 
     def without_learned(self) -> "Recipe":
-        """The same for operands to which their learned scales have been applied: these are wide."""
+        """The recipe after learned scales have been applied: their operands are wide in it."""
 
         def pair(given: Pair) -> Pair:
             first, second = (None if o is not None and o.is_learned else o for o in given)
@@ -277,10 +278,10 @@ class Recipe:
         return max((s.history for s in kept if isinstance(s, Delayed)), default=0)
 
     def of_activations(self) -> "Recipe":
-        """The same for a product of two activations, such as the two of attention.
+        """The recipe for a product of two activations, such as queries and keys in attention.
 
-        Both are rounded as a layer's input is, and nothing as its kernel is: a recipe for weights
-        alone leaves such a product as it is.
+        Both operands are rounded like the input of a layer. A recipe that rounds only weights
+        leaves such a product as it is.
         """
         lhs, cotangent = self.forward[0], self.dgrad[0]
         beside = lhs
@@ -292,7 +293,7 @@ class Recipe:
         )
 
     def swapped(self) -> "Recipe":
-        """The same for a product whose lhs is the kernel."""
+        """The recipe for a product whose lhs is the kernel: lhs and rhs are exchanged."""
         return dataclasses.replace(
             self,
             forward=self.forward[::-1],
@@ -301,7 +302,10 @@ class Recipe:
         )
 
     def beside_stored(self, side: int) -> "Recipe":
-        """The same for a product whose operand on one side is codes already, and untransformed."""
+        """The recipe for a product whose operand on one side is stored as codes.
+
+        That operand is not rounded, nor is it transformed; so its partner may not be, either.
+        """
 
         def pair(operands: Pair, place: int) -> Pair:
             others = [o and dataclasses.replace(o, transform=None) for o in operands]
@@ -316,7 +320,7 @@ class Recipe:
         )
 
     def without_state(self) -> "Recipe":
-        """The same with current scales in place of delayed ones."""
+        """The recipe with current scales in place of delayed ones."""
 
         def current(operand: Operand) -> Operand:
             is_delayed = isinstance(operand.scaling, Delayed)
@@ -325,9 +329,10 @@ class Recipe:
         return self.mapped(current)
 
     def frozen(self) -> "Recipe":
-        """The same with a calibrated scale wherever one for a whole tensor of lhs or rhs would
-        follow from the step, or from those before; also for their use in dgrad and wgrad. Not of
-        cotangents, whose scales stay current: nobody calibrates them.
+        """The recipe with calibrated scales in place of current and delayed ones.
+
+        This concerns scales for a whole tensor of lhs or rhs, also in dgrad and wgrad. Cotangents
+        are not calibrated; their scales become current.
         """
         calibrated = [o for o in self.forward if o is not None and is_calibratable(o)]
 
@@ -345,7 +350,7 @@ class Recipe:
         ).without_state()
 
     def mapped(self, function: Callable[[Operand], Operand]) -> "Recipe":
-        """The same with `function` of each operand that is not wide."""
+        """The recipe with `function(operand)` in place of each operand that is not None."""
 
         def pair(given: Pair) -> Pair:
             first, second = (None if operand is None else function(operand) for operand in given)
@@ -357,14 +362,14 @@ class Recipe:
 
 
 def _current(operand: Operand | None) -> Operand | None:
-    """The same, with a current scale in place of a calibrated one."""
+    """`operand` with a current scale in place of a calibrated one."""
     if operand is None or operand.scaling != Static():
         return operand
     return dataclasses.replace(operand, scaling=Current())
 
 
 def _is_cut_alike(operand: Operand | None) -> bool:
-    """Whether an operand is the same in every product, wherever that contracts."""
+    """Whether an operand is rounded to the same numbers whichever axis a product contracts."""
     if operand is None:
         return True
     return operand.transform is None and (not operand.spec.block or operand.spec.axes is not None)
@@ -384,7 +389,7 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
 
 
 def _is_preset(name: str) -> bool:
-    from qtoolkit.products import _presets  # which are made of recipes
+    from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
 
     return name in _presets.__all__ and isinstance(getattr(_presets, name), Recipe)
 

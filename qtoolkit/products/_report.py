@@ -18,7 +18,7 @@ from qtoolkit.products._stored import STORED
 from qtoolkit.products._taps import MODEL, has_no_derivative
 from qtoolkit.scaling import QArray
 
-# Their folders, not their names: a user's model may lie in a folder of the same name.
+# Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(spec.origin), "")
     for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
@@ -28,15 +28,16 @@ _LIBRARIES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Products alike in a program.
+    """One product of a program, or several with equal attributes.
 
     Attributes:
-      path: Of the layer, "blocks/0/mlp"; empty where no layer is known.
-      part: "forward", "dgrad", "wgrad", or "backward" for what autodiff made of plain products.
-      operands: What both were rounded to; of plain products, their dtypes and shapes.
-      reason: Why it was left; empty for quantized ones.
+      path: The path of the layer, "blocks/0/mlp"; empty if no layer is known.
+      part: "forward", "dgrad", "wgrad", or "backward" for derivatives of plain products.
+      operands: The formats to which both operands were rounded; dtypes and shapes for a product
+        that is not quantized.
+      reason: Why it is not quantized; empty if it is.
       where: The line of the program, "model.py:17".
-      count: How many there are. One in a loop counts once.
+      count: How many such products there are. One in a loop counts once.
     """
 
     path: str
@@ -52,11 +53,11 @@ class Report:
     """Every matrix product and convolution of a model's forward and backward pass.
 
     Attributes:
-      quantized: Those by a recipe.
-      left: Those that are not, each with its reason and its line.
-      unreached: Paths of layers with a recipe whose products did not run.
-      is_forward_only: Whether the backward pass is missing: JAX has no derivative of a
-        `lax.while_loop`.
+      quantized: The products that a recipe rounds.
+      left: The products that are not quantized, each with its reason and its line.
+      unreached: Paths of layers that have a recipe but did not run a product.
+      is_forward_only: Whether the backward pass is missing because JAX cannot differentiate a
+        `lax.while_loop` in the model.
     """
 
     quantized: tuple[Product, ...]
@@ -66,7 +67,7 @@ class Report:
 
     @property
     def unexplained(self) -> tuple[Product, ...]:
-        """The products that are left though no rule and no recipe says so."""
+        """The products that are not quantized, though neither a rule nor a recipe says so."""
         known = (BY_RULE, BY_RECIPE)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
@@ -121,13 +122,14 @@ _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
 def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
-    """The report of a pure function of pytrees and of its derivatives by all floats among them.
+    """Reports on a pure function of pytrees and its derivatives by all floats in its arguments.
 
     Args:
-      paths: Of the layers that have a recipe.
+      function, arguments: The function and what to trace it with.
+      paths: The paths of the layers that have a recipe.
     """
     forward = jax.make_jaxpr(function)(*arguments)
-    # Scales of stored kernels are no parameters: nobody differentiates by them.
+    # A QArray counts as one leaf, so its float scales are not differentiated by.
     leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, QArray))
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
 
@@ -164,8 +166,8 @@ def _is_float(x: Any) -> bool:
 def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     """The products of a forward and backward pass without those of the forward pass.
 
-    They are matched by path and operands, not by lines: where a custom_vjp is differentiated, JAX
-    traces its `fwd` in place of the function itself, which computes the same at another line.
+    They are matched by path and operands, not by lines: when JAX differentiates a custom_vjp, it
+    traces its `fwd` in place of the function itself, and `fwd` computes the same at another line.
     """
     remaining = collections.Counter((p.path, p.operands) for p in forward)
     kept = []
@@ -175,7 +177,7 @@ def _without(both: list[Product], forward: list[Product]) -> list[Product]:
             remaining[name] -= 1
         elif product.part != "forward":
             kept.append(product)
-        elif product.reason:  # of the rule of a custom_jvp, say
+        elif product.reason:  # not in the forward pass: from the rule of a custom_jvp, for example
             kept.append(dataclasses.replace(product, part="backward"))
     return kept
 
@@ -193,7 +195,14 @@ def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
 def _walk(
     jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = ""
 ) -> Iterator[Product]:
-    """The products of a jaxpr; `around` is what it is inside of, if its products stay there."""
+    """The products of a jaxpr.
+
+    Args:
+      stack: The name stack around the jaxpr.
+      part: The part to which its plain products belong: "forward" or "backward".
+      marked: The scope of the quantized product inside of which it lies, or None.
+      around: The entry of `_OPAQUE` inside of which it lies, or "".
+    """
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = eqn.primitive.name
@@ -215,7 +224,8 @@ def _walk(
                 yield from _walk(inner, here, part, inside, outer)
 
 
-# Functions whose products no wrap replaces: their derivatives, or their meshes, are the user's own.
+# Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or
+# a mesh for exactly the function that is there.
 _OPAQUE = {
     "custom_vjp_call": "custom_vjp",
     "custom_vjp_call_jaxpr": "custom_vjp",
@@ -225,9 +235,10 @@ _OPAQUE = {
 
 
 def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
-    """The products dgrad and wgrad, which are one equation: the transpose of a product's tangent.
+    """The products dgrad and wgrad in the equation that computes both.
 
-    Its parameter `forward` is `_Cotangent`, whose plan says how operands are rounded.
+    The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
+    rounded.
     """
     function = eqn.params["forward"]
     while hasattr(function, "function"):
@@ -241,8 +252,8 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
         labels = ["wide" if operand is None else str(operand) for operand in pair]
-        # Stored and learned operands are rounded before the product: its recipe has None for them.
-        # dgrad takes rhs, and wgrad takes lhs, as the forward product did, whose label names them.
+        # Stored and learned operands are rounded before the product, so its recipe has None for
+        # them. The derivatives use the same arrays: take the label from the forward product.
         other = 1 - side
         if pair[other] is None and forward[other:] and forward[other].endswith(_GIVEN):
             labels[other] = forward[other]

@@ -1,7 +1,8 @@
-"""Products that a function computes by itself, `x @ w` or `jnp.einsum`, replaced in its jaxpr.
+"""Replaces the products that a function computes by itself, such as `x @ w` or `jnp.einsum`.
 
-The function is traced, and the trace evaluated with other products. Nothing is patched, and what
-the function calls need not know. Products inside of custom derivatives stay as they are.
+The function is traced to a jaxpr, and the jaxpr is evaluated with other products in place of its
+own. Nothing is patched, so this works for whatever the function calls. Products inside of custom
+derivatives are left as they are.
 """
 
 import contextlib
@@ -22,10 +23,12 @@ from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-SCALED = "scaled_dot"  # takes elements and scales, which somebody has rounded: nothing to replace
+SCALED = "scaled_dot"  # never replaced: its operands are rounded already
 MARKER = "qtoolkit_product"  # the jitted function around each quantized product
-SCOPE, LEFT = "qtoolkit=", "plainly.="  # in name stacks: layers with a recipe, and without one
-# What moves the elements of a parameter, and of its wide original alike.
+# Prefixes of names in the name stack: of layers with a recipe, and of layers that a rule leaves.
+SCOPE, LEFT = "qtoolkit=", "plainly.="
+# Primitives that only move elements. They are applied to a bfloat16 copy of a parameter and to its
+# float32 original alike, so that a later product can round the original.
 _VIEWS = (
     *("transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "expand_dims", "slice"),
     *("dynamic_slice", "stop_gradient", "sharding_constraint"),
@@ -34,6 +37,8 @@ _RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
 class _Value(NamedTuple):
+    """A value during the evaluation of a jaxpr, with what is known about it: see `Found`."""
+
     array: Any
     parameter: str = ""
     wide: Any = None  # a parameter before its cast to half precision
@@ -51,15 +56,16 @@ def rewritten(
     parameters: Callable[..., Any],
     made: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
-    """`function` with `multiply(found)` in place of each product, unless that gives None.
+    """`function` with `multiply(found)` in place of each product.
 
     Args:
-      function: Pure, of pytrees of arrays. Arguments may have leaves `Standing`, which products
-        take as they are.
-      parameters: From the arguments to a pytree with one leaf for each of theirs: the name of a
-        parameter or its `Origin`, "" for anything else.
-      made: From the shapes of the results to a pytree of names alike, "" where the function has
-        made no parameter; None: it makes none.
+      function: A pure function of pytrees of arrays. Its arguments may contain `Standing`, to pass
+        a `QArray` to products as it is.
+      multiply: Returns the result of a product; None leaves the product as it is.
+      parameters: Called with the arguments, it returns a pytree with one leaf for each of their
+        leaves: the name of a parameter or its `Origin`, or "" for anything else.
+      made: Called with the shapes of the results, it returns such a pytree for these, with names
+        for parameters that the function creates. None: it creates none.
     """
 
     def rewriting(*args: Any) -> Any:
@@ -92,7 +98,7 @@ def _input(leaf: Any, given: Any) -> _Value:
 
 
 def _names(variables: Sequence[Any], names: Any) -> dict[Any, str]:
-    """The names of those variables of a jaxpr that are parameters."""
+    """A name for each variable of a jaxpr that is a parameter."""
     pairs = zip(variables, jax.tree.leaves(names), strict=True)
     return {
         variable: name for variable, name in pairs if name and not isinstance(variable, Literal)
@@ -105,7 +111,7 @@ def _is_used_otherwise(value: _Value) -> None:
 
 
 def _widened(value: _Value) -> _Value:
-    """Numbers in place of codes, for what is no product."""
+    """The value as an ordinary array, for operations other than products: a QArray dequantized."""
     if isinstance(value.array, QArray):
         return value._replace(array=value.array.dequantize())
     return value
@@ -139,7 +145,7 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """A copy of `leaves` with other ones at these places, as many as there are places."""
+    """A copy of `leaves` with `values` at `places`."""
     merged = list(leaves)
     for place, value in zip(places, values, strict=True):
         merged[place] = value
@@ -153,7 +159,11 @@ def _evaluate(
     multiply: Multiply,
     names: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> list[_Value]:
-    """What a jaxpr gives; `names` are those of its variables that are parameters."""
+    """Evaluates a jaxpr with its products replaced.
+
+    Args:
+      names: Names of the variables that hold parameters which the function creates.
+    """
     values: dict[Any, _Value] = {}
 
     def read(atom: Any) -> _Value:
@@ -170,7 +180,7 @@ def _evaluate(
     write(jaxpr.invars, inputs)
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        # The line where it was first traced, which reports and errors show.
+        # Keep the line of the user's program, which reports and errors show.
         with user_context(eqn.source_info.traceback), eqn.ctx.manager, _scopes(eqn):
             outs = _equation(eqn, operands, multiply)
         write(eqn.outvars, outs)
@@ -186,14 +196,14 @@ def _scopes(eqn: Any) -> Iterator[None]:
     """The name stack in which the equation was traced."""
     with contextlib.ExitStack() as stack:
         for name in str(eqn.source_info.name_stack).split("/"):
-            if name and "(" not in name:  # the names of transformations have them
+            if name and "(" not in name:  # "jvp(...)" comes from a transformation, not a scope
                 stack.enter_context(jax.named_scope(name))
         yield
 
 
 def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
     name = eqn.primitive.name
-    if LEFT in str(eqn.source_info.name_stack):  # of a layer that a rule leaves as it is
+    if LEFT in str(eqn.source_info.name_stack):  # a rule leaves this layer as it is
         return _bound(eqn, operands)
     if name in PRODUCTS:
         found = _found(eqn, operands)
@@ -214,7 +224,7 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
 
 
 def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
-    """The equation as it is."""
+    """Evaluates an equation that is not replaced, and works out what is known of its results."""
     if len(operands) == 1 and isinstance(operands[0].array, QArray):
         array = _moved(eqn, operands[0].array)
         if array is not None:
@@ -236,7 +246,8 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
         wide = eqn.primitive.bind(operands[0].wide, *others, **params)
     origin = None
     if len(operands) == 1 and operands[0].origin is not None:
-        is_same = outs[0].dtype == operands[0].array.dtype  # of a weak type, made a strong one
+        # A "cast" to the same dtype only makes a weak type strong.
+        is_same = outs[0].dtype == operands[0].array.dtype
         is_cast = name == "convert_element_type" and (wide is not None or is_same)
         origin = operands[0].origin.moved(eqn, is_cast)
     if origin is None:
@@ -250,7 +261,7 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _moved(eqn: Any, array: QArray) -> QArray | None:
-    """A stored parameter after an equation that moves its elements; None for any other."""
+    """The QArray after an equation that only moves its elements; None for other equations."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     is_cast = name == "convert_element_type" and jnp.issubdtype(out.dtype, jnp.floating)
     if is_cast or name in ("copy", "copy_p", "stop_gradient", "sharding_constraint"):
@@ -260,20 +271,26 @@ def _moved(eqn: Any, array: QArray) -> QArray | None:
             return array.transpose(eqn.params["permutation"])
         if name in ("reshape", "squeeze", "expand_dims"):
             return array.reshape(out.shape)
-    except ValueError:  # a block would be torn, or codes are packed
+    except ValueError:  # it would tear a block apart, or the codes are packed
         return None
     return None
 
 
 def _before_cast(operand: _Value, dtype: Any) -> Any:
-    """The original of a parameter cast to half precision; a rounding of the user's own stays."""
+    """The float32 original of a parameter that is cast to half precision; else None.
+
+    A cast to a narrower dtype is a rounding that the user wants, so it is kept.
+    """
     if dtype not in (jnp.bfloat16, jnp.float16) or operand.array.dtype != jnp.float32:
         return None
     return operand.array
 
 
 def _found(eqn: Any, operands: list[_Value]) -> Found | None:
-    """The product of an equation; None for integers, and for ragged sums of other kinds."""
+    """The product that an equation computes.
+
+    None for integers, and for ragged products other than `lax.ragged_dot`.
+    """
     lhs, rhs, *extra = operands
     params = eqn.params
     if not all(jnp.issubdtype(x.array.dtype, jnp.floating) for x in (lhs, rhs)):
@@ -316,7 +333,11 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
 
 
 def _as_parameter(value: _Value) -> Any:
-    """A parameter is rounded from its own dtype: not from a bfloat16 copy, which rounds twice."""
+    """The array to be rounded for a product.
+
+    For a bfloat16 copy of a float32 parameter that is the parameter itself: rounding the copy would
+    round twice.
+    """
     return value.array if value.wide is None else value.wide
 
 
@@ -394,8 +415,10 @@ def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]
 
 
 def _sliceable(value: _Value) -> _Value:
-    """What a scan slices: a stack of kernels, each with scales of its own, stays codes; any other
-    QArray is dequantized, since a slice of it would tear blocks or lack a scale.
+    """Prepares a value that a scan slices along its first axis.
+
+    A QArray that is a stack of kernels, each with its own scales, is sliced as codes. Any other is
+    dequantized: its slices would tear blocks apart or lack a scale.
     """
     array = value.array
     if isinstance(array, QArray):
@@ -406,14 +429,17 @@ def _sliceable(value: _Value) -> _Value:
 
 
 def _carried(value: _Value) -> _Value:
-    """What a loop carries: its features count as last, as each round may leave them elsewhere."""
+    """Prepares a value that a loop carries: its features are taken to lie along the last axis.
+
+    Where they lie may change from one iteration to the next.
+    """
     return value._replace(features=LAST)
 
 
 def _on_arrays(
     jaxpr: Any, consts: Sequence[Any], like: Sequence[_Value], multiply: Multiply
 ) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of arrays, which are parameters where those of `like` are."""
+    """A jaxpr as a function of arrays. What is known of its arguments is what `like` says."""
     known = [value._replace(array=None, wide=None, origin=None) for value in like]
 
     def function(*arrays: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One operand of a product: cut into blocks, rounded, kept for the derivatives in few bits."""
+"""One operand of a product: cut into blocks, rounded, and kept for the derivatives as codes."""
 
 import dataclasses
 import functools
@@ -50,10 +50,10 @@ class Rounded:
     """An operand as a product takes it: x ~ q * scale.
 
     Attributes:
-      q: Values of the element format, infinities and NaNs of x among them; x itself where wide.
-      scales: As stored.
-      spec: With its blocks' axes; None where the operand stays wide.
-      codes: Of q, where it was stored as such.
+      q: Values of the element format, plus the infinities and NaNs of x; x itself if it is wide.
+      scales: The scales as they are stored, in their own format.
+      spec: The format, with the axes of its blocks; None if the operand stays wide.
+      codes: The codes of q, if the operand came as codes.
     """
 
     q: Array
@@ -63,7 +63,10 @@ class Rounded:
 
     @property
     def scale(self) -> Array | None:
-        """The one scale by which a result may be multiplied instead of q; float32 scalar."""
+        """The scale of the whole operand, float32 scalar, if it may multiply the result instead.
+
+        None if the operand is wide, or has several scales or powers of two.
+        """
         if self.spec is None or self.spec.block or self.spec.has_powers:
             return None
         return None if self.spec.scale is None else single_scale(self.scales, self.spec)
@@ -82,11 +85,11 @@ class Rounded:
 @hashed_once
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """An operand of a recipe for an array in a product: its blocks have their axes. Hashable.
+    """How to round one array of one product: an `Operand` whose blocks have axes. Hashable.
 
     Attributes:
-      operand: None where the array stays wide.
-      axis: The contracted axis along which a Hadamard transform runs, None where there is none.
+      operand: What the recipe says, with the axes of blocks filled in; None: the array stays wide.
+      axis: The contracted axis along which a Hadamard transform runs, or None.
       axis_names: Mesh axes over which a scale is shared.
     """
 
@@ -95,10 +98,11 @@ class Cut:
     axis_names: tuple[str, ...]
 
     def rounded(self, x: Array, delayed: Array | None, key: Array | None) -> Rounded:
-        """`x` by its own scale, or a delayed one where that is not 0, or a calibrated one.
+        """Rounds `x`.
 
         Args:
-          delayed: float32 scalar, an amax of earlier steps or of calibration; or None.
+          delayed: float32 scalar, an amax of earlier steps or of calibration; or None. With
+            `Delayed` scaling a 0 means that there is no history yet, and `x` is scaled by its own.
           key: Words of a key, for stochastic rounding; the values are mixed into it.
         """
         if self.operand is None:
@@ -116,14 +120,15 @@ class Cut:
         return Rounded(q, scales, operand.spec)
 
     def transformed(self, x: Array) -> Array:
-        """What is rounded in place of `x`: itself, or its Hadamard transform in float32."""
+        """The array to be rounded: the Hadamard transform of `x`, float32, or else `x` itself."""
         if self.operand is None or self.operand.transform is None or self.axis is None:
             return x
         return _transformed(x, self.axis, self.operand.transform)
 
     def untransformed(self, operand: Rounded, shape: tuple[int, ...]) -> Rounded:
-        """The rounded operand in place of the array itself: wide and transformed back where it was
-        transformed; else as it is.
+        """Undoes the Hadamard transform of a rounded operand, which is wide then.
+
+        For forward mode: there the other factor is a tangent, which is not transformed.
         """
         if self.operand is None or self.operand.transform is None or self.axis is None:
             return operand
@@ -135,7 +140,7 @@ class Cut:
         return Rounded(lax.slice(y, (0,) * y.ndim, shape), Scales(), None)
 
     def scaled_tangent(self, x: Array, dot: Array, scales: Scales) -> Array:
-        """The tangent of q for that of `x`: transformed as `x` is, and divided by the scales."""
+        """The tangent of q, from `dot`, that of `x`: transformed as `x` is, over the scales."""
         operand = self.operand
         if operand is None:
             return dot
@@ -148,8 +153,10 @@ class Cut:
         return dot.astype(jnp.float32) / unscaled_values(ones, operand.spec, scales)
 
     def _scales(self, operand: Operand, x: Array, delayed: Array | None) -> Scales:
-        """The scales of `x` that its own blocks do not give: static and delayed ones, and those of
-        whole tensors that shards of a `shard_map` share. None in it where `x` alone gives them.
+        """The scales that cannot be computed from `x` alone.
+
+        These are static and delayed scales, and scales of whole tensors that the shards of a
+        `shard_map` share. The others are None in the result and computed from `x` later.
         """
         fmt = operand.spec
         if operand.scaling == Static():
@@ -193,7 +200,7 @@ def _largest_over(x: Array, names: tuple[str, ...]) -> Array:
 def cut(
     operand: Operand | None, axes: Axes, shape: tuple[int, ...], axis_names: tuple[str, ...]
 ) -> Cut:
-    """`operand` for an array of that shape whose `axes` are those of its product."""
+    """Fills in the axes of an operand's blocks, for an array of this shape and these `axes`."""
     if operand is None:
         return Cut(None, None, axis_names)
     fmt = operand.spec
@@ -211,7 +218,7 @@ def cut(
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """An axis shorter than a block is one block."""
+    """`fmt` with one block along each axis that is shorter than its block length."""
     assert fmt.axes is not None
     lengths = [
         length
@@ -229,7 +236,7 @@ def _rounded_jitted(x: Array, delayed: Array | None, key: Array | None, how: Cut
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def rounded(x: Array, delayed: Array | None, key: Array | None, how: Cut) -> Rounded:
-    """The derivative takes x = q * scale for an equality, with scales that do not move."""
+    """`how.rounded(x, delayed, key)` with a derivative: that of q = x / scale, scale constant."""
     return _rounded_jitted(x, delayed, key, how)
 
 
@@ -255,7 +262,7 @@ def _unscaled_jvp(fmt: BlockFormat, primals: Any, tangents: Any) -> tuple[Array,
 
 
 def _zero_tangent(x: Array) -> Any:
-    """What JAX takes for the tangent of `x` where nothing flows."""
+    """A zero tangent for `x`: zeros, or for integers the float0 array that JAX asks for."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.zeros_like(x)
     return np.zeros(x.shape, jax.dtypes.float0)
@@ -278,9 +285,9 @@ def _sign_key(transform: Hadamard) -> Array | None:
 
 
 def _mixed(key: Array | None, x: Array) -> Array:
-    """Words of a key that differ where the values do: each step, layer and use draws anew.
+    """Mixes a hash of the values of `x` into a key, so that each step and layer draws other bits.
 
-    The values enter by the sum of a hash of each, which is the same under any sharding.
+    It is a sum of the hashes of all elements, and so the same however `x` is sharded.
     """
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
     hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
@@ -297,13 +304,14 @@ def _varying_as(scale: Array, x: Array) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A rounded operand as derivatives keep it from the forward product: 8-bit codes and scales.
+    """A rounded operand as the forward product saves it for derivatives: 8-bit codes and scales.
 
     Attributes:
-      codes: Of `container`.
+      codes: Codes of the format `container`.
       scales: As in `Rounded`.
-      carrier: Zeros that stand for the operand in second derivatives, which flow through it; a
-        constant, which compiled programs do not hold.
+      carrier: Zeros with the tangent of the operand. Codes are integers and have no tangent, so
+        second derivatives flow through this array. It is a constant: compiled programs do not
+        store it.
       how: How the operand was rounded.
       container: The format of the codes.
     """
@@ -321,12 +329,12 @@ class Kept:
 
 
 def keeps_codes(how: Cut) -> bool:
-    """Whether derivatives keep codes of an operand, beside a carrier of its own derivative."""
+    """Whether derivatives keep an operand as codes: see `Kept`."""
     return _codes_format(how) is not None
 
 
 def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
-    """What derivatives need of an operand that was rounded from `x`."""
+    """The form in which derivatives keep an operand that was rounded from `x`."""
     fmt = _codes_format(how)
     if fmt is None:
         return operand
@@ -338,12 +346,12 @@ def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
 
 @elementwise
 def code_values(q: Array, fmt: Format) -> Array:
-    """The codes of values of `fmt`, infinities and NaNs.
+    """The codes of an array that holds values of `fmt`, infinities and NaNs.
 
-    A format may have a NaN, but no infinity: what an infinity does to a sum, a NaN does, too.
+    If the format has no infinity, infinities become NaN: either makes a sum non-finite.
     """
     wide = exact_float32(q)
-    # Other formats keep an infinity or make a NaN of it; these would clamp it.
+    # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
         wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
     return codes_of(wide, fmt, UNCLAMPED)
@@ -357,7 +365,7 @@ def restored(operand: Kept | Rounded) -> Rounded:
 def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
     dtype = jnp.float32 if how.axis is not None else carrier.dtype
     if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
-        # Exact too, a tenth slower, and one operation to compile where `values_of` has seventeen.
+        # One operation to compile, where `values_of` has seventeen; it runs a tenth slower.
         return dtype_from_codes(codes, fmt).astype(dtype)
     return values_of(codes, fmt, jnp.float32).astype(dtype)
 
@@ -386,7 +394,7 @@ def _codes_format(how: Cut) -> Format | None:
 
 @functools.lru_cache
 def _container(fmt: Format) -> Format | None:
-    """A format of 8 bits that holds the values of `fmt` and a NaN: itself or E4M3FN, else None."""
+    """A format of at most 8 bits with all values of `fmt` and a NaN: `fmt`, E4M3FN, or None."""
     if fmt.bits > 8:
         return None
     if fmt.has_nan:

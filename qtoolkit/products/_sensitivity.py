@@ -1,4 +1,4 @@
-"""What quantizing each layer alone costs."""
+"""How much the loss grows if one layer alone is quantized, for each layer."""
 
 import dataclasses
 import math
@@ -24,12 +24,13 @@ _WIDE = Recipe((None, None), None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """What quantizing each layer alone adds to a loss. A pytree.
+    """The loss with each layer alone quantized. A pytree.
 
     Attributes:
-      losses: float32[layers + 2], of each layer alone quantized, then of none, then of all.
-      paths: Of the layers, in the order in which they run.
-      recipes: Of the layers, in the same order.
+      losses: float32[layers + 2]: the loss with only layer i quantized, for each i; then the loss
+        with no layer quantized; then with all.
+      paths: The paths of the layers, in the order in which they run.
+      recipes: Their recipes, in the same order.
     """
 
     losses: jax.Array
@@ -48,7 +49,7 @@ class Sensitivity:
 
     @property
     def ranking(self) -> tuple[tuple[str, float], ...]:
-        """(path, loss that quantizing it alone adds), the worst first; a NaN is the worst."""
+        """(path, increase of the loss if it alone is quantized), worst first; NaN is the worst."""
         costs = np.asarray(self.losses[:-2], np.float64) - self.wide
         order = np.argsort(-np.where(np.isnan(costs), np.inf, costs), kind="stable")
         return tuple((self.paths[i], float(costs[i])) for i in order)
@@ -56,7 +57,7 @@ class Sensitivity:
     def rules(self, keep: int = 1) -> Rules[Recipe]:
         """The rules that leave the `keep` worst layers wide and quantize the others that ran.
 
-        Each layer has a rule of its own: what was wide stays so, and so does what did not run.
+        Each layer that ran has a rule of its own; all other layers stay wide.
 
         Raises:
           ValueError: `keep` is no number from 0 to the number of layers; or the model was frozen.
@@ -108,11 +109,11 @@ def _exactly(path: str) -> str:
 
 @dataclasses.dataclass
 class _Choosing:
-    """Quantizes the layers that are chosen.
+    """The instrument that quantizes only chosen layers.
 
     Attributes:
-      chosen: For each path, a boolean; None: all, to find which there are.
-      found: The paths of layers that ran, and their recipes.
+      chosen: A boolean for each path. None: quantize all, in a first run that lists the layers.
+      found: Filled while the model runs: the paths of its layers, and their recipes.
     """
 
     chosen: dict[str, jax.Array] | None
@@ -129,12 +130,12 @@ class _Choosing:
 
 
 def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sensitivity:
-    """The sensitivity of each layer that runs in a pure function of pytrees.
+    """Measures the sensitivity of each layer that runs in a pure function of pytrees.
 
     Args:
-      where: Who asks, for messages.
-      function: Gives the loss, a float scalar, or (loss, aux).
-      arguments: Of the function.
+      where: The name of the caller, for messages.
+      function: Returns the loss, a float scalar, or (loss, aux).
+      arguments: The arguments of the function.
 
     Raises:
       TypeError: The loss is no float scalar, or an argument holds stored kernels.
@@ -160,11 +161,11 @@ def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) ->
             "the loss call the wrapped one"
         )
 
-    def of(chosen: jax.Array) -> jax.Array:
+    def loss_with(chosen: jax.Array) -> jax.Array:
         with instrumented(_Choosing(dict(zip(paths, chosen, strict=True)))):
             return loss(*arguments).astype(jnp.float32)
 
     count = len(paths)
     choices = np.concatenate([np.eye(count), np.zeros((1, count)), np.ones((1, count))])
-    losses = jax.lax.map(of, jnp.asarray(choices, bool))
+    losses = jax.lax.map(loss_with, jnp.asarray(choices, bool))
     return Sensitivity(losses, paths, tuple(finding.found.values()))

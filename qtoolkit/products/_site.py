@@ -27,12 +27,13 @@ from qtoolkit.scaling import QArray
 
 
 class _Enclosing(NamedTuple):
-    """What `dot` computes by.
+    """What `qtoolkit.dot` has to know about the layer that calls it.
 
     Attributes:
-      site: Of the layer that runs, None outside of one.
-      state: Kept for all its calls.
-      trace: The one whose products `rewritten` replaces, None where nothing is rewritten.
+      site: The site of the layer that is running; None outside of layers.
+      state: The state for all calls of `dot` in this layer.
+      trace: The trace in which `rewritten` will replace products later; None if it will not. In it
+        `dot` is a plain product.
     """
 
     site: "Site | None" = None
@@ -46,14 +47,14 @@ _enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar("site", 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Products by one recipe, at one path. Equal sites are equal objects: no second trace.
+    """Computes the products of one layer by one recipe. Hashable: equal sites share one trace.
 
     Its methods stand in for JAX's functions of the same names, and take their arguments.
 
     Attributes:
       recipe: What the products round.
-      path: Where in the model, "blocks/0/mlp"; reports find it in the name stack of the program.
-        None where whoever calls has said so there.
+      path: The path of the layer, "blocks/0/mlp", written to the name stack, where reports find it.
+        None if the caller has written it there.
     """
 
     recipe: Recipe
@@ -75,17 +76,17 @@ class Site:
     ) -> jax.Array:
         """`function(lhs, rhs, *extra)`, as `quantized_product` computes it by this recipe.
 
-        The recipe's lhs is the layer's input and its rhs the kernel, on whichever side the product
-        has that; two activations are both rounded as inputs.
+        The recipe's lhs stands for the layer's input and its rhs for the kernel, even in a product
+        whose lhs is the kernel. Two activations are both rounded as inputs.
 
         Args:
-          where: The function that was called, for messages.
-          dtype: Of the result; None for that of `lhs`.
-          state: Of (input, kernel, cotangent), where the layer keeps some.
+          where: The name of the function that was called, for messages.
+          dtype: The dtype of the result; None for that of `lhs`.
+          state: The layer's state for this product, for (input, kernel, cotangent), if any.
           extra: Integer arrays that `function` takes besides.
-          name: That of the product in its layer.
-          kernel: Which operand is a kernel: 0, 1, or None where both are activations.
-          features: Along which axes of lhs and rhs features lie, counted from the end: -1, -2 ...
+          name: The name of the product in its layer.
+          kernel: Which operand is a kernel: 0, 1, or None if both are activations.
+          features: The axes of lhs and rhs along which features lie, from the end: -1, -2 ...
         """
         named = f"{where} of {self.path}" if self.path else where
         recipe = self.recipe.of_activations() if kernel is None else self.recipe
@@ -93,7 +94,8 @@ class Site:
         is_swapped = kernel == 0
         named_scope: Any = contextlib.nullcontext()
         if self.path is not None:
-            shown = recipe.swapped() if is_swapped else recipe  # reports name lhs first
+            # Reports name lhs first, recipes the input.
+            shown = recipe.swapped() if is_swapped else recipe
             stored = (stored_label(lhs), stored_label(rhs))
             named_scope = jax.named_scope(scope(self.path, shown, stored))
         with named_scope:
@@ -113,7 +115,7 @@ class Site:
     def multiply(
         self, state_of: Callable[[str], State | None] = lambda name: None, prefix: str = ""
     ) -> Multiply:
-        """For `rewritten`: the products of a function, each with its state, by its name."""
+        """A `multiply` for `rewritten`, which computes each product with the state of its name."""
         names = Names(prefix)
 
         def multiply(found: Found) -> jax.Array:
@@ -123,10 +125,10 @@ class Site:
         return multiply
 
     def multiplied(self, found: Found, name: str, state: State | None) -> jax.Array:
-        """A product that was found in a trace.
+        """Computes a product that was found in a trace.
 
-        A kernel on either side is rounded as a kernel, and two activations both as activations.
-        Without a state it scales by its own magnitudes where the recipe is delayed.
+        A kernel on either side is rounded as a kernel; of two activations both are rounded as
+        inputs. Without a state, delayed scales become current ones.
         """
         recipe = self.recipe if state is not None else self.recipe.without_state()
         return dataclasses.replace(self, recipe=recipe).product(
@@ -205,7 +207,7 @@ class Site:
 
 @contextmanager
 def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
-    """Within it `dot` computes by `site`, with what is kept for all its calls."""
+    """In this context `dot` computes by `site`, with one state for all its calls."""
     token = _enclosing.set(_Enclosing(site, state))
     try:
         yield
@@ -215,10 +217,11 @@ def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
 
 @contextmanager
 def rewritten_later() -> Iterator[None]:
-    """Within it `dot` leaves its products to `rewritten`, which knows what is a parameter.
+    """In this context `dot` is a plain product, which `rewritten` replaces afterwards.
 
-    Not in a trace inside of the present one, such as a custom derivative's: `rewritten` may not
-    look into it.
+    `rewritten` knows which operand is a parameter; `dot` does not. Inside of a nested trace, such
+    as that of a custom derivative, `dot` computes the quantized product itself, since `rewritten`
+    may not look into that trace.
     """
     token = _enclosing.set(_enclosing.get()._replace(trace=_present_trace()))
     try:
@@ -234,10 +237,10 @@ def _present_trace() -> Any:
 def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     """`jax.numpy.dot` by the recipe of the wrapped layer that calls it; outside of one, plainly.
 
-    For layers of one's own: `qtoolkit.dot(x, self.kernel)` is what `x @ self.kernel` is. Inside of
-    a custom derivative, or of a function under `jax.jit`, a loop or `vmap`, what is a parameter is
-    not known to it (in modules of linen it is, but in custom derivatives, which linen leaves): rhs
-    is then taken for the kernel. Write `@` for two activations there.
+    For your own layers: `qtoolkit.dot(x, self.kernel)` in place of `x @ self.kernel`. Usually it
+    knows which operand is a parameter. Inside of a custom derivative, and with nnx also inside of a
+    function under `jax.jit`, a loop or `vmap`, it does not, and takes rhs for the kernel: write `@`
+    there for a product of two activations.
 
     Args:
       lhs: [..., k].
@@ -260,7 +263,7 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
       (Array(582.4, dtype=float32), Array(588., dtype=float32))
     """
     site, state, trace = _enclosing.get()
-    given: tuple[Any, Any] = lhs, rhs  # QArrays perhaps, of modules with kernels of codes
+    given: tuple[Any, Any] = lhs, rhs  # may be QArrays: the kernels of a quantized module
     stored = [isinstance(operand, QArray) for operand in given]
     is_replaced = trace is not None and not any(stored) and trace == _present_trace()
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
@@ -273,11 +276,11 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
 
 
 class Scope(NamedTuple):
-    """What the name stack of a program says of a product.
+    """What the name stack of a program says about a product.
 
     Attributes:
-      path: Of the layer.
-      label: What its operands are rounded to.
+      path: The path of the layer.
+      label: The formats to which its operands are rounded.
       is_left: Whether a rule leaves the layer as it is.
     """
 
@@ -290,12 +293,13 @@ _ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
 
 
 def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) -> str:
-    """The name of a layer's products in a program, None for one that is left.
+    """The name that a layer's products get in the name stack of the program.
 
     Args:
-      stored: What lhs and rhs are, where they come as codes, whatever the recipe says.
+      recipe: None for a layer that a rule leaves as it is.
+      stored: Labels of lhs and rhs if they come as codes, whatever the recipe says; else "".
     """
-    # A "/" would be a scope of its own, "(" the mark of a transformation.
+    # In a name stack "/" begins another scope, and "(" belongs to a transformation: escape both.
     named = "".join(_ESCAPES.get(letter, letter) for letter in path) or "."
     if recipe is None:
         return f"{LEFT}{named}|"
@@ -305,7 +309,7 @@ def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) ->
 
 
 def place_of(name_stack: str) -> Scope | None:
-    """The place of the innermost scope of a name stack, None where there is none."""
+    """The innermost scope in a name stack that `scope` has written, or None."""
     at = max(name_stack.rfind(SCOPE), name_stack.rfind(LEFT))
     if at < 0:
         return None

@@ -1,4 +1,4 @@
-"""Where learned scales start: from what a first batch holds."""
+"""The first values of learned scales, from the operands in a first batch."""
 
 import dataclasses
 import math
@@ -17,15 +17,17 @@ from qtoolkit.products._rounded import Cut, Rounded
 from qtoolkit.products._taps import tapped
 from qtoolkit.scaling.internal import extreme, marked, marked_size
 
-_BITS = 3  # of the fraction, by which the ends of several runs of a product are told apart
+# The extremes of several runs of a product are told apart to this many mantissa bits.
+_BITS = 3
 _MARKED = marked_size(_BITS)
 
 
 @dataclasses.dataclass(frozen=True)
 class _StartTap:
-    """Of one operand [uses, sum of mean magnitudes, marked reach below zero, and above it].
+    """Measures [uses, sum of mean(|x|), marked max(-x, 0), marked max(x, 0)] of an operand.
 
-    A use is one run of the product in the step; marks of several runs add, see `marked`.
+    A use is one run of the product in the step. `marked` encodes a number such that those of
+    several runs can be added, and the largest read from the sum.
     """
 
     roles: tuple[int, ...] = (0, 1)
@@ -43,11 +45,12 @@ class _StartTap:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FirstScales:
-    """A pytree: for each operand the first scale and offset.
+    """The first scale and offset of each operand that learns them. A pytree.
 
     Attributes:
-      values: float32[2], scale and offset; NaN where no product ran.
-      keys: The path of its layer, the name of its product there, and 0 for lhs or 1 for rhs.
+      values: For each operand float32[2], scale and offset; NaN if its product was not measured.
+      keys: For each operand the path of the layer, the name of the product in it, and 0 for lhs or
+        1 for rhs.
     """
 
     values: tuple[jax.Array, ...]
@@ -68,8 +71,9 @@ def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
 def _first(row: jax.Array, operand: Operand) -> jax.Array:
     """float32[2]: scale and offset; NaN where the product was not used.
 
-    LSQ: 2 mean(|x|) / sqrt(Qp), and no offset. LSQ+: the range of x and zero, over that of the
-    format, and the offset that puts the lowest x at the lowest value.
+    LSQ: the scale is 2 mean(|x|) / sqrt(Qp), without an offset. LSQ+: the scale is the range of x,
+    extended to zero, divided by the range of the format; the offset maps the least x to the least
+    value of the format.
     """
     element = operand.spec.element
     uses = row[0]

@@ -23,12 +23,12 @@ STORED = "stored"
 
 
 def stored_label(x: Any) -> str:
-    """As reports name an operand that comes as codes, "" for an array."""
+    """The name that reports give to an operand stored as codes; "" for an array."""
     return f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else ""
 
 
 def serving_rules(where: str, recipe: Any) -> Rules[Recipe]:
-    """The recipes of a model to be served; a format is that of kernels beside wide activations."""
+    """The recipes for a model to be served. A format alone means kernels, with wide activations."""
     if isinstance(recipe, Rules):
         return recipe.map(lambda value: _serving_recipe(where, value))
     return Rules((), default=_serving_recipe(where, recipe))
@@ -55,20 +55,22 @@ def stored_kernel(
     key: Array | None = None,
     scale: Array | None = None,
 ) -> QArray:
-    """A kernel as a product rounds it, as codes and scales; codes below eight bits share bytes.
+    """Rounds a kernel to codes and scales, as products would; codes below 8 bits are packed.
 
-    A product of it equals, bit for bit, that of `x` by a recipe with `operand` for `x`.
+    A product with the result equals, bit for bit, one with `x` by a recipe that rounds it as
+    `operand` says.
 
     Args:
-      axes: Of one kernel in that product.
-      stacked: How many axes in front of those are of a stack of kernels.
-      amax, key, scale: What the layer keeps for it, as in `Cut.rounded`, and the scale that it has
-        learned; with the axes of the stack.
+      x: One kernel, or a stack of them.
+      axes: The axes of one kernel in its product.
+      stacked: The number of leading axes of `x` along which kernels are stacked.
+      amax, key: What the layer keeps for the kernel, as in `Cut.rounded`, stacked likewise.
+      scale: The scale that the layer has learned, stacked likewise.
 
     Raises:
-      ValueError: The kernel holds an infinity or a NaN, or its dtype not the format; its learned
-        scale is no number, or has an offset; or the operand has a transform, which is undone in no
-        product of codes.
+      ValueError: The kernel holds an infinity or a NaN; its dtype cannot hold the format's values;
+        its learned scale is not finite or comes with an offset; or the operand has a transform,
+        which no product of codes could undo.
     """
     if operand.is_learned:
         check_storable(where, operand, scale)
@@ -88,8 +90,8 @@ def stored_kernel(
     return _stored_jitted(x, amax, key, scale, operand, axes, stacked)
 
 
-# Compiled as one program for all kernels alike: a transformer of one block took 31 s of CPU time in
-# NVFP4 with its operations compiled one by one, and takes 5 s.
+# Jitted, so that all kernels of one shape share one program. Without it each operation is compiled
+# on its own: NVFP4 for a transformer of one block took 31 s of CPU time instead of 5 s.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _stored_jitted(
     x: Array,
@@ -100,15 +102,15 @@ def _stored_jitted(
     axes: Axes,
     stacked: int,
 ) -> QArray:
-    def one(x: Array, amax: Array | None, key: Array | None, scale: Array | None) -> QArray:
+    def store(x: Array, amax: Array | None, key: Array | None, scale: Array | None) -> QArray:
         if operand.is_learned:
-            assert scale is not None  # `check_storable` has seen it
+            assert scale is not None  # `check_storable` made sure
             return stored_by_learned_scale(x, operand, scale)
         return _by_own_scale(x, operand, axes, amax, key)
 
     for _ in range(stacked):
-        one = jax.vmap(one)
-    return one(x, amax, key, scale)
+        store = jax.vmap(store)
+    return store(x, amax, key, scale)
 
 
 def _by_own_scale(
@@ -133,7 +135,7 @@ def _by_own_scale(
 
 
 def check_trainable(where: str, tree: Any) -> None:
-    """TypeError where a tree to be differentiated by holds stored kernels."""
+    """Raises TypeError if a tree that somebody wants to differentiate by holds stored kernels."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
     paths = [path for path, leaf in found if isinstance(leaf, QArray)]
     if paths:
@@ -146,8 +148,9 @@ def check_trainable(where: str, tree: Any) -> None:
 
 
 def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
-    """The axes of a kernel, the second operand of an einsum, which the first one's lengths leave
-    as they are; only its rank counts.
+    """The axes of a kernel that is the second operand of an einsum.
+
+    They do not depend on the shape of the first operand, so shape (1, 1, ...) is used for it.
     """
     first = subscripts.split(",")[0]
     rank = len(first.replace(".", "")) + ("..." in first)
@@ -155,7 +158,7 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
 
 
 def restored_operand(where: str, array: QArray) -> Rounded:
-    """A stored array as an operand: its codes as values, and its scales."""
+    """A stored array as an operand of a product: the values of its codes, and its scales."""
     if getattr(array.tensor_scale, "ndim", 0):
         raise ValueError(
             f"{where}: {array!r} is a stack of arrays, each with a tensor scale of its own, "
@@ -180,7 +183,10 @@ def restored_operand(where: str, array: QArray) -> Rounded:
 
 
 def _spec_of(array: QArray) -> BlockFormat:
-    """Its format with blocks where they lie: a stack has axes that its `spec` does not count."""
+    """The array's format with a block length for every axis.
+
+    `array.spec` alone is not enough for a stack of kernels: it does not count the stack's axes.
+    """
     lengths = array.blocks.lengths
     try:
         if array.spec.block_lengths(array.shape) == lengths:

@@ -1,9 +1,12 @@
-"""Taps: what the products of a program see leaves it as the gradient of zeros.
+"""Taps: measure the operands of a model's products, and get the numbers out as a gradient.
 
-A tap turns the operands of a product into float32 numbers that add. They are the cotangent of an
-array of zeros, which the product takes beside its operands and which is closed over: so they pass
-`jit`, `scan`, `remat`, `vmap` and `shard_map`, where nothing but cotangents could. What a product
-that runs several times in a step gives is the sum.
+Calibration and `numerics` must look at arrays deep inside of a model, under `jit`, `scan`, `remat`,
+`vmap` and `shard_map`. A value computed there cannot simply be returned, but a gradient can leave
+all of these. So each product takes an array of zeros as a further argument, which does not change
+its result. The product's derivative rule says that the gradient of these zeros is whatever the tap
+measured, for instance [number of runs, amax]. `jax.grad` by the zeros then returns the
+measurements. JAX adds up gradients, so a product that runs several times in a step gives the sum
+over its runs: a tap must measure numbers that make sense when they are added.
 """
 
 import contextvars
@@ -22,14 +25,15 @@ from qtoolkit.products._rounded import Cut, Rounded
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
 
-# What the input and the kernel of a product are where they come as codes, else "".
+# (input, kernel) of a product: a label such as "e4m3fn by tensor, stored" for an operand that is
+# stored as codes and scales, "" for an ordinary array.
 Stored = tuple[str, str]
 
 MODEL = "(model)"  # the path of the model itself
 
 
 class Place(NamedTuple):
-    """Which product: the path of its layer, and its name there."""
+    """Names a product: the path of its layer, and the name of the product within that layer."""
 
     path: str
     name: str
@@ -39,11 +43,11 @@ class Place(NamedTuple):
 
 
 class Tap(Protocol):
-    """What to keep of the operands of a product. Hashable.
+    """A measurement of the operands of a product, as an array of fixed size. Hashable.
 
     Attributes:
-      roles: Of which operands, as places in `ROLES`.
-      size: How many numbers each operand gives.
+      roles: The operands to measure, as indices into `ROLES`.
+      size: How many numbers it returns for each operand.
     """
 
     @property
@@ -53,12 +57,18 @@ class Tap(Protocol):
     def size(self) -> int: ...
 
     def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
-        """float32[size], of an operand as it is rounded: after a Hadamard transform, if any."""
+        """Measures one operand: float32[size].
+
+        Args:
+          x: The operand before rounding, but after the Hadamard transform if the recipe has one.
+          rounded: The same operand after rounding.
+          how: How it was rounded.
+        """
         ...
 
 
 class Instrument(Protocol):
-    """What stands between a layer and its products, while it is set."""
+    """Called in place of every product of a layer while it is set: see `instrumented`."""
 
     def product(
         self,
@@ -68,19 +78,20 @@ class Instrument(Protocol):
         compute: Callable[..., jax.Array],
         stored: Stored,
     ) -> jax.Array:
-        """`compute(recipe, state, tap, zeros)`, or something else in its place."""
+        """Returns the product: `compute(recipe, state, tap, zeros)`, or something in its place."""
         ...
 
 
 _instrument: contextvars.ContextVar[Instrument | None] = contextvars.ContextVar(
     "instrument", default=None
 )
-# Part of the key of jax.jit's caches: no trace made without an instrument is used under one.
+# jax.jit caches traces. This value is part of the cache key, so that a function that was traced
+# without an instrument is traced again once one is set.
 _traced_under = jax.make_user_context(None)
 
 
 def instrument() -> Instrument | None:
-    """The one that is set."""
+    """The instrument that is set, or None."""
     return _instrument.get()
 
 
@@ -96,13 +107,15 @@ def instrumented(by: Instrument) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Tapping:
-    """Gives each product its zeros.
+    """The instrument that passes the tap and an array of zeros to each product.
 
     Attributes:
-      tap: What to keep.
-      zeros: For each place; new ones where there are none.
-      found: The products that ran, in order, and their recipes.
-      stored: Which of their operands are codes already.
+      tap: What to measure.
+      zeros: The zeros for each product. A product that is missing here gets zeros of its own, by
+        which nobody differentiates.
+      found: Filled while the model runs: the products in the order in which they ran, with their
+        recipes.
+      stored: Filled likewise: which operands of each product are stored codes.
     """
 
     tap: Tap
@@ -118,18 +131,20 @@ class Tapping:
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
-        # A product's own traces take zeros as an argument: products alike share them.
+        # Inside, the zeros are an argument of a jitted function rather than a value it closes over,
+        # so the trace does not depend on this instrument: let equal products share one trace.
         with _traced_under(None):
             return compute(recipe, state, self.tap, zeros)
 
 
 class Tapped(NamedTuple):
-    """What a tap kept of a function.
+    """What a tap measured in one run of a function.
 
     Attributes:
-      recipes: Of the products that ran, in order.
-      stored: Which of their operands are codes already.
-      sums: For each float32[len(ROLES), size], zeros where no gradient reached it.
+      recipes: The recipe of each product, in the order in which the products ran.
+      stored: Which operands of each product are stored codes.
+      sums: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
+        Zeros for a product on which the result of the function does not depend.
       closed: The jaxpr of the function.
     """
 
@@ -140,38 +155,39 @@ class Tapped(NamedTuple):
 
 
 def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
-    """What a tap keeps of the products of `function`, which gives a float scalar."""
+    """Runs `function`, which returns a float scalar, and taps all of its products."""
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
-    # Along all axes of a `jax.shard_map` that arrays vary along: else their cotangent would be the
-    # sum over the shards, on each of them.
+    # Inside of a `jax.shard_map`, mark the zeros as varying over the same mesh axes as the other
+    # arrays. JAX sums the cotangent of a value that does not vary over all shards, and every shard
+    # would then get the measurements of all instead of its own.
     arrays = [x for x in jax.tree.leaves((arguments, closed.consts)) if isinstance(x, jax.Array)]
     none, *_ = varying_alike(jnp.zeros((len(ROLES), tap.size), jnp.float32), *arrays)
     zeros = dict.fromkeys(finding.found, none)
 
-    def of(zeros: dict[Place, jax.Array]) -> Any:
+    def scalar_from(zeros: dict[Place, jax.Array]) -> Any:
         with instrumented(Tapping(tap, zeros)):
             return function(*arguments)
 
     try:
-        sums = jax.grad(of)(zeros)
+        sums = jax.grad(scalar_from)(zeros)
     except ValueError as error:
         if not has_no_derivative(error):
             raise
         raise ValueError(
-            f"{where}: a product runs inside of a lax.while_loop, out of which no gradient comes, "
-            "expected a model that can be differentiated: what is observed leaves it as one; use "
+            f"{where}: a product runs inside of a lax.while_loop, which has no gradient, expected "
+            "a model that can be differentiated: measurements leave the model as gradients; use "
             "lax.scan, or lax.fori_loop with bounds that are numbers"
         ) from error
     return Tapped(finding.found, finding.stored, sums, closed)
 
 
 def has_no_derivative(error: ValueError) -> bool:
-    """Whether an error is JAX's of a `lax.while_loop` that is differentiated."""
+    """Whether JAX raised this error because it cannot differentiate a `lax.while_loop`."""
     return "Reverse-mode differentiation does not work" in str(error)
 
 
 def swapped_rows(rows: jax.Array) -> jax.Array:
-    """The rows of lhs and rhs exchanged, as `State.swapped` does."""
+    """A tap's rows with lhs and rhs exchanged: dgrad of one is wgrad of the other."""
     return rows[jnp.array([1, 0, 5, 4, 3, 2])]

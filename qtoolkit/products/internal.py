@@ -1,4 +1,4 @@
-"""What the packages above need of products and users do not."""
+"""Names of this package that higher packages use, but users do not."""
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_after, cache_format, cached

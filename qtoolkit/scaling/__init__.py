@@ -1,4 +1,4 @@
-"""Which scale: x ~ q * scale. Block formats, quantized arrays. Derivative-free."""
+"""Chooses scales, x ~ q * scale, and quantizes arrays in blocks. Nothing here has derivatives."""
 
 from qtoolkit.scaling._amax import amax
 from qtoolkit.scaling._calibration import AbsMax, MinMax, MovingAverage

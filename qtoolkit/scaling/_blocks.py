@@ -18,14 +18,16 @@ from qtoolkit.casts.internal import (
     magnitude_ordinal,
 )
 
-_STAGE = 32  # elements that XLA's CPU reduces in one loop with what makes them
+_STAGE = 32  # XLA for CPUs fuses a reduction of at most so many elements with their computation
 _VECTOR = 8  # neighbours that should remain beside each other, so that the loop is vectorized
 _SMALL = 2**20  # elements that one core reduces about as fast as two
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of an array. Its view has two axes, block and place, for each axis that has both.
+    """The blocks of an array, and a view of the array in which each block has axes of its own.
+
+    The view splits an axis with several blocks in two: which block, and which place in the block.
 
     Attributes:
       shape: The shape of the array.
@@ -44,7 +46,9 @@ class Blocks:
 
     @property
     def is_split(self) -> tuple[bool, ...]:
-        """For each axis, whether the view splits it in two: neither one block nor one for each."""
+        """For each axis, whether the view splits it in two: not if it is one block, or if blocks
+        have length 1.
+        """
         return tuple(b not in (1, n) for n, b in zip(self.shape, self.lengths, strict=True))
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -80,7 +84,7 @@ class Blocks:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The axes of the view that lie within a block."""
+        """The axes of the view that run over the elements of a block: reduce over these."""
         axes, at = [], 0
         for length, is_split in zip(self.lengths, self.is_split, strict=True):
             at += is_split
@@ -125,7 +129,7 @@ class Blocks:
         sharded = []
         for is_split in self.is_split:
             sharded.append(next(entries))
-            if is_split:  # an axis within blocks is in no shard of its own
+            if is_split:  # the axis within blocks is not sharded
                 next(entries)
         return _reshaped(view, shape, sharded)
 
@@ -205,7 +209,7 @@ def largest_ordinal(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -
 
 @elementwise
 def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
-    """The places of magnitudes in their order, 0 for what does not count."""
+    """The magnitudes as integers in the same order; 0 for elements that do not count."""
     places, inf = magnitude_ordinal(view), infinity_ordinal(view.dtype)
     skipped = places == inf if nan_wins else places >= inf
     return jnp.where(skipped, np.zeros_like(inf), places)
@@ -214,10 +218,11 @@ def _finite(view: jax.Array, nan_wins: bool) -> jax.Array:
 def _max(x: jax.Array, axes: tuple[int, ...], sharded: tuple[Any, ...]) -> jax.Array:
     """The maximum over `axes`, in two steps with a barrier between them.
 
-    XLA's CPU writes out what makes the elements of a long reduction, but computes them in the loop
-    of a short one, over axes of at most `_STAGE`. Where the second step is short, too, both become
-    one loop, over columns and on one core. It compiles in half the time and is as fast for all of a
-    small array; elsewhere the second step is long.
+    XLA for CPUs fuses the computation of the elements into a short reduction, over axes of at most
+    `_STAGE` elements; before a long one it writes them to memory. So the first step is short. If
+    the second step is short, too, XLA fuses both to one loop over columns on one core. That
+    compiles in half the time and is as fast for small arrays; for others the second step is made
+    long.
     """
     if not axes:
         return x

@@ -79,10 +79,10 @@ class AbsMax(Observer):
 class MovingAverage(Observer):
     """The exponential moving average of the amax of each block, bias corrected.
 
-    After n good batches amax = sum of (1 - decay) * decay**(n - i) * amax_i, over the sum of these
-    weights, 1 - decay**n. Merging adds both sums: the states are streams that ran side by side, and
-    the average is that over all of them. (Under `shard_map` it averages the amax of each device's
-    part of a batch; observe the whole batch under `jit` for the average of its amax.)
+    After n good batches amax is the sum of (1 - decay) * decay**(n - i) * amax_i, divided by the
+    sum of these weights, 1 - decay**n. Merging adds both sums: it averages over all batches as if
+    the states had observed theirs at the same times. (Under `shard_map` it averages the amaxes of
+    the devices' parts of a batch; for the amax of whole batches, observe them under `jit`.)
 
     Attributes:
       spec, shape, count, bad: As in all states.

@@ -1,4 +1,4 @@
-"""Numbers of codes and scales, with the derivative by the scales."""
+"""Dequantizes codes by their scales, with a derivative by the scales."""
 
 from typing import Any
 

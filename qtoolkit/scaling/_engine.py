@@ -1,9 +1,9 @@
-"""The one engine that quantizes: scales found, elements divided by them and rounded, and back.
+"""The engine that quantizes: finds scales, divides elements by them, rounds, and dequantizes.
 
-x is float32, float16 or bfloat16, read as exact float32 through a view with its blocks (`Blocks`).
-q is x / scale: one IEEE division by the scale as it is stored, one rounding. `quantize`,
-`fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of checkpoints
-all call what stands here.
+x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`).
+q is x / scale, rounded: one IEEE division by the scale as it is stored, then one rounding.
+`quantize`, `fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of
+checkpoints all call these functions.
 """
 
 from collections.abc import Callable
@@ -49,14 +49,15 @@ from qtoolkit.scaling._scales import (
 Array = jax.Array
 Map = Callable[[Array], Array]
 Made = TypeVar("Made")  # an array or several
-# What integers are rounded to before their zero point is added: room for both.
+# Integers are rounded to this format before the zero point is added: the sum fits as well.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
-# Roundings that make no 0 of a tiny number: toward_positive makes E4M3FN's 2**-9 of 2**-140.
+# Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
+# least value of E4M3FN.
 _DIRECTED = ("toward_positive", "toward_negative", "to_odd")
 
 
 class Scales(NamedTuple):
-    """What a block format keeps beside its codes; None for what it has not.
+    """What a block format stores beside codes; None for what the format does not have.
 
     Attributes:
       scale: One for each block, as stored: the dtype of the scale format, or its codes.
@@ -85,10 +86,10 @@ def find_scales(
       given: Scales that are used as they are.
 
     Returns:
-      scales: As stored. A NaN stays that of its own element where the element format has one;
-        else it makes the scale of its block NaN.
-      nonzero: bool, a place for each block in an array that broadcasts to the view. None where
-        scales were given, where there are none, and where there are zero points.
+      scales: The scales as stored. If the element format has no NaN, a NaN in a block makes the
+        scale of the block NaN; otherwise only its own element is NaN.
+      nonzero: bool, one for each block, in a shape that broadcasts to the view. None if scales were
+        given, or the format has no scales or has zero points.
     """
     scales, largest = _found(x, spec, given, holds_nan=spec.element.has_nan)
     return scales, None if largest is None else _above_zero(largest)
@@ -100,7 +101,7 @@ def _found(
     """`find_scales`, with the `largest_ordinal` of each block in place of `nonzero`.
 
     Args:
-      holds_nan: Whether a NaN stays that of its own element.
+      holds_nan: Whether elements can be NaN, so that the scale of their block need not be.
     """
     if spec.scale is None or given.scale is not None:
         return given, None
@@ -137,7 +138,8 @@ def block_codes(
     codes = blocks.join(_of_elements(_codes, elements, spec, scales, blocks, nonzero))
     if not packed:
         return codes
-    # Fused into the strides of packing, XLA's CPU would not vectorize the rounding.
+    # Without a barrier XLA for CPUs fuses the rounding into the strided loop that packs, and does
+    # not vectorize it.
     return pack(lax.optimization_barrier(codes), spec.element)
 
 
@@ -157,7 +159,8 @@ def block_values(
         if is_sharded(x):
             nonzero |= jnp.any(jnp.isinf(x))
         else:
-            need_not_look = on_cpu() & jnp.all(nonzero)  # a GPU looks always: it would wait here
+            # On a GPU always check: waiting for this condition takes longer than the check.
+            need_not_look = on_cpu() & jnp.all(nonzero)
             nonzero |= lax.cond(need_not_look, _nowhere, lambda x: jnp.any(jnp.isinf(x)), x)
     elements = _elements(x, blocks, projection, scales, dtype)
     return blocks.join(_of_elements(_values, elements, spec, scales, blocks, nonzero))
@@ -186,15 +189,17 @@ def operand_values(
         elements = _elements(x, blocks, projection, scales)
         return blocks.join(_of_elements(_operands, elements, spec, scales, blocks, is_short=True))
 
-    if scales.scale is None or is_sharded(x):  # nothing is divided; or no branch, see is_sharded
+    # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
+    if scales.scale is None or is_sharded(x):
         return everything(), scales
     if largest is None:
         largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
-    # On CPU in a branch, so that q is in memory before anything reads it. An optimization barrier
-    # is gone before XLA fuses there: every product and every transposed copy that reads q would
-    # repeat the rounding, and the division by the scale, which XLA does not repeat, would go
-    # through memory (a training step at d = 512 read and wrote 2.27 GB so, 2.05 GB with a branch,
-    # 1.45 unrounded). The other branch, taken where all finite elements are zero, gives the same.
+    # On CPUs the rounding stays inside of a branch, whose result XLA writes to memory once.
+    # Otherwise XLA would fuse the rounding into every product and every transposed copy that reads
+    # q, and so repeat it; the division, which it does not repeat, would go through memory. (A
+    # training step at d = 512 read and wrote 2.27 GB that way, 2.05 GB with a branch, 1.45 GB
+    # unrounded.) A barrier does not help, since XLA for CPUs removes it before it fuses. The
+    # other branch is taken only if all finite elements are zero, and gives the same result then.
     is_zero_on_cpu = on_cpu() & (_max_of_all(largest) == 0)
     return lax.cond(is_zero_on_cpu, lambda: _zeros_rounded(x, spec.element), everything), scales
 
@@ -205,7 +210,7 @@ def _above_zero(x: Array) -> Array:
 
 
 def _max_of_all(x: Array) -> Array:
-    """The maximum, a scalar; for one element XLA would compile a reduction."""
+    """The maximum, a scalar, without a reduction if there is only one element."""
     return x.reshape(()) if _is_one(x) else lax.reduce_max(x, tuple(range(x.ndim)))
 
 
@@ -222,7 +227,7 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
 
 
 def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """float32 `q * scale`, of what `operand_values` gave."""
+    """float32 `q * scale`, for the results of `operand_values`."""
     blocks = blocks_of(q, spec)
     view = blocks.split(q)
     return blocks.join(_of_elements(_unscaled, view, spec, scales, blocks, is_short=True))
@@ -245,7 +250,7 @@ def single_scale(scales: Scales, spec: BlockFormat) -> Array:
 
 
 def scaled_values(x: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """What is rounded: `x` divided by its scales, plus the zero point; float32, shape of `x`."""
+    """The numbers that are rounded: x / scale + zero point; float32, in the shape of `x`."""
     blocks = blocks_of(x, spec)
     elements = _elements(x, blocks, NEAREST, scales)
     return blocks.join(_of_elements(_unrounded, elements, spec, scales, blocks))
@@ -297,13 +302,13 @@ def _with_zero_point(
 
 
 class _Elements(NamedTuple):
-    """What belongs to each element, in the shape of the view of its blocks.
+    """Arrays with one entry for each element, in the shape of the view of its blocks.
 
     Attributes:
       view: The numbers, or their codes.
-      projection: Drawn: with a number of random bits for each element, where it is stochastic.
-      zero_point: int32, None where there is none.
-      dtype: What all results are rounded to.
+      projection: The projection; a stochastic one with random bits for each element.
+      zero_point: int32, or None.
+      dtype: The dtype of the results.
     """
 
     view: Array
@@ -327,7 +332,7 @@ def _elements(
     return _Elements(view, projection, zero_point, np.dtype(dtype))
 
 
-# What is done to elements by functions that divide them by their scales, and multiply.
+# What is computed for elements. `divide` and `multiply` apply the scale of their block.
 
 
 def _codes(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -367,10 +372,10 @@ def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) ->
 
 
 def _scaled(x: _Elements, divide: Map) -> Array:
-    """What is rounded: elements, divided by their scales.
+    """Elements divided by their scales, ready to be rounded.
 
-    A quotient that float32 cannot hold as a normal number may be 0 to XLA. Directed roundings must
-    not take it for 0: 1e-45 / 448, toward positive, is E4M3FN's least value, 2**-9.
+    XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
+    toward positive, is E4M3FN's least value, 2**-9.
     """
     wide = exact_float32(x.view)
     u = divide(wide)
@@ -387,18 +392,19 @@ def _of_elements(
     *,
     is_short: bool = False,
 ) -> Made:
-    """`compute(elements, spec, divide, multiply)`, by the scales of the elements' blocks.
+    """`compute(elements, spec, divide, multiply)`, with functions that apply the blocks' scales.
 
-    It is one elementwise operation. Where scales are powers of two it is one of two branches on
-    CPU: one product where all of these are exact, several that spare subnormals elsewhere. XLA
-    writes to memory what enters and leaves a branch. So `compute` takes the elements in their own
-    dtype and gives the result in its own: MXFP8 of bfloat16 took 4.7 times as long with float32 on
-    both sides. A product takes its operands by the second way alone: with both, that of MXFP8 with
-    its derivatives compiled for 2.5 s in place of 1.2 (d = 64, two cores), and ran no faster.
+    It is one elementwise operation. If scales are powers of two, there are two ways to apply them:
+    one multiplication by 2**e, exact if no subnormal number occurs; or several operations that are
+    exact for subnormals, too. On CPUs a branch chooses. XLA writes to memory what enters and leaves
+    a branch, so `compute` takes the elements in their own dtype and returns the result's: with
+    float32 on both sides MXFP8 of bfloat16 took 4.7 times as long. Products use only the second way
+    (`is_short`): with both, an MXFP8 product with its derivatives compiled in 2.5 s instead of
+    1.2 s (d = 64, two cores) and ran no faster.
 
     Args:
       elements: A pytree of arrays in the shape of the view.
-      nonzero: As `find_scales` gives it: scales of blocks of zeros need not be exact.
+      nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
       is_short: Whether a short program matters more than a fast one.
     """
     shape = jax.tree.leaves(elements)[0].shape
@@ -454,7 +460,8 @@ def _by_exponent(
 
 
 def _nowhere(x: Array) -> Array:
-    return jnp.zeros_like(x, dtype=bool, shape=())  # of x: in `shard_map` it varies as x does
+    # Made from x, so that in `shard_map` it varies over the same mesh axes as x.
+    return jnp.zeros_like(x, dtype=bool, shape=())
 
 
 def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
@@ -467,15 +474,15 @@ def _range(view: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def _amax_of_all(largest: Array, dtype: DTypeLike) -> Array:
-    """The largest amax, none of which is NaN: of their `largest_ordinal`; float32, a scalar."""
+    """The largest amax, a float32 scalar, from the `largest_ordinal` of blocks, none a NaN."""
     return exact_float32(from_magnitude_ordinal(_max_of_all(largest), dtype))
 
 
 def _tensor_amax(x: Array, amax: Array) -> Array:
     """The largest finite |x| of all, from the amaxes of blocks.
 
-    A block's amax is NaN where it holds a NaN. Its finite elements count all the same: then `x` is
-    read once more.
+    The amax of a block with a NaN is NaN, though its finite elements count here: then `x` is read
+    once more.
     """
     poisoned = jnp.isnan(amax)
 

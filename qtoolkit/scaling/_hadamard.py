@@ -79,7 +79,7 @@ def hadamard_transform(
 
 
 def random_signs(key: jax.Array, block: int) -> jax.Array:
-    """float32[block]; where the key is known, a constant of the program that is traced."""
+    """Random signs, float32[block]. If the key is no tracer, they are a constant of the program."""
     is_known = not isinstance(key, jax.core.Tracer)
     with computed_now() if is_known else contextlib.nullcontext():
         return jax.random.rademacher(key, (block,), jnp.float32)
@@ -87,10 +87,10 @@ def random_signs(key: jax.Array, block: int) -> jax.Array:
 
 @contextlib.contextmanager
 def computed_now() -> Iterator[None]:
-    """Within it JAX computes constants, whatever is traced around it.
+    """In this context JAX computes eagerly, even inside of a trace.
 
-    Outside of the mesh as well: inside of `jax.shard_map` under `jax.set_mesh` JAX would give even
-    constants a sharding of the shard's axes, which no program of their own can have.
+    It also hides the mesh: inside of `jax.shard_map` under `jax.set_mesh` JAX would give even
+    constants a sharding over the axes of the `shard_map`, and could not compute them outside of it.
     """
     nowhere = jax.sharding.AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(nowhere):
@@ -131,7 +131,8 @@ def _summed(
     y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
     for at in range(len(before), len(before) + halvings):
         first, second = (lax.index_in_dim(y, i, at, keepdims=False) for i in (0, 1))
-        # What is stacked is written out: fused, each step would compute those before it twice.
+        # A stack is written to memory. Otherwise XLA would fuse all steps, and each step would
+        # compute the ones before it twice.
         y = jnp.stack([first + second, first - second], at)
     y = y.reshape(*before, block, *after)
     if factors is not None and inverse:

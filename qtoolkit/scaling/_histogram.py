@@ -1,7 +1,7 @@
 """Calibration from histograms: percentiles, least squared error, least divergence.
 
-The bins are fixed beforehand, from bits of the float32 pattern: histograms of any batches, devices
-and hosts add up, and nothing is ever distributed anew over other bins.
+The bins are fixed beforehand, from bits of the float32 pattern. So histograms of different batches,
+devices and hosts can simply be added.
 """
 
 import dataclasses
@@ -50,14 +50,14 @@ _TINY = np.finfo(np.float32).tiny
 class Bins:
     """The bins of a histogram of magnitudes; each holds (low, high], its upper edge included.
 
-    2**mantissa_bits of equal width divide each binade, so that (high - low) / low <=
-    2**-mantissa_bits. One bin more is for exact zeros, one for (0, 2**lowest], one for all above
-    2**(lowest + binades). The default has the range of float16, 5123 bins, 20 KiB for each scale;
-    choose fewer where there are thousands of scales.
+    Each binade is divided into 2**mantissa_bits bins of equal width, so that (high - low) / low <=
+    2**-mantissa_bits. Three more bins hold exact zeros, (0, 2**lowest], and all above 2**(lowest +
+    binades). The default has the range of float16: 5123 bins, 20 KiB for each scale. Choose fewer
+    if there are thousands of scales.
 
     Attributes:
       lowest: The exponent of the lowest edge above zero, -126 or more.
-      binades: How many there are; lowest + binades <= 127.
+      binades: The number of binades; lowest + binades <= 127.
       mantissa_bits: 0 to 10.
 
     Examples:
@@ -116,7 +116,7 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Histogram(Observer):
-    """What the states of histograms share. Merging is exact.
+    """The base class of observers that keep histograms. Merging is exact.
 
     Attributes:
       spec, shape, count, bad: As in all states.
@@ -174,14 +174,15 @@ def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
 class Percentile(Histogram):
     """The least edge of a bin at or below which a fraction of the magnitudes lies.
 
-    The true percentile is at most that edge and above the bin's lower one: amax is too large by a
-    factor below 1 + 2**-mantissa_bits, never too small, within the range of the bins. It is never
-    more than the largest magnitude that was observed. Zeros count; where the edge were zero, though
-    not all elements are, amax is the largest magnitude.
+    The true percentile lies in the bin below that edge. So, within the range of the bins, amax is
+    never too small, and too large by a factor of less than 1 + 2**-mantissa_bits. It never exceeds
+    the largest magnitude that was observed. Zeros count. If that made the edge zero, though not all
+    elements are, amax is the largest magnitude.
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      fraction: Of the magnitudes; what it leaves out is counted to a relative 2**-20.
+      fraction: The fraction of the magnitudes. The number of those left out is exact to a relative
+        2**-20.
 
     Source: arXiv:2004.09602, section on calibration, "percentile".
 
@@ -221,7 +222,7 @@ class Percentile(Histogram):
         counts = self.counts.astype(jnp.float32)  # sums are exact below 2**24
         from_here = lax.cumsum(counts, counts.ndim - 1, reverse=True)
         beyond = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(counts[..., :1])], axis=-1)
-        # What may lie beyond the edge; a little more, for all three numbers are rounded.
+        # How many may lie beyond the edge; a little more, since all three numbers are rounded.
         allowed = from_here[..., :1] * np.float32((1 - self.fraction) * (1 + 2**-21))
         edge = jnp.asarray(self.bins.edges)[jnp.argmax(beyond <= allowed, axis=-1)]
         largest = self._range()
@@ -286,11 +287,12 @@ class MSE(Histogram):
 class Entropy(Histogram):
     """The scale with the least Kullback-Leibler divergence of the quantized distribution.
 
-    Candidates as in `MSE`. The reference is the distribution of the magnitudes, those that the
-    scale clips put in the last bin that it does not. The other one is what quantizing leaves of it:
-    for each value of the format, the elements that are rounded to it, without those clipped, spread
-    evenly over those of its bins that are not empty. The divergence is infinite where this has
-    nothing in a bin that the reference has something in; amax is the choice where all are.
+    Candidates are as in `MSE`. Two distributions are compared. The reference is that of the
+    magnitudes, where those that the scale clips are moved to the last bin that it does not clip.
+    The other one is what remains after quantizing: for each value of the format, the elements that
+    are rounded to it, without clipped ones, spread evenly over its non-empty bins. The divergence
+    is infinite if this has nothing in a bin in which the reference has something. If it is infinite
+    for all candidates, amax is taken.
 
     What differs from the published method: the bins here have different widths, so a value's
     elements are spread over its bins in proportion to their widths. Exact zeros are left out,
@@ -328,7 +330,8 @@ class Entropy(Histogram):
         return _best(self, self.octaves, _divergence)
 
 
-# The cost of a scale: from the counts of a block without its zeros, its amax, the effective scale.
+# The cost of a scale, from (counts of a block without zeros, its amax, effective scale, bins,
+# element format).
 Cost = Callable[[Array, Array, Array, Bins, Format], Array]
 
 
@@ -347,8 +350,9 @@ def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
 
 
 def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
-    """The amax of the candidate with the least cost, of equal ones the first: block by block, so
-    that memory stays bounded.
+    """The amax of the candidate with the least cost; of equal ones the first.
+
+    Blocks are searched `_BLOCKS` at a time, so that memory stays bounded.
     """
     spec, second = state.spec, stored_tensor_scale(state)
 

@@ -1,9 +1,9 @@
-"""Delayed scaling: scales from the largest magnitudes of the batches before.
+"""Delayed scaling: scales from the largest magnitudes of earlier batches.
 
-What one use of an array contributes is a histogram with a single entry, the bucket of its amax.
-Histograms add up, so whatever a program does with one layer (scan, vmap, several uses, shards,
-micro-batches, sums or means of gradients), the top bucket that is not empty is that of the amax of
-all of them.
+Each use of an array contributes a histogram with a single entry: 1 in the bucket of its amax. These
+are added up, as gradients are, whatever a program does with a layer: scan, vmap, several uses,
+shards, micro-batches, sums or means of gradients. The highest bucket of the sum that is not empty
+is that of the largest amax.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _LARGEST = np.uint32(0x7F7FFFFF)
 
 
 def histogram(amax: Array, is_bad: Array) -> Array:
-    """float32[BUCKETS]: 1 in the bucket of `amax`, float32 and finite, and 1 in that of bad ones.
+    """float32[BUCKETS]: 1 in the bucket of `amax`; if `is_bad`, also 1 in the bucket `_BAD`.
 
     Args:
       is_bad: Whether the array held an infinity or a NaN.
@@ -46,7 +46,7 @@ def amax_of(x: Array) -> tuple[Array, Array]:
 
 
 def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
-    """The histories of several arrays that scales are for, after one more step.
+    """Updates the histories of several arrays after one more step.
 
     Args:
       history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.
@@ -54,8 +54,8 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
       counts: float32[..., arrays, BUCKETS], the sum of histograms of the step.
 
     Returns:
-      `history` and `bad` as they become. A step with an infinity or a NaN in any of the arrays
-      changes no history. Nor does one in which an array was not seen, or held only zeros.
+      The new `history` and `bad`. A step with an infinity or a NaN in any of the arrays changes no
+      history. Nor does one in which an array was not seen, or held only zeros.
     """
     is_bad = jnp.any(counts[..., _BAD] != 0, axis=-1)
     buckets = lax.broadcasted_iota(jnp.uint32, counts.shape, counts.ndim - 1)
@@ -122,7 +122,8 @@ class AmaxHistory(Observer):
 
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
         moved = jnp.concatenate([amax[None], self.history[:-1]])
-        kept = jnp.where(amax == 0, self.history, moved)  # zeros say nothing of the next batch
+        # A batch of zeros says nothing about the next one: skip it.
+        kept = jnp.where(amax == 0, self.history, moved)
         return dataclasses.replace(self, history=kept)
 
     def _found(self) -> Array:

@@ -206,16 +206,16 @@ def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
 
 
 class Comparison(NamedTuple):
-    """What an array x and what became of it, y, have in common, and in what they differ.
+    """Sums and counts that compare an array x with y, the array after rounding.
 
     Counts are uint32 scalars; sums are over the elements compared.
 
     Attributes:
-      compared: Finite in x and y.
-      saturated: Clamped: see `Metrics`.
-      alive: Finite and not zero.
-      flushed: Of those, the ones that became zero.
-      nonfinite: NaN or infinite.
+      compared: How many elements are finite in x and y.
+      saturated: How many were clamped: see `Metrics`.
+      alive: How many are finite and not zero.
+      flushed: How many of these became zero.
+      nonfinite: How many are NaN or infinite.
       amax: float32, the largest finite |x|.
       sums: float32[4], of x x, (x - y)(x - y), y y and x y, each in units of a power of two, so
         that none overflows or underflows.
@@ -260,8 +260,8 @@ def comparison(x: jax.Array, y: jax.Array, saturated: jax.Array) -> Comparison:
     Sums of squares would overflow or underflow for many an array that float32 holds. So x, y and
     x - y are each divided by the power of two of their largest magnitude.
 
-    Results come out of three reductions of several arrays each, because they compile sooner: XLA's
-    CPU makes one loop of such a reduction, and three loops of a reduction of one array.
+    There are only three reductions, each of several arrays, to save compile time: XLA for CPUs
+    makes one loop of such a reduction, but three loops of a reduction of a single array.
     """
     is_finite = jnp.isfinite(x)
     compared, alive = is_finite & jnp.isfinite(y), is_finite & ~is_zero(x)

@@ -1,7 +1,8 @@
-"""Calibration: scales from what many batches held, observed one by one and merged.
+"""Calibration: observers see batches one by one, can be merged, and give scales.
 
-A state is a frozen pytree: its arrays are leaves, its format and configuration static. It goes
-through `jit`, `scan`, `vmap` and `shard_map`, and every method returns a new one.
+An observer is a frozen pytree, called state here: its arrays are leaves, its format and
+configuration are static. It works under `jit`, `scan`, `vmap` and `shard_map`, and every method
+returns a new one.
 
     state = AbsMax.of(spec, (8, 128))
     for x in batches:
@@ -9,9 +10,10 @@ through `jit`, `scan`, `vmap` and `shard_map`, and every method returns a new on
     q = quantize(x, spec, scale=state.scale())
 
 Under `jit` over sharded arrays `observe` sees the whole batch, and nothing is left to merge. Where
-each device or host has a state of its own, observe first and merge once, last: counts add up.
+each device or host has its own state, observe all batches first and merge once, at the end: counts
+add up, so a second merge would count earlier batches twice.
 
-How a field merges is said once, where it is declared; `merge` and `merge_across` both follow it.
+How a field is merged is declared with the field; `merge` and `merge_across` both follow that.
 """
 
 import dataclasses
@@ -63,7 +65,7 @@ def _added_across(counts: Array, axis_name: AxisNames) -> Array:
 
 
 class Merge(NamedTuple):
-    """How the values of a field become one: those of two states, those of all devices."""
+    """How to merge the values of a field: (of two states, of all devices along mesh axes)."""
 
     two: Callable[[Array, Array], Array]
     across: Callable[[Array, AxisNames], Array]
@@ -83,12 +85,13 @@ Kind = TypeVar("Kind", bound=type)
 def pytree(kind: Kind) -> Kind:
     """Registers a dataclass as a pytree whose structure is not that of any other class.
 
-    JAX (0.10 to 0.12) takes structures of two classes from `jax.tree_util.register_dataclass` for
-    equal where their static fields are. Those of `MSE` and `Entropy` are, so that `jax.jit`, where
-    their hashes met, gave a state of the other class. It tells apart nodes of one's own.
+    JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
+    for equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
+    hashes collided, `jax.jit` returned a state of the other class. Classes registered by
+    `jax.tree_util.register_pytree_with_keys` are told apart.
 
-    Other dataclasses stay with `register_dataclass`, which flattens in C++ and so is sooner
-    dispatched: no two of them with equal static fields are arguments of one jitted function.
+    Other dataclasses use `register_dataclass`, which flattens in C++ and is dispatched faster. They
+    are safe: no two of them with equal static fields are arguments of one jitted function.
     """
     fields = dataclasses.fields(kind)
     static = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -112,7 +115,7 @@ def pytree(kind: Kind) -> Kind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Observer:
-    """What all states share.
+    """The base class of all observers.
 
     Attributes:
       spec: The block format that scales are for.
@@ -168,7 +171,7 @@ class Observer:
         return _on_any_mesh(self, lax.stop_gradient(batch))
 
     def merge(self, other: Self) -> Self:
-        """What both states saw. Associative and commutative, for float sums up to rounding.
+        """A state that has seen the batches of both. Associative and commutative, up to rounding.
 
         Raises:
           TypeError: `other` is of another class.
@@ -188,7 +191,7 @@ class Observer:
         )
 
     def merge_across(self, axis_name: AxisNames) -> Self:
-        """What the states of all devices along mesh axes saw; the same on each of them.
+        """A state that has seen the batches of all devices along mesh axes, the same on each.
 
         Args:
           axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
@@ -221,11 +224,11 @@ class Observer:
         return None if self.spec.tensor_scale is None else _tensor_scale(self)
 
     def _found(self) -> Array:
-        """What `amax` returns."""
+        """Computes `amax`; each observer has its own way."""
         raise NotImplementedError
 
     def _range(self) -> Array:
-        """The amax of blocks that the second scale is for."""
+        """The amax of each block, from which the second scale is computed."""
         return self._found()
 
     def _after(self, x: Array) -> Self:
@@ -297,7 +300,7 @@ def _observed(state: State, x: Array) -> State:
 
 @jax.jit
 def observed_summary(state: State, amax: Array, counts: Array | None, is_good: Array) -> State:
-    """`state.observe(x)` for a batch x of which no more is known than this.
+    """`state.observe(x)` for a batch x that has been summarized already.
 
     Args:
       amax: float32 in the shape of the scales.
@@ -325,7 +328,7 @@ def start(
     if fmt.zero_point != zero_point:
         has, use = ("a", "MinMax") if fmt.zero_point else ("no", "AbsMax")
         raise ValueError(f"{where}: {fmt.name} has {has} zero point; use {use}")
-    # Two arrays: one that is there twice could not be donated.
+    # Two separate arrays: JAX cannot donate a buffer that occurs twice.
     count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
     return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": count, "bad": bad}
 
