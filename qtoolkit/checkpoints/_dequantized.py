@@ -135,7 +135,7 @@ def dequantized(source: Source) -> Source:
         stored, own = saved_arrays(source.metadata, source.tensors, where)
         others = {name: info for name, info in source.tensors.items() if name not in own}
         found = ["plain"] if stored else []
-        for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
+        for name in sorted(LAYOUTS, key=lambda name: name != own_layout(source)):
             read = LAYOUTS[name].read({}, others, where)
             found += [name] if any(weight not in stored for weight in read) else []
             stored = read | stored
@@ -186,7 +186,7 @@ def _check_not_others(source: Source) -> None:
                 )
 
 
-def _own_layout(source: Source) -> str:
+def own_layout(source: Source) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(source.metadata.get("qtoolkit", "{}"))

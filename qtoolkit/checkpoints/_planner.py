@@ -164,14 +164,11 @@ class _Planner:
         )
         _check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
-        used: dict[Scheme, list[str]] = {}
-        for tensor in tensors:
-            if tensor.scheme is not None:
-                used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+        used = used_schemes(tensors)
         if format is not None:
             self._check_schemes(used, tensors)
         word = self._scaling_word(used, rules)
-        kept = _kept_modules(tensors) if used else []
+        kept = kept_modules(tensors) if used else []
         if used:
             self._check_loadable(tensors)
         return Plan(
@@ -409,7 +406,16 @@ def _formats(rules: Rules[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
+    """The schemes in use and the modules of each."""
+    used: dict[Scheme, list[str]] = {}
+    for tensor in tensors:
+        if tensor.scheme is not None:
+            used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+    return used
+
+
+def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
     """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
     kept = [
         module_of(tensor.name)
