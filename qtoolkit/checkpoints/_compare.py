@@ -11,7 +11,7 @@ from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import Source, open_source
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
 
@@ -96,6 +96,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       ...     print(tensor.name, tensor.format, tensor.equal, f"{tensor.sqnr_db:.1f} dB")
       w e4m3fn by tensor False 31.6 dB
     """
+    check_path(a, "a")
+    check_path(b, "b")
     with opened(a) as first, opened(b) as second:
         names = [name for name in first.tensors if name in second.tensors]
         if not names:

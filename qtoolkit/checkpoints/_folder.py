@@ -10,7 +10,7 @@ from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import is_under_way, weight_files
-from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
+from qtoolkit.checkpoints._storage import Path, check_path, identity, is_url, join, storage
 
 # What lies beside the weights of a model: what --overwrite may take with them.
 _BESIDE_WEIGHTS = re.compile(
@@ -65,7 +65,10 @@ def check_destination(src: Path, dst: Path, overwrite: bool) -> None:
 
     Raises:
       CheckpointError, OSError: As `check_paths`, `check_folder` or `check_target`.
+      TypeError: One is no path.
     """
+    check_path(src, "src")
+    check_path(dst, "dst")
     check_paths(src, dst)
     if storage(src).kind(src) == "folder":
         found = storage(src).entries(src)

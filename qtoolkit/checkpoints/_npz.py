@@ -29,6 +29,11 @@ class NpzFile(ArraySource):
             raise CheckpointError(f"{path}: a damaged zip archive ({error})") from error
         try:
             members = self._archive.namelist()
+            if not members:
+                raise CheckpointError(
+                    f"{path}: no tensors: an empty zip archive, expected arrays; write them with "
+                    "numpy.savez(FILE, name=array)"
+                )
             others = [name for name in members if not name.endswith(".npy")]
             if others:
                 raise CheckpointError(f"{path}: {_archive_of(others)}")

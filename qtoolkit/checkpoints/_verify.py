@@ -15,7 +15,7 @@ from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
 from qtoolkit.checkpoints._source import Source
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
@@ -75,6 +75,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       >>> qt.checkpoints.verify("other.safetensors", "fp8.safetensors").problems
       ('w: byte 0 is 126, expected 0; convert it again',)
     """
+    check_path(src, "src")
+    check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         check = _Check(source, target)
         total = sum(info.nbytes for info in source.tensors.values())
