@@ -55,7 +55,7 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
             yield from _config_problems(folder, config, layout, plans)
     else:
         yield from _listed(config, target)
-    yield from _scale_problems(target, plans, is_ours)
+    yield from _scale_problems(source, target, plans, is_ours)
 
 
 def _unsaid(folder: Folder, layout: str) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _listed(config: Mapping[str, Any], target: DequantizedSource) -> Iterator[st
 
 
 def _scale_problems(
-    target: DequantizedSource, plans: Iterable[TensorPlan], is_ours: bool
+    source: Source, target: DequantizedSource, plans: Iterable[TensorPlan], is_ours: bool
 ) -> Iterator[str]:
     """What is wrong with static scales of activations, and with scales of attention caches."""
     expected = {
@@ -206,13 +206,11 @@ def _scale_problems(
         if plan.stored is not None
         for entry, _ in plan.stored.constants
     }
-    there = target.source.tensors
-    for name in (name for name in expected if name not in there):
+    for name in (name for name in expected if name not in target.source.tensors):
         yield f"{shown(name)}: is missing, expected {_shown(expected[name])}; {_AGAIN}"
-    read = {entry.name for weight in target.stored.values() for entry in weight.entries}
-    for name, info in there.items():
-        if name in read or name in target.tensors:
-            continue  # checked with the weights
+    for name, info in target.beside.items():
+        if name in source.tensors:
+            continue  # compared with that one
         if is_ours and name not in expected and name.endswith("input_scale"):
             yield (
                 f"{shown(name)}: is there, expected none: activations have no static scales; "

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import Source, open_source
@@ -29,7 +29,7 @@ class TensorComparison:
       size: Its elements.
       equal: Whether all values are the same; of tensors that are no floats, all bytes.
       sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over elements finite in both; infinite where they
-        are equal, None where a is zero there, or no floats are compared.
+        are equal, None where a is zero there, a sum is none of float64, or no floats are compared.
       max_error: The largest |a - b| of the same elements; None where no floats are compared.
       saturated: The share of elements that were clamped: the code in b is the largest, its
         negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
@@ -80,7 +80,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       progress: Called with (name, elements compared, elements in all).
 
     Returns:
-      How each tensor that both hold differs, and the names that one alone holds.
+      How each tensor that both hold differs, input scales as well, and the names that one alone
+      holds.
 
     Raises:
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
@@ -99,25 +100,26 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     check_path(a, "a")
     check_path(b, "b")
     with opened(a) as first, opened(b) as second:
-        names = [name for name in first.tensors if name in second.tensors]
+        all_a, all_b = everything(first), everything(second)
+        names = [name for name in all_a if name in all_b]
         if not names:
             raise CheckpointError(
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        total = sum(first.tensors[name].size for name in names)
+        total = sum(all_a[name].size for name in names)
         done, compared = 0, []
         for name in names:
-            compared.append(_compared(first, second, name))
-            done += first.tensors[name].size
+            compared.append(_compared(first, second, all_a[name], all_b[name]))
+            done += all_a[name].size
             if progress is not None:
                 progress(shown(name), done, total)
         return Comparison(
             a=str(a),
             b=str(b),
             tensors=tuple(compared),
-            only_a=tuple(name for name in first.tensors if name not in second.tensors),
-            only_b=tuple(name for name in second.tensors if name not in first.tensors),
+            only_a=tuple(name for name in first.tensors if name not in all_b),
+            only_b=tuple(name for name in second.tensors if name not in all_a),
         )
 
 
@@ -128,8 +130,8 @@ def opened(path: Path) -> Iterator[Source]:
         yield dequantized(source)
 
 
-def _compared(first: Source, second: Source, name: str) -> TensorComparison:
-    a, b = first.tensors[name], second.tensors[name]
+def _compared(first: Source, second: Source, a: TensorInfo, b: TensorInfo) -> TensorComparison:
+    name = a.name
     if a.shape != b.shape:
         raise CheckpointError(
             f"{second.path}: tensor {shown(name)}: shape {list(b.shape)}, and {list(a.shape)} in "
@@ -186,9 +188,10 @@ class _Errors:
         alive = a != 0
         self._alive += int(np.count_nonzero(alive))
         self._flushed += int(np.count_nonzero(alive & (b == 0)))
-        error = a - b
-        self._signal += float(a @ a)
-        self._noise += float(error @ error)
+        with np.errstate(over="ignore"):  # of float64
+            error = a - b
+            self._signal += float(a @ a)
+            self._noise += float(error @ error)
         self._largest = max(self._largest, float(np.max(np.abs(error), initial=0)))
 
     def result(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._convert import entries, tasks_of
-from qtoolkit.checkpoints._dequantized import DequantizedSource
+from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
@@ -94,7 +94,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
         return Verification(
             source=str(src),
             converted=str(converted),
-            tensors=sum(name in target.tensors for name in source.tensors),
+            tensors=sum(name in check.everything for name in source.tensors),
             quantized=len(check.stored),
             problems=tuple(problems),
         )
@@ -107,6 +107,7 @@ class _Check:
         self.problems: list[str] = []
         self.stored: Mapping[str, Stored] = {}
         self._source, self._target = source, target
+        self.everything = everything(target)
         self._seconds: dict[str, bytes] = {}
         self._amaxes: dict[bytes, float] = {}
         if isinstance(target, DequantizedSource):
@@ -119,7 +120,7 @@ class _Check:
 
     def tensor(self, name: str) -> None:
         """Compares a tensor of the source; at most one problem of it is named."""
-        info, found = self._source.tensors[name], self._target.tensors.get(name)
+        info, found = self._source.tensors[name], self.everything.get(name)
         if found is None or found.shape != info.shape:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
