@@ -27,6 +27,7 @@ from qtoolkit.checkpoints._storage import join, storage
 from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 
+_KEY = "quantization_config"
 _AGAIN = "convert it again"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 _MOST = 2**16  # scales of a tensor that are read: one for each head at most
@@ -39,12 +40,13 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
     if not isinstance(target, DequantizedSource):
         yield from _says_too_much(config)
         return
+    own = (own_layout(target) or "plain") if METADATA_KEY in target.metadata else ""
+    is_ours = own in LAYOUTS
+    layout = LAYOUTS[own if is_ours else target.layout]
+    if is_ours and folder is not None and not folder.config.get(_KEY):
+        config = {}  # elsewhere in config.json loaders need not find it
     if folder is not None and not config:
         yield from _unsaid(folder, target.layout)
-    is_ours = METADATA_KEY in target.metadata
-    layout = LAYOUTS.get((own_layout(target) or "plain") if is_ours else target.layout)
-    if layout is None:
-        return
     plans: list[TensorPlan] = []
     unknown: list[str] = []
     if layout.linear_only:
@@ -55,7 +57,7 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
             yield from _config_problems(folder, config, layout, plans)
     else:
         yield from _listed(config, target)
-    yield from _scale_problems(source, target, plans, is_ours)
+    yield from _scale_problems(source, target, plans, is_ours and not unknown)
 
 
 def _unsaid(folder: Folder, layout: str) -> Iterator[str]:
@@ -233,10 +235,9 @@ def _scale_problem(target: DequantizedSource, info: TensorInfo, expected: Entry 
     bad = values[~((values > 0) & (values < math.inf))]
     if not len(bad):
         return ""
-    return (
-        f"{bad[0]:g}, expected a number above 0, as every calibration gives; give it with "
-        f"--input-scales, and {_AGAIN}"
-    )
+    is_input = info.name.endswith("input_scale")
+    remedy = f"give it with --input-scales, and {_AGAIN}" if is_input else "calibrate it again"
+    return f"{bad[0]:g}, expected a number above 0, as every calibration gives; {remedy}"
 
 
 def _shown(entry: Entry) -> str:

@@ -206,6 +206,34 @@ def test_scales_in_a_shape_that_the_layout_does_not_write(problems):
     assert line.startswith(f"{Q}.weight: {Q}.weight F8_E4M3 [256, 128], {Q}.weight_scale F32 [256]")
 
 
+def test_a_second_scale_in_another_shape_is_one_line(problems):
+    def change(arrays):
+        arrays[f"{Q}.weight_scale_2"] = arrays[f"{Q}.weight_scale_2"].reshape(1)
+
+    (line,) = problems(("modelopt", "nvfp4", None, 0.5), tensors=change)
+    assert f"{Q}.weight_scale_2 F32 [1], expected what layout modelopt writes" in line
+
+
+def test_a_scale_of_an_attention_cache_that_is_nan(problems):
+    def change(arrays):
+        arrays[f"{Q}.q_scale"] = np.full(1, np.nan, np.float32)
+
+    assert problems(LAYOUTS[2], tensors=change) == (
+        f"{Q}.q_scale: nan, expected a number above 0, as every calibration gives; calibrate it "
+        "again",
+    )
+
+
+@pytest.mark.parametrize("key", ["compression_config", "text_config"])
+def test_a_config_where_loaders_need_not_find_it(problems, key):
+    def change(config):
+        given = {"quantization_config": config.pop("quantization_config")}
+        config[key] = given if key == "text_config" else given["quantization_config"]
+
+    (line,) = problems(LAYOUTS[2], change=change)
+    assert line.startswith("config.json: no quantization_config, expected that of layout compresse")
+
+
 def test_a_config_of_codes_beside_wide_weights(source, tmp_path):
     convert(source, tmp_path / "dst", layout="finegrained-fp8", format="e4m3fn")
     (tmp_path / "dst" / "model.safetensors").write_bytes(
