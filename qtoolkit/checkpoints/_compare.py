@@ -222,7 +222,8 @@ def _floats(source: Source, info: TensorInfo, start: int, stop: int) -> np.ndarr
     dtype = NUMPY_DTYPES[info.dtype]
     data = np.empty(stop - start, dtype)
     source.read_into(info.name, start * dtype.itemsize, data.view(np.uint8).data)
-    return data.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        return data.astype(np.float64)
 
 
 def _limits(limits: Values, start: int, stop: int) -> np.ndarray:

@@ -136,6 +136,22 @@ def test_a_weight_that_is_there_wide_and_quantized(tmp_path):
             function(tmp_path / "a", tmp_path / "b")
 
 
+def test_scales_in_float64_are_refused_not_left_beside_codes(tmp_path):
+    """`dequantize` gave the codes, and the scales beside them."""
+    tensors = {"w": np.ones((2, 2), ml_dtypes.float8_e4m3fn), "w_scale": np.full(1, 2.0)}
+    save(tmp_path / "a", tensors)
+    with pytest.raises(CheckpointError, match=r"w_scale: dtype F64, expected F32, BF16, F16 besi"):
+        dequantize(load(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match=r"w_scale: dtype F64, expected F32, BF16, F16 besi"):
+        compare(tmp_path / "a", tmp_path / "a")
+
+
+def test_signaling_nans_are_compared_without_a_warning(tmp_path):
+    x = np.full((4, 4), 0x7FA00000, np.uint32).view(np.float32)
+    save(tmp_path / "a", {"x": x})
+    assert compare(tmp_path / "a", tmp_path / "a").equal
+
+
 def test_numbers_whose_squares_float64_does_not_have(tmp_path):
     save(tmp_path / "a", {"x": np.full(4, 1e200)})
     save(tmp_path / "b", {"x": np.full(4, 2e200)})
