@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import Source, open_source
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
 
@@ -29,7 +29,8 @@ class TensorComparison:
       size: The number of elements.
       equal: Whether all values are the same; for tensors that are no floats, all bytes.
       sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over the elements that are finite in both; infinite
-        if these are equal, None if a is zero in all of them or the tensors are no floats.
+        if these are equal, None if a is zero in all of them, a sum overflows float64, or the
+        tensors are no floats.
       max_error: The largest |a - b| of the same elements; None if the tensors are no floats.
       saturated: The share of elements that were clamped: the code in b is the largest, its
         negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
@@ -80,7 +81,8 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       progress: Called with (name, elements compared, elements in all).
 
     Returns:
-      The difference of each tensor that both have, and the names that only one of them has.
+      The difference of each tensor that both have, input scales as well, and the names that only
+      one of them has.
 
     Raises:
       CheckpointError: One is no checkpoint or damaged; a tensor has two shapes; or they have no
@@ -96,26 +98,29 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
       ...     print(tensor.name, tensor.format, tensor.equal, f"{tensor.sqnr_db:.1f} dB")
       w e4m3fn by tensor False 31.6 dB
     """
+    check_path(a, "a")
+    check_path(b, "b")
     with opened(a) as first, opened(b) as second:
-        names = [name for name in first.tensors if name in second.tensors]
+        all_a, all_b = everything(first), everything(second)
+        names = [name for name in all_a if name in all_b]
         if not names:
             raise CheckpointError(
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        total = sum(first.tensors[name].size for name in names)
+        total = sum(all_a[name].size for name in names)
         done, compared = 0, []
         for name in names:
-            compared.append(_compared(first, second, name))
-            done += first.tensors[name].size
+            compared.append(_compared(first, second, all_a[name], all_b[name]))
+            done += all_a[name].size
             if progress is not None:
                 progress(shown(name), done, total)
         return Comparison(
             a=str(a),
             b=str(b),
             tensors=tuple(compared),
-            only_a=tuple(name for name in first.tensors if name not in second.tensors),
-            only_b=tuple(name for name in second.tensors if name not in first.tensors),
+            only_a=tuple(name for name in first.tensors if name not in all_b),
+            only_b=tuple(name for name in second.tensors if name not in all_a),
         )
 
 
@@ -126,8 +131,8 @@ def opened(path: Path) -> Iterator[Source]:
         yield dequantized(source)
 
 
-def _compared(first: Source, second: Source, name: str) -> TensorComparison:
-    a, b = first.tensors[name], second.tensors[name]
+def _compared(first: Source, second: Source, a: TensorInfo, b: TensorInfo) -> TensorComparison:
+    name = a.name
     if a.shape != b.shape:
         raise CheckpointError(
             f"{second.path}: tensor {shown(name)}: shape {list(b.shape)}, and {list(a.shape)} in "
@@ -184,9 +189,10 @@ class _Errors:
         alive = a != 0
         self._alive += int(np.count_nonzero(alive))
         self._flushed += int(np.count_nonzero(alive & (b == 0)))
-        error = a - b
-        self._signal += float(a @ a)
-        self._noise += float(error @ error)
+        with np.errstate(over="ignore"):  # of float64
+            error = a - b
+            self._signal += float(a @ a)
+            self._noise += float(error @ error)
         self._largest = max(self._largest, float(np.max(np.abs(error), initial=0)))
 
     def result(self) -> dict[str, Any]:
@@ -217,7 +223,8 @@ def _floats(source: Source, info: TensorInfo, start: int, stop: int) -> np.ndarr
     dtype = NUMPY_DTYPES[info.dtype]
     data = np.empty(stop - start, dtype)
     source.read_into(info.name, start * dtype.itemsize, data.view(np.uint8).data)
-    return data.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        return data.astype(np.float64)
 
 
 def _limits(limits: Values, start: int, stop: int) -> np.ndarray:

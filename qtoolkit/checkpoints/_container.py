@@ -8,8 +8,8 @@ from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_pat
 from qtoolkit.checkpoints._header import CheckpointError, shown
 from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
-from qtoolkit.checkpoints._source import ORBAX_FILES
-from qtoolkit.checkpoints._storage import Path, is_url, storage
+from qtoolkit.checkpoints._source import ORBAX_FILES, is_orbax
+from qtoolkit.checkpoints._storage import Path, check_path, is_url, storage
 
 # Beside the arrays of a tree of orbax; those are in "d" and "ocdbt.process_*", or in a folder each.
 _BESIDE_ARRAYS = re.compile(
@@ -45,11 +45,14 @@ def check_destination(
     Raises:
       CheckpointError, OSError: As `check_paths`, `check_folder`, `check_target` or
         `check_orbax_folder`.
+      TypeError: One is no path.
     """
+    check_path(src, "src")
+    check_path(dst, "dst")
     check_paths(src, dst)
     if to == "orbax":
         check_orbax_folder(dst, overwrite)
-    elif storage(src).kind(src) == "folder":
+    elif storage(src).kind(src) == "folder" and not is_orbax(src):
         found = storage(src).entries(src)
         check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
     else:

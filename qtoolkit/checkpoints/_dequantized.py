@@ -45,6 +45,7 @@ class DequantizedSource:
       path, tensors, metadata: As in `Source`.
       layout: The layout of the quantized weights, for messages.
       stored: How each quantized weight is stored in `source`, by name.
+      beside: What loaders keep beside the weights, such as input scales; no tensors of the model.
       source: The underlying, quantized source.
     """
 
@@ -62,13 +63,14 @@ class DequantizedSource:
         by_codes = {weight.codes.name: weight for weight in stored.values()}
         beside = set() if layout == "plain" else _entries_beside(stored)
         self.tensors: dict[str, TensorInfo] = {}
+        self.beside: dict[str, TensorInfo] = {}
         for name, info in source.tensors.items():
             if name in by_codes:
                 weight = by_codes[name]
                 nbytes = 4 * math.prod(weight.shape)
                 self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, nbytes)
-            elif name not in gone and name not in beside:
-                self.tensors[name] = info
+            elif name not in gone:
+                (self.beside if name in beside else self.tensors)[name] = info
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         if name in self.stored:
@@ -137,11 +139,12 @@ def dequantized(source: Source) -> Source:
         stored, own = saved_arrays(source.metadata, source.tensors, where)
         others = {name: info for name, info in source.tensors.items() if name not in own}
         found = ["plain"] if stored else []
-        for name in sorted(LAYOUTS, key=lambda name: name != _own_layout(source)):
+        for name in sorted(LAYOUTS, key=lambda name: name != own_layout(source)):
             read = LAYOUTS[name].read({}, others, where)
             found += [name] if any(weight not in stored for weight in read) else []
             stored = read | stored
         layout = found[0] if found else ""
+    _check_once(source, stored)
     _check_constants(source, stored)
     return DequantizedSource(source, layout, stored) if stored else source
 
@@ -159,6 +162,23 @@ def check_quantized(opened: Source) -> Source:
             "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
         )
     return source
+
+
+def _check_once(source: Source, stored: Mapping[str, Stored]) -> None:
+    """Raises where a weight is there quantized and, under its own name, once more."""
+    for weight in stored.values():
+        if weight.codes.name != weight.name and weight.name in source.tensors:
+            raise CheckpointError(
+                f"{source.path}: tensor {shown(weight.name)}: it is there beside its codes, "
+                f"{shown(weight.codes.name)}, expected one of them: loaders differ in which they "
+                "take; write the checkpoint again without the other"
+            )
+
+
+def everything(source: Source) -> dict[str, TensorInfo]:
+    """The tensors of a source and what loaders keep beside them."""
+    beside = source.beside if isinstance(source, DequantizedSource) else {}
+    return {**source.tensors, **beside}
 
 
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
@@ -188,7 +208,7 @@ def _check_not_others(source: Source) -> None:
                 )
 
 
-def _own_layout(source: Source) -> str:
+def own_layout(source: Source) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(source.metadata.get("qtoolkit", "{}"))

@@ -1,6 +1,13 @@
 """Static activation scales that the user gives to a conversion, one per module. No JAX here."""
 
+import contextlib
+import math
+import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._plan import TensorPlan
@@ -28,13 +35,20 @@ def input_scale(
             f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
             + _without_them(scheme, layout)
         )
-    if given is not None and not (
-        isinstance(given, int | float) and 0 < float(given) < float("inf")
-    ):
-        raise CheckpointError(
-            f"tensor {shown(info.name)}: input scale {given!r}, expected a number above 0"
-        )
-    return None if given is None else float(given)
+    return None if given is None else _number(given, info)
+
+
+def _number(given: Any, info: TensorInfo) -> float:
+    """The number, as float32 has it: files hold that, in which 1e-50 is 0."""
+    if not isinstance(given, bool) and isinstance(given, numbers.Real):
+        with np.errstate(over="ignore", under="ignore"), contextlib.suppress(OverflowError):
+            number = float(np.float32(float(given)))
+            if 0 < number < math.inf:
+                return number
+    raise CheckpointError(
+        f"tensor {shown(info.name)}: input scale {reprlib.repr(given)}, expected a number above 0 "
+        "that float32 has; correct it in --input-scales"
+    )
 
 
 def _without_them(scheme: Scheme, layout: Layout) -> str:

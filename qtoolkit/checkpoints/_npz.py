@@ -1,5 +1,6 @@
 """npz files as sources: zip archives of npy members, read one at a time."""
 
+import math
 import os
 import zipfile
 import zlib
@@ -29,6 +30,17 @@ class NpzFile(ArraySource):
             raise CheckpointError(f"{path}: a damaged zip archive ({error})") from error
         try:
             members = self._archive.namelist()
+            if not members:
+                raise CheckpointError(
+                    f"{path}: no tensors: an empty zip archive, expected arrays; write them with "
+                    "numpy.savez(FILE, name=array)"
+                )
+            if len({*members}) < len(members):
+                twice = next(name for name in members if members.count(name) > 1)
+                raise CheckpointError(
+                    f"{path}: member {shown(twice)} is there twice, expected each once; write it "
+                    "again"
+                )
             others = [name for name in members if not name.endswith(".npy")]
             if others:
                 raise CheckpointError(f"{path}: {_archive_of(others)}")
@@ -52,10 +64,17 @@ class NpzFile(ArraySource):
                     else np.lib.format.read_array_header_2_0
                 )
                 shape, _, dtype = read(file)
+                start = file.tell()
         except _DAMAGES as error:
             raise CheckpointError(f"{path}: member {shown(member)}: {shown(str(error))}") from error
         if dtype.hasobject:
             raise CheckpointError(f"{path}: member {shown(member)} holds Python objects: {PICKLE}")
+        size = self._archive.getinfo(member).file_size - start
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
+            raise CheckpointError(
+                f"{path}: member {shown(member)}: {size:,} bytes of data, expected those of "
+                f"{list(shape)} {dtype}; the file is damaged, fetch or write it again"
+            )
         return dtype.newbyteorder("="), shape
 
     def _array(self, name: str) -> np.ndarray:

@@ -26,7 +26,7 @@ from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import PLAN, Folder, is_under_way
-from qtoolkit.checkpoints._storage import Path, copy, is_url, join, naming, storage
+from qtoolkit.checkpoints._storage import Path, check_path, copy, is_url, join, naming, storage
 
 Shard = tuple[int, int]
 
@@ -187,6 +187,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
+    check_path(dst, "dst")
     place = Place.of(dst)
     with place.sweeping():
         _check_parts(place)
@@ -212,6 +213,7 @@ def discard(dst: Path) -> None:
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
+    check_path(dst, "dst")
     place = Place.of(dst)
     _check_parts(place)
     with place.locked(shared=False):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def make_plan(
     """
     if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    if layout is not None and layout not in LAYOUTS:
+    if layout is not None and layout not in [*LAYOUTS]:  # a list has no hash
         raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     if channel_axis not in AXIS_CHOICES:
         raise ValueError(
@@ -164,14 +165,11 @@ class _Planner:
         )
         _check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
-        used: dict[Scheme, list[str]] = {}
-        for tensor in tensors:
-            if tensor.scheme is not None:
-                used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+        used = used_schemes(tensors)
         if format is not None:
             self._check_schemes(used, tensors)
         word = self._scaling_word(used, rules)
-        kept = _kept_modules(tensors) if used else []
+        kept = kept_modules(tensors) if used else []
         if used:
             self._check_loadable(tensors)
         return Plan(
@@ -188,7 +186,7 @@ class _Planner:
 
     def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
-        patterns = [_compiled(p) for p in (skip if not isinstance(skip, str) else (skip,))]
+        patterns = [_compiled(p) for p in _strings(skip)]
         names = list(self.source.tensors)
         unused = unused_patterns(patterns, self.source.tensors)
         if unused:
@@ -409,7 +407,16 @@ def _formats(rules: Rules[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
+    """The schemes in use and the modules of each."""
+    used: dict[Scheme, list[str]] = {}
+    for tensor in tensors:
+        if tensor.scheme is not None:
+            used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
+    return used
+
+
+def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
     """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
     kept = [
         module_of(tensor.name)
@@ -436,6 +443,16 @@ def _check_names(source: Source, tensors: Iterable[TensorPlan]) -> None:
                     "the tensor out with --skip or rename it"
                 )
             taken[entry.name] = tensor.name
+
+
+def _strings(skip: Any) -> list[Any]:
+    given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
+    if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
+        raise TypeError(
+            f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
+            "skip=['lm_head']"
+        )
+    return given
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

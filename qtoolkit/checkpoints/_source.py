@@ -14,7 +14,7 @@ from qtoolkit.checkpoints._header import (
     shown,
 )
 from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
-from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
+from qtoolkit.checkpoints._storage import Path, check_path, is_url, join, read_file, storage
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -360,6 +360,7 @@ def open_source(path: Path) -> Source:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
+    check_path(path, "path")
     what = storage(path).kind(path)
     if what == "folder":
         if is_orbax(path):
@@ -397,7 +398,7 @@ def _sniffed(path: Path, start: bytes) -> str:
         return "safetensors"
     if start[:4] == b"GGUF":
         return "gguf"
-    if start[:4] == b"PK\x03\x04":
+    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an archive of nothing
         return "npz"
     for magic, message in _OTHERS:
         if start.startswith(magic):
@@ -408,9 +409,10 @@ def _sniffed(path: Path, start: bytes) -> str:
     if text in (b"{", b"["):
         raise CheckpointError(f"{path}: {_json_remedy(path)}")
     if text == b"<":
-        raise CheckpointError(
-            f"{path}: a web page or XML, expected weights; the download failed: fetch it again"
-        )
+        remedy = "the download failed: fetch it again"
+        if is_url(path):  # of HTTP servers; a folder is a page of theirs
+            remedy = "give the URL of a safetensors file, or fetch the folder and give that"
+        raise CheckpointError(f"{path}: a web page or XML, expected weights; {remedy}")
     if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
         return "msgpack"
     return "safetensors"
@@ -422,7 +424,15 @@ def _json_remedy(path: Path) -> str:
     return f"{what}, which holds no weights; give the folder instead: {folder}"
 
 
+_DOCUMENT = (
+    "{}, no checkpoint, expected safetensors, GGUF, npz or Flax's msgpack; give the file or folder "
+    "of the weights"
+)
 _OTHERS = (
+    (b"\x89PNG\r\n", _DOCUMENT.format("a PNG image")),
+    (b"\xff\xd8\xff", _DOCUMENT.format("a JPEG image")),
+    (b"GIF8", _DOCUMENT.format("a GIF image")),
+    (b"%PDF", _DOCUMENT.format("a PDF document")),
     (b"\x89HDF\r\n", "HDF5 (Keras), expected safetensors; write the arrays with numpy.savez"),
     (
         b"version https://git-lfs",

@@ -9,6 +9,7 @@ import errno
 import os
 import posixpath
 import re
+import reprlib
 import shutil
 import stat
 import tempfile
@@ -62,6 +63,17 @@ class Storage(Protocol):
 
     def remove_folder(self, path: Path) -> None:
         """Removes a folder and what is in it, if it is there."""
+
+
+def check_path(path: Any, argument: str) -> None:
+    """Raises TypeError where an argument is no path: a number would be an open file, and closed."""
+    if isinstance(path, str | os.PathLike):
+        return
+    remedy = "os.fsdecode(path)" if isinstance(path, bytes) else "'model.safetensors'"
+    raise TypeError(
+        f"{argument}: got {reprlib.repr(path)} of type {type(path).__name__}, expected a path as "
+        f"str or os.PathLike, e.g. {remedy}"
+    )
 
 
 def is_url(path: Path) -> bool:
@@ -234,6 +246,7 @@ class _Object:
 
 class _Remote:
     def __init__(self, url: str) -> None:
+        _check_protocol(url)
         try:
             import fsspec
 
@@ -250,8 +263,10 @@ class _Remote:
             ) from error
         # A file of this machine has one name for us, or a target is not known for the source.
         if "file" in self._protocols():
+            plain = self._files._strip_protocol(url)
             raise CheckpointError(
-                f"{url}: leads to this machine, expected a plain path; give the path itself"
+                f"{url}: leads to this machine, expected a plain path; give the path itself: "
+                f"{shown(plain)}"
             )
 
     def _protocols(self) -> tuple[str, ...]:
@@ -331,6 +346,15 @@ class _Remote:
                     self._files.rmdir(name)
 
 
+def _check_protocol(url: str) -> None:
+    protocol, _, rest = url.partition("://")
+    if protocol != protocol.lower():
+        raise CheckpointError(
+            f"{url}: protocol {protocol}, expected it in small letters; write "
+            f"{protocol.lower()}://{rest}"
+        )
+
+
 # Packages of object stores raise these with nothing but the path.
 _CODES: dict[type, int] = {
     FileNotFoundError: errno.ENOENT,
@@ -346,14 +370,24 @@ def _one_line(url: Path) -> Iterator[None]:
         yield
     except (CheckpointError, MemoryError):
         raise
-    except OSError as error:
+    except OSError as found:
+        error = _cause(found)
         code = error.errno or _CODES.get(type(error), errno.EIO)
         known = error.strerror or (os.strerror(code) if type(error) in _CODES else str(error))
-        raise OSError(code, _line(known or type(error).__name__), str(url)) from error
+        raise OSError(code, _line(known or type(error).__name__), str(url)) from found
     except Exception as error:
         if type(error).__module__ == "builtins":
             raise
         raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
+
+
+def _cause(error: OSError) -> OSError:
+    """What was wrong: fsspec says of every failure of an HTTP server that the file is not there."""
+    cause = error.__cause__
+    is_absent = getattr(cause, "status", None) in (404, 410)
+    if is_absent or not type(cause).__module__.startswith("aiohttp"):
+        return error
+    return OSError(errno.EIO, f"{cause}; is the URL right, and the server there?")
 
 
 @contextlib.contextmanager

@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from qtoolkit.checkpoints._batches import all_quantized
+from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._convert import entries, tasks_of
-from qtoolkit.checkpoints._dequantized import (
-    DequantizedSource,
-    folder_of,
-    quantization_config,
-)
+from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
-from qtoolkit.checkpoints._source import CONFIG, Source
-from qtoolkit.checkpoints._storage import Path, join, storage
+from qtoolkit.checkpoints._source import Source
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
@@ -48,11 +45,14 @@ class Verification:
 def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> Verification:
     """Quantizes `src` again as `converted` is quantized, and compares every code and scale.
 
-    Headers and index are checked as they are opened. Of config.json only what reading the weights
-    asks for is looked at, and that it says that they are quantized; input scales and other files
-    are not compared. Then each tensor of
-    `src` must be there: unchanged, rounded to another wide dtype, or quantized, its codes and
-    scales being those of `qtoolkit.quantize`. Nothing is written; memory is a few chunks.
+    Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
+    rounded to another wide dtype, or quantized, its codes and scales being those of
+    `qtoolkit.quantize`. Static input scales must be where the config says so, and be such as a
+    calibration gives, finite and above 0; which ones it gave no file says. Where `convert` wrote
+    the checkpoint, what config.json and hf_quant_config.json say of quantization must be what it
+    writes for these weights; where another program did, only that config.json says that there are
+    codes, and lists none of them by name as ignored. Other files are not compared. Nothing is
+    written; memory is a few chunks.
 
     Args:
       src: What was converted: a folder or a file.
@@ -75,6 +75,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
       >>> qt.checkpoints.verify("other.safetensors", "fp8.safetensors").problems
       ('w: byte 0 is 126, expected 0; convert it again',)
     """
+    check_path(src, "src")
+    check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         check = _Check(source, target)
         total = sum(info.nbytes for info in source.tensors.values())
@@ -84,7 +86,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             done += info.nbytes
             if progress is not None:
                 progress(shown(name), done, total)
-        problems = [*_unsaid(target), *check.problems] + [
+        problems = [*problems_beside(source, target), *check.problems] + [
             f"{shown(name)}: is not in {src}"
             for name in target.tensors
             if name not in source.tensors
@@ -92,28 +94,10 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
         return Verification(
             source=str(src),
             converted=str(converted),
-            tensors=sum(name in target.tensors for name in source.tensors),
+            tensors=sum(name in check.everything for name in source.tensors),
             quantized=len(check.stored),
             problems=tuple(problems),
         )
-
-
-def _unsaid(target: Source) -> list[str]:
-    """What is wrong where a folder's config.json says nothing of quantized weights in it.
-
-    transformers then takes the codes for weights, without an error: SmolLM2-135M in E4M3 has a
-    perplexity of 17 million instead of 18.
-    """
-    folder = folder_of(target)
-    if folder is None or not isinstance(target, DequantizedSource) or quantization_config(folder):
-        return []
-    path = join(folder.path, CONFIG)
-    if storage(path).kind(path) != "file":
-        return []
-    return [
-        f"{CONFIG}: no quantization_config, expected that of layout {target.layout}: loaders take "
-        "codes for weights, without an error; convert it again"
-    ]
 
 
 class _Check:
@@ -123,6 +107,7 @@ class _Check:
         self.problems: list[str] = []
         self.stored: Mapping[str, Stored] = {}
         self._source, self._target = source, target
+        self.everything = everything(target)
         self._seconds: dict[str, bytes] = {}
         self._amaxes: dict[bytes, float] = {}
         if isinstance(target, DequantizedSource):
@@ -135,7 +120,7 @@ class _Check:
 
     def tensor(self, name: str) -> None:
         """Compares a tensor of the source; at most one problem of it is named."""
-        info, found = self._source.tensors[name], self._target.tensors.get(name)
+        info, found = self._source.tensors[name], self.everything.get(name)
         if found is None or found.shape != info.shape:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")

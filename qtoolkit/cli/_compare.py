@@ -70,10 +70,10 @@ def verify(
 ) -> None:
     """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
 
-    Of config.json it asks no more than whether it says that the weights are quantized; input scales
-    and other files are not compared.
+    Static input scales must be such as a calibration gives, finite and above 0; what config.json
+    says of quantization, and hf_quant_config.json, must be what `convert` writes of these weights.
     Formats and layout are read from CONVERTED, so that no options are needed; any program may have
-    made it. Exits with 1 where something differs.
+    made it: of its config less is known then. Exits with 1 where something differs.
     """
     with one_line_errors("nothing was written"):
         with progress("verifying") as callback:

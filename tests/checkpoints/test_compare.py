@@ -92,6 +92,73 @@ def test_verify_names_what_is_missing_reshaped_or_new(tmp_path):
     )
 
 
+@pytest.mark.parametrize("layout", ["plain", "compressed-tensors", "finegrained-fp8"])
+def test_scales_of_an_attention_cache_that_the_source_has(tmp_path, layout):
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(128, 128)).astype(np.float32)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text("{}")
+    tensors = {"attn.k_proj.weight": weight, "attn.k_proj.k_scale": np.ones(1, np.float32)}
+    save(tmp_path / "a" / "model.safetensors", tensors)
+    convert(tmp_path / "a", tmp_path / "b", layout=layout)
+    assert verify(tmp_path / "a", tmp_path / "b").problems == ()
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.only_a, found.only_b) == ((), ())
+    assert [tensor.equal for tensor in found.tensors] == [True, False]  # the wider one first
+    tensors["attn.k_proj.k_scale"] *= 2
+    save(tmp_path / "a" / "model.safetensors", tensors, overwrite=True)
+    assert len(verify(tmp_path / "a", tmp_path / "b").problems) == 1
+
+
+def test_compare_sees_input_scales(tmp_path):
+    weight = np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32)
+    save(tmp_path / "src", {"a.weight": weight})
+    for name, scale in (("a", 0.5), ("b", 0.25)):
+        dst = tmp_path / name
+        convert(tmp_path / "src", dst, layout="modelopt", scaling="tensor", input_scales=scale)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    equal = {tensor.name: tensor.equal for tensor in found.tensors}
+    assert equal == {"a.weight": True, "a.input_scale": False}
+    assert not found.equal
+
+
+def test_a_weight_that_is_there_wide_and_quantized(tmp_path):
+    weight = np.random.default_rng(0).normal(size=(128, 128)).astype(np.float32)
+    save(tmp_path / "a", {"a.weight": weight})
+    convert(tmp_path / "a", tmp_path / "b", layout="compressed-tensors", format="mxfp4")
+    with SafetensorsFile(tmp_path / "b") as file:
+        arrays = {name: file.read(name) for name in file.tensors}
+    save(tmp_path / "b", arrays | {"a.weight": 0 * weight}, overwrite=True)
+    for function in (verify, compare):
+        with pytest.raises(
+            CheckpointError, match=r"a\.weight: it is there beside its codes, a\.we"
+        ):
+            function(tmp_path / "a", tmp_path / "b")
+
+
+def test_scales_in_float64_are_refused_not_left_beside_codes(tmp_path):
+    """`dequantize` gave the codes, and the scales beside them."""
+    tensors = {"w": np.ones((2, 2), ml_dtypes.float8_e4m3fn), "w_scale": np.full(1, 2.0)}
+    save(tmp_path / "a", tensors)
+    with pytest.raises(CheckpointError, match=r"w_scale: dtype F64, expected F32, BF16, F16 besi"):
+        dequantize(load(tmp_path / "a"))
+    with pytest.raises(CheckpointError, match=r"w_scale: dtype F64, expected F32, BF16, F16 besi"):
+        compare(tmp_path / "a", tmp_path / "a")
+
+
+def test_signaling_nans_are_compared_without_a_warning(tmp_path):
+    x = np.full((4, 4), 0x7FA00000, np.uint32).view(np.float32)
+    save(tmp_path / "a", {"x": x})
+    assert compare(tmp_path / "a", tmp_path / "a").equal
+
+
+def test_numbers_whose_squares_float64_does_not_have(tmp_path):
+    save(tmp_path / "a", {"x": np.full(4, 1e200)})
+    save(tmp_path / "b", {"x": np.full(4, 2e200)})
+    (found,) = compare(tmp_path / "a", tmp_path / "b").tensors
+    assert (found.equal, found.sqnr_db, found.max_error) == (False, None, 1e200)
+
+
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int8"])
 def test_compare_equals_numpy_on_what_dequantize_gives(tmp_path, fmt):
     rng = np.random.default_rng(0)

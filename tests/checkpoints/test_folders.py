@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 
 import msgpack
@@ -260,7 +261,30 @@ def as_objects(path):
         np.savez(file, a=np.array([{}], dtype=object))
 
 
+def as_npy_of(shape):
+    """An npz whose member says that its 8 bytes are an array of this shape."""
+
+    def write(path):
+        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+        npy = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", npy + bytes(8))
+
+    return write
+
+
+def as_duplicates(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", b"")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            archive.writestr("x.npy", b"")
+
+
 KINDS = [
+    (as_npy_of("(-1,)"), r"member x\.npy: 8 bytes of data, expected those of \[-1\] float32"),
+    (as_npy_of("(1099511627776,)"), r"8 bytes of data, expected those of \[1"),
+    (as_duplicates, r"member x\.npy is there twice"),
     (as_pickle, "a pickle, which may run any code when it is read, is refused"),
     (as_torch_zip, "a pickle, which may run any code when it is read, is refused"),
     (as_other_zip, r"a zip archive with a\.txt, expected npz"),
@@ -271,6 +295,10 @@ KINDS = [
     (b"\x93NUMPY\x01\x00", "one NumPy array, expected npz"),
     (b'{"weight_map": {}}', "JSON, which holds no weights; give the folder instead"),
     (b"<!DOCTYPE html>", "a web page or XML, expected weights; the download failed"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image, no checkpoint, expected safetensors, GGUF, npz or"),
+    (b"\xff\xd8\xff\xe0", "a JPEG image, no checkpoint, expected safetensors"),
+    (b"%PDF-1.7", "a PDF document, no checkpoint, expected safetensors"),
+    (lambda path: zipfile.ZipFile(path, "w").close(), "no tensors: an empty zip archive, expected"),
     (b"\x81\xc1", "neither safetensors nor Flax's msgpack"),
     (b"\x82\xa1a\x01\xa1b\xa1c", "b: a str, expected an array; it is no checkpoint of Flax"),
     (b"GGUF\x03\x00\x00\x00", "GGUF file"),

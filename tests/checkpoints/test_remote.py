@@ -4,6 +4,7 @@ Oracle: the same conversion between folders of this machine.
 """
 
 import errno
+import http.server
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 
 import boto3
 import fsspec
@@ -479,3 +481,71 @@ def test_a_server_that_knows_no_ranges(source, monkeypatch):
             load("memory://bkt/x.safetensors")
     finally:
         fsspec.filesystem("memory").store.clear()
+
+
+class FileServer(http.server.SimpleHTTPRequestHandler):
+    """An HTTP server of a folder that knows ranges, which Python's does not."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        path, span = self.translate_path(self.path), self.headers.get("Range")
+        if span is None or not os.path.isfile(path):
+            super().do_GET()
+            return
+        with open(path, "rb") as file:
+            data = file.read()
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        part = data[int(first) : int(last) + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+@pytest.fixture
+def web(source):
+    pytest.importorskip("aiohttp")
+    handler = partial(FileServer, directory=source.parent)
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+def test_a_file_of_an_http_server_is_read_by_ranges(web, source, tmp_path):
+    convert(source / "model.safetensors", tmp_path / "one")
+    convert(f"{web}/src/model.safetensors", tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    with pytest.raises(CheckpointError, match=r"a web page or XML.*give the URL of a safetensors"):
+        convert(f"{web}/src", tmp_path / "three")
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        convert(f"{web}/none", tmp_path / "three")
+
+
+def test_an_http_server_that_is_not_there_is_not_a_missing_file(tmp_path):
+    pytest.importorskip("aiohttp")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{one.getsockname()[1]}/model.safetensors"
+        with pytest.raises(OSError, match=r"Cannot connect.*is the URL right") as found:
+            convert(url, tmp_path / "dst")
+    assert found.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("FILE:///tmp/model", "protocol FILE, expected it in small letters; write file:///tmp/mod"),
+        ("HTTPS://host/model", "write https://host/model"),
+        ("file:///tmp/model", "expected a plain path; give the path itself: /tmp/model"),
+    ],
+)
+def test_urls_that_are_spelled_otherwise(url, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(url)

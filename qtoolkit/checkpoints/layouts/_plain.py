@@ -79,6 +79,11 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
     found = {}
     for name, info in tensors.items():
         scale = tensors.get(name + SUFFIX)
+        if scale is not None and scale.dtype == "F64" and info.dtype in BYTE_ELEMENTS:
+            raise CheckpointError(
+                f"{where}: tensor {shown(scale.name)}: dtype F64, expected "
+                f"{', '.join(FLOAT_SCALES)} beside the codes {shown(name)}; save it as float32"
+            )
         if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
             continue
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):

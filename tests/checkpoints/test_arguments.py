@@ -1,0 +1,76 @@
+"""Arguments of wrong types. Oracle: each message names the argument, what was got and expected."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from qtoolkit import checkpoints
+from qtoolkit.checkpoints import CheckpointError, SafetensorsFile, convert, save
+
+
+@pytest.fixture
+def src(tmp_path):
+    save(tmp_path / "src", {"a.weight": np.ones((128, 128), np.float32)})
+    return str(tmp_path / "src")
+
+
+@pytest.mark.parametrize("skip", [[1], 1, None, b"a", [b"a"], [re.compile(b"a")]])
+def test_skip_is_strings(src, tmp_path, skip):
+    with pytest.raises(TypeError, match=r"convert: skip=.*, expected regular expressions as strin"):
+        convert(src, tmp_path / "dst", skip=skip)
+    assert os.listdir(tmp_path) == ["src"]
+
+
+def test_layout_is_a_name(src, tmp_path):
+    with pytest.raises(ValueError, match=r"convert: layout=\[\], expected one of plain"):
+        convert(src, tmp_path / "dst", layout=[])
+
+
+FUNCTIONS = {
+    "src": [
+        lambda path, good, new: convert(path, new),
+        lambda path, good, new: checkpoints.dequantize_checkpoint(path, new),
+        lambda path, good, new: checkpoints.verify(path, good),
+    ],
+    "dst": [
+        lambda path, good, new: convert(good, path),
+        lambda path, good, new: checkpoints.dequantize_checkpoint(good, path),
+        lambda path, good, new: checkpoints.finalize(path),
+        lambda path, good, new: checkpoints.discard(path),
+    ],
+    "converted": [lambda path, good, new: checkpoints.verify(good, path)],
+    "a": [lambda path, good, new: checkpoints.compare(path, good)],
+    "b": [lambda path, good, new: checkpoints.compare(good, path)],
+    "path": [
+        lambda path, good, new: checkpoints.open_source(path),
+        lambda path, good, new: checkpoints.load(path),
+        lambda path, good, new: save(path, {}),
+        lambda path, good, new: SafetensorsFile(path),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", [b"model", 3, None, []], ids=str)
+@pytest.mark.parametrize(
+    ("name", "function"), [(name, f) for name, all_of in FUNCTIONS.items() for f in all_of]
+)
+def test_paths_are_strings(src, tmp_path, name, function, path):
+    kind = type(path).__name__
+    message = f"^{name}: got .* of type {kind}, expected a path as str or os.PathLike, e.g. "
+    with pytest.raises(TypeError, match=message):
+        function(path, src, tmp_path / "dst")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("scale", [1e-50, 1e50, 10**400, True, "0.5", np.ones(1), float("nan")])
+def test_input_scales_are_numbers_that_float32_has(src, tmp_path, scale):
+    with pytest.raises(CheckpointError, match=r"input scale .*, expected a number above 0 that fl"):
+        convert(src, tmp_path / "dst", layout="modelopt", scaling="tensor", input_scales=scale)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.1), np.float64(0.1), np.int32(2), 1e-45])
+def test_input_scales_are_any_number(src, tmp_path, scale):
+    convert(src, tmp_path / "dst", layout="modelopt", scaling="tensor", input_scales=scale)
+    assert checkpoints.load(tmp_path / "dst")["a.input_scale"] == np.float32(scale)
