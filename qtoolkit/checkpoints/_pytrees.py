@@ -19,7 +19,7 @@ from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, 
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
 from qtoolkit.checkpoints._source import is_orbax
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def load(path: Path, like: Any = None) -> Any:
 
 
 def _opened(path: Path) -> "SafetensorsFile | OrbaxFolder":
+    check_path(path, "path")
     if is_orbax(path):
         from qtoolkit.checkpoints._orbax import OrbaxFolder
 
