@@ -19,7 +19,7 @@ from qtoolkit.products import Delayed, Learned, Operand, Recipe
 from qtoolkit.scaling import QArray
 
 KEY = jax.random.key(1)
-X = jax.random.normal(jax.random.key(0), (16, 8))
+X = jnp.float32(np.random.default_rng(0).normal(size=(16, 8)))
 LSQ = qt.recipes.int4_lsq
 INT4 = Operand("int4", scaling=Learned())
 SCALES = "qtoolkit_scales"

@@ -16,7 +16,7 @@ import qtoolkit as qt
 from qtoolkit import scaling
 
 INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), gradient=None)
-BATCHES = [jax.random.normal(jax.random.key(i), (6, 8)) * (1 + i) for i in range(3)]
+BATCHES = [jnp.float32(np.random.default_rng(i).normal(size=(6, 8))) * (1 + i) for i in range(3)]
 
 
 class Own(nnx.Module):
@@ -138,7 +138,7 @@ def test_second_scales_are_frozen():
     """NVFP4's, which would follow from the whole batch."""
     recipe = qt.Recipe("nvfp4", gradient=None)
     layer = qt.nnx.wrap(nnx.Linear(16, 4, use_bias=False, rngs=nnx.Rngs(0)), recipe)
-    x = jax.random.normal(jax.random.key(0), (4, 16))
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
     frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [x], "mse"))
     np.testing.assert_array_equal(call(frozen, x), call(layer, x))
     others = x.at[1:].multiply(100)
@@ -149,7 +149,7 @@ def test_second_scales_are_frozen():
 def test_frozen_models_scale_cotangents_by_themselves(fmt):
     """Of the format that the operands have; but nobody has calibrated them."""
     layer = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), qt.Recipe(fmt, fmt))
-    x = jax.random.normal(jax.random.key(0), (16, 16))
+    x = jnp.float32(np.random.default_rng(0).normal(size=(16, 16)))
     frozen = qt.nnx.freeze(layer, qt.nnx.calibrate(layer, [x]))
     for size in (1e-4, 1.0, 1e4):
         grads = [nnx.grad(lambda m, k=size: (jnp.sin(m(x)) * k).sum())(m) for m in (layer, frozen)]
@@ -261,7 +261,7 @@ def test_scales_that_are_not_known_are_no_zeros():
 @pytest.mark.quick
 def test_a_calibration_belongs_to_its_format():
     """What loses least in E2M1 clips far below what loses least in int8."""
-    x = jax.random.normal(jax.random.key(0), (64, 16)).at[0, 0].set(40.0)
+    x = jnp.float32(np.random.default_rng(0).normal(size=(64, 16))).at[0, 0].set(40.0)
     plain = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     wrapped = qt.nnx.wrap(plain, qt.Recipe("e2m1fn", None))
     frozen = qt.nnx.freeze(wrapped, qt.nnx.calibrate(wrapped, [x], "mse"))

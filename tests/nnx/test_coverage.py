@@ -630,7 +630,7 @@ def test_an_attention_function_of_ones_own_may_read_other_things():
 def test_what_counts_as_a_kernel():
     """A scaled kernel is one; a rounding of the user's own is kept, half precision is not."""
     recipe = Recipe((None, "e4m3fn"), gradient=None)
-    kernel = jax.random.normal(jax.random.key(5), (16, 16))
+    kernel = jnp.float32(np.random.default_rng(5).normal(size=(16, 16)))
     numbers = (((1,), (0,)), ((), ()))
 
     class Scaled(nnx.Module):
@@ -689,7 +689,7 @@ def test_dot_decides_what_is_a_kernel_as_the_operator_does():
 
     class Products(nnx.Module):
         def __init__(self, product):
-            self.kernel = nnx.Param(jax.random.normal(jax.random.key(1), (16, 16)))
+            self.kernel = nnx.Param(jnp.float32(np.random.default_rng(1).normal(size=(16, 16))))
             self.product = nnx.static(product)
 
         def __call__(self, x):

@@ -23,7 +23,7 @@ import qtoolkit as qt
 from qtoolkit.products import Delayed, Operand, Recipe
 
 WIDTH = 32
-X = jax.random.normal(jax.random.key(0), (8, WIDTH))
+X = jnp.float32(np.random.default_rng(0).normal(size=(8, WIDTH)))
 RECIPES = {
     "plain": None,
     "current": qt.recipes.te_current,
