@@ -171,6 +171,7 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     np.testing.assert_array_equal(found["4.a.weight_scale"], whole.scale)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(24, 64), (600, 512)])  # with others, and alone
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):

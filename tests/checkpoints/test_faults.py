@@ -293,6 +293,7 @@ def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
         shutil.rmtree(tmp_path / "dst", ignore_errors=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["cli._checkpoints.report_summary", "checkpoints._place.storage"])
 def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path, place):
     """While the report is printed, or while what was replaced is removed."""

@@ -177,7 +177,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_quantized_and_every_parameter_is_there(name):
     module, x, products = MODELS[name]
@@ -555,6 +555,7 @@ def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
         assert 1e-4 < error < 0.2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [Recipe(), NATIVE], ids=["emulated", "native blocks"])
 def test_a_train_state(recipe):
     wrapped = wrap(Setup(), recipe)

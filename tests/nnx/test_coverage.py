@@ -203,7 +203,7 @@ def made(name):
     return make(rngs=nnx.Rngs(0))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_reached(name):
     _, batch, count = MODELS[name]

@@ -502,6 +502,7 @@ def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
     assert nnx.graphdef(both) == nnx.graphdef(qt.nnx.wrap(Net(), CURRENT))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["a", "attention"])
 def test_wrapped_again_a_layer_that_a_rule_leaves_is_plain(x, name):

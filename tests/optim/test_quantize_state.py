@@ -169,7 +169,7 @@ def formats_of(tx, params):
 SCHEDULE_FREE = {"learning_rate": 1e-2, "warmup_steps": 2}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("tx", "kinds"),
     [
@@ -640,6 +640,7 @@ def test_lookahead_takes_and_gives_pairs():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "tx",
     [

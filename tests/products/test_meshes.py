@@ -106,6 +106,7 @@ def _nvfp4(x, w, key):
     return jnp.sum(jnp.sin(qt.dot_general(x, w, NUMBERS, recipe=qt.recipes.nvfp4, key=key)))
 
 
+@pytest.mark.sample(3)
 @every_kind
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "mxfp8"])
 def test_mapped_products_of_what_is_sharded_along_another_axis(kind, name):
@@ -133,6 +134,7 @@ def test_mapped_products_of_what_is_sharded_along_another_axis(kind, name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @every_kind
 @pytest.mark.parametrize("spec", ["e4m3fn", "mxfp8_e4m3", "nvfp4"])
 def test_mapped_quantizing_of_what_is_sharded_along_another_axis(kind, spec):

@@ -243,6 +243,7 @@ def test_recipes_are_frozen_data():
         Recipe("fp8")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["te_current", "token_scaled", "mxfp8", "nvfp4", "deepseek_v3"])
 def test_vectors_and_numbers(name):
     """Cotangents of rank 0, and of an axis that is kept and not summed: one scale, blocks once."""
