@@ -139,6 +139,7 @@ def test_few_programs_whatever_the_shapes():
     assert _programs.encoded._cache_size() - before == len(_tiles.WIDTHS)
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):
     shapes = {"a.weight": (16, 16), "b.weight": (300, 200), "c.weight": (12, 3, 3), "d": (7,)}
     tensors = {

@@ -448,6 +448,7 @@ def test_second_derivatives_of_ewgs_as_stated():
     np.testing.assert_allclose(h, np.diag(2 * inside), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_stay_finite_where_gaps_are_subnormal():
     x = np.asarray([1e-40, 3e-39, 1.0], np.float32)
     for rule in (DSQ(1e-6), ReSTE(m=2**-15)):

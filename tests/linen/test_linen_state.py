@@ -233,6 +233,7 @@ def test_fake_convert_takes_what_the_function_takes():
         Fp8Dense(4, recipe="mxfp8").init(KEY, X)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     """Histories of as many steps are magnitudes still; others are another recipe's."""
@@ -270,6 +271,7 @@ class Containers(nn.Module):
         return x @ listed[1] @ keyed[1] @ keyed[0] @ boxed @ listed[0]
 
 
+@pytest.mark.exhaustive
 def test_kernels_in_containers_have_names_of_their_own():
     """The same ones at `init`, which makes the kernels, as in a step, which is given them."""
     module, x = wrap(Containers(), recipes.te_delayed_hybrid), jnp.ones((4, 16))

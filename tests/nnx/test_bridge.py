@@ -69,6 +69,7 @@ def _of(found, products):
     return {name: {key: found[name][key] for key in kept} for name, kept in products.items()}
 
 
+@pytest.mark.exhaustive
 def test_it_is_rolled_inside_a_wrapped_model_beside_nnx_layers():
     x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
     model = qt.nnx.wrap(Mixed(qt.linen.wrap(Hidden(), HYBRID), x), HYBRID)

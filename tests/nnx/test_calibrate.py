@@ -134,6 +134,7 @@ def test_calibrations_merge(wrapped, found):
     np.testing.assert_array_equal(amaxes.reshape(-1), [found.states[0].amax()[0]] * 3)
 
 
+@pytest.mark.exhaustive
 def test_second_scales_are_frozen():
     """NVFP4's, which would follow from the whole batch."""
     recipe = qt.Recipe("nvfp4", gradient=None)
@@ -273,6 +274,7 @@ def test_a_calibration_belongs_to_its_format():
     np.testing.assert_array_equal(qt.nnx.wrap(frozen, qt.Recipe(same, None))(x), frozen(x))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_an_embedding_that_only_looks_up_needs_no_scale():
     model = nnx.Sequential(nnx.Embed(10, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1)))

@@ -613,6 +613,7 @@ def test_a_model_that_is_closed_over():
     assert type(qt.nnx.wrap(made("attention")).query) is nnx.LinearGeneral
 
 
+@pytest.mark.exhaustive
 def test_an_attention_function_of_ones_own_may_read_other_things():
     temperature = nnx.Variable(jnp.ones(()))
 

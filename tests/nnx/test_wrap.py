@@ -63,6 +63,7 @@ def test_parameters_are_shared_and_the_original_is_untouched(model, x):
     np.testing.assert_allclose(wrapped(x), before, atol=0.5)  # another rounding, the same model
 
 
+@pytest.mark.exhaustive
 def test_both_models_in_any_order_eager_and_jitted(model, x):
     wrapped = wrap(model)
     # Eager and jitted float32 products differ in the last bits, the same call does not.

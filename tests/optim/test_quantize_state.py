@@ -305,6 +305,7 @@ def test_what_is_not_finite_stays_so(spec, bad):
     assert np.isfinite(kept[1]).all()
 
 
+@pytest.mark.exhaustive
 def test_a_slow_mean_follows_only_where_rounding_is_stochastic():
     """0.1 % a step is below half a step of E4M3, 3 to 6 %: nearest stands still."""
     tx = optax.ema(0.999, debias=False)
@@ -422,6 +423,7 @@ def test_other_transforms_go_around_it(name):
         assert np.abs(plain - wrapped).mean() < 0.1 * np.abs(distance).mean() + 1e-7
 
 
+@pytest.mark.exhaustive
 def test_hyperparameters_can_be_injected():
     def make(learning_rate):
         return quantize_all(optax.adam(learning_rate), "e4m3fn")
