@@ -98,7 +98,7 @@ def assert_same_bits(got, expected):
         assert mine.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_exports_for_every_platform_without_custom_calls(name):
     function, x = FUNCTIONS[name], example(4)

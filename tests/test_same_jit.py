@@ -192,7 +192,7 @@ def halves(dtype):
     return tuple(jnp.asarray(v, jnp.float32).astype(dtype) for v in (a, b))
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", EXACT)

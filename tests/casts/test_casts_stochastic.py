@@ -302,6 +302,7 @@ WIDE = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("source", "name", "bits"), WIDE)
 def test_integers_that_fill_their_words_round_up_exactly_as_often(source, name, bits, variant):

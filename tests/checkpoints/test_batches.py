@@ -139,6 +139,7 @@ def test_few_programs_whatever_the_shapes():
     assert _programs.encoded._cache_size() - before == len(_tiles.WIDTHS)
 
 
+@pytest.mark.exhaustive
 def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):
     shapes = {"a.weight": (16, 16), "b.weight": (300, 200), "c.weight": (12, 3, 3), "d": (7,)}
     tensors = {
@@ -171,6 +172,7 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     np.testing.assert_array_equal(found["4.a.weight_scale"], whole.scale)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(24, 64), (600, 512)])  # with others, and alone
 @pytest.mark.parametrize("scaling", ["tensor", "channel"])
 def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):

@@ -83,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("fmt", "dtype", "chunk", "shapes"), CASES)
 def test_codes_and_scales_equal_numpy_with_ml_dtypes(
     tmp_path, monkeypatch, fmt, dtype, chunk, shapes

@@ -108,7 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("spec", "shape"), CASES.values(), ids=CASES)
 def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
@@ -116,7 +116,7 @@ def test_the_bits_are_those_of_quantize(monkeypatch, spec, shape, chunk):
     assert_as_quantize(weights(shape), spec, workers=2)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("chunk", [2**6, 2**8, 2**12])
 @pytest.mark.parametrize(
     ("shape", "block"),

@@ -206,7 +206,7 @@ def test_memory_stays_below_its_limit(tmp_path):
     assert int(done.stdout) < limit * 2**10  # KiB
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_a_rerun_finishes_the_work(tmp_path, kills):
     x = np.random.default_rng(0).normal(size=(2048, 2048)).astype(ml_dtypes.bfloat16)
     save(tmp_path / "src", {f"{i}.weight": x for i in range(4)})
@@ -293,6 +293,7 @@ def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
         shutil.rmtree(tmp_path / "dst", ignore_errors=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["cli._checkpoints.report_summary", "checkpoints._place.storage"])
 def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path, place):
     """While the report is printed, or while what was replaced is removed."""

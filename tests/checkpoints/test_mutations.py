@@ -112,7 +112,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "fmt"), LAYOUTS)
 def test_100_folders_of_each_layout_with_changed_headers_and_configs(tmp_path, layout, fmt):
     """600 in all: read by compare, some by verify and dequantize, too, which take longer."""

@@ -275,6 +275,7 @@ def test_what_the_plain_layout_cannot_say_of_a_saved_qarray_is_refused(tmp_path,
         dequantize_checkpoint(path, tmp_path / "out.safetensors")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     "spec",
     [

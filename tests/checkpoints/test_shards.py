@@ -381,6 +381,7 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shard", "sent"),
     [

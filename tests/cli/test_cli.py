@@ -243,6 +243,7 @@ def endless(path):
     os.truncate(path, 8 + len(header) + 2**36)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sent", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
@@ -363,6 +364,7 @@ def test_help_that_a_full_disk_does_not_take_is_one_line(arguments):
     assert re.fullmatch(r"qtoolkit: standard output: No space left on .*\n", done.stderr)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 @pytest.mark.parametrize(
     ("redirected", "code", "error"),

@@ -80,7 +80,7 @@ OF_ONE = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n, (_, dtypes) in OF_ONE.items() for d in dtypes], ids=str
 )

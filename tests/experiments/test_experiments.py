@@ -14,7 +14,7 @@ NAMES = results.EXPERIMENTS
 TRAINING = {"rounding_modes", "fp8_gradients", "qat"}  # each compiles for ten seconds and more
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.exhaustive if n in TRAINING else ()) for n in NAMES],

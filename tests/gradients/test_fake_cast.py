@@ -44,7 +44,7 @@ def bits(x):
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("saturation", ["finite", "propagate", "none"])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -118,6 +118,7 @@ def test_a_chain_in_scan_rounds_at_every_link():
     assert jax.grad(chain)(jnp.float32(2)) == expected
 
 
+@pytest.mark.exhaustive
 def test_hessian_and_second_order_forward_mode():
     x = jnp.asarray([0.3, 1.7], jnp.float32)
 

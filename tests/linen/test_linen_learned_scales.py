@@ -19,7 +19,7 @@ from qtoolkit.products import Delayed, Learned, Operand, Recipe
 from qtoolkit.scaling import QArray
 
 KEY = jax.random.key(1)
-X = jax.random.normal(jax.random.key(0), (16, 8))
+X = jnp.float32(np.random.default_rng(0).normal(size=(16, 8)))
 LSQ = qt.recipes.int4_lsq
 INT4 = Operand("int4", scaling=Learned())
 SCALES = "qtoolkit_scales"
@@ -142,6 +142,7 @@ def test_gradients_are_those_of_lsq_plus():
     assert float(kept(expected)["lhs_offset"]) != 0
 
 
+@pytest.mark.exhaustive
 def test_both_operands_of_attention_are_rounded_as_inputs():
     """Scales of two activations, also where kernels alone, or inputs alone, are learned."""
     x = X.reshape(2, 8, 8)
@@ -239,6 +240,7 @@ def test_wrapped_inside_of_a_scan_each_layer_has_a_scale_of_its_own():
     close(jax.grad(lambda v: loss(v, X, module))(variables), jax.grad(hand)(variables))
 
 
+@pytest.mark.exhaustive
 def test_a_train_state_with_an_optimizer_for_scales(variables):
     """And the state comes back from bytes, bit for bit."""
     rates = {"params": optax.sgd(0.1), SCALES: optax.sgd(0.0)}

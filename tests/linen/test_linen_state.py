@@ -14,7 +14,7 @@ from qtoolkit.linen import FakeConvert, Fp8Dense, value_and_grad, wrap
 from qtoolkit.products import Delayed, Operand
 
 KEY = jax.random.key(1)
-X = jax.random.normal(jax.random.key(0), (8, 4))
+X = jnp.float32(np.random.default_rng(0).normal(size=(8, 4)))
 DELAYED = Operand("e4m3fn", scaling=Delayed(history=3))
 RECIPE = Recipe(DELAYED, Operand("e5m2", scaling=Delayed(history=3)))
 DENSE = wrap(nn.Dense(4, use_bias=False), RECIPE)
@@ -233,6 +233,7 @@ def test_fake_convert_takes_what_the_function_takes():
         Fp8Dense(4, recipe="mxfp8").init(KEY, X)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick
 def test_wrapped_again_the_collection_goes_on_or_is_refused(variables):
     """Histories of as many steps are magnitudes still; others are another recipe's."""
@@ -270,6 +271,7 @@ class Containers(nn.Module):
         return x @ listed[1] @ keyed[1] @ keyed[0] @ boxed @ listed[0]
 
 
+@pytest.mark.exhaustive
 def test_kernels_in_containers_have_names_of_their_own():
     """The same ones at `init`, which makes the kernels, as in a step, which is given them."""
     module, x = wrap(Containers(), recipes.te_delayed_hybrid), jnp.ones((4, 16))
@@ -296,7 +298,7 @@ class Branching(nn.Module):
 def test_a_branch_left_out_gives_its_history_to_no_other_product():
     """Oracle: the largest magnitudes by NumPy."""
     module = wrap(Branching(), recipes.te_delayed_hybrid)
-    x = jax.random.normal(jax.random.key(0), (4, 16))
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
     variables = module.init(jax.random.key(1), x)
     assert set(variables["qtoolkit"]["self"]) == {"__call__.large", "__call__.small"}
     _, _, state = value_and_grad(lambda v: module.apply(v, x).sum())(variables)

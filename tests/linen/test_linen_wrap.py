@@ -22,7 +22,7 @@ from qtoolkit.products import recipes
 KEY = jax.random.key(1)
 WIDE = Recipe(forward=None, gradient=None)  # products of ours that round nothing
 NATIVE = Recipe("mxfp8", arithmetic="native")
-X = jax.random.normal(jax.random.key(0), (2, 6, 16))
+X = jnp.float32(np.random.default_rng(0).normal(size=(2, 6, 16)))
 PRODUCTS = ("dot_general", "scaled_dot", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -177,7 +177,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_product_is_quantized_and_every_parameter_is_there(name):
     module, x, products = MODELS[name]
@@ -555,6 +555,7 @@ def test_gradients_under_jit_grad_scan_remat_and_vmap(name):
         assert 1e-4 < error < 0.2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", [Recipe(), NATIVE], ids=["emulated", "native blocks"])
 def test_a_train_state(recipe):
     wrapped = wrap(Setup(), recipe)

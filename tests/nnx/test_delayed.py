@@ -37,7 +37,7 @@ class Net(nnx.Module):
 
 @pytest.fixture
 def x():
-    return jax.random.normal(jax.random.key(0), (8, 16))
+    return jnp.float32(np.random.default_rng(0).normal(size=(8, 16)))
 
 
 def loss(model, x):
@@ -126,6 +126,7 @@ def test_gradients_hold_what_is_asked_for_and_clip_as_those_of_the_plain_model(x
     assert set(nnx.to_pure_dict(grads)) == {"b"}
 
 
+@pytest.mark.exhaustive
 def test_it_trains_with_donation_accumulation_and_clipping_without_a_second_trace(x):
     model = qt.nnx.wrap(Net(), DELAYED)
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -144,6 +145,7 @@ def test_it_trains_with_donation_accumulation_and_clipping_without_a_second_trac
     assert len(traces) == 1
 
 
+@pytest.mark.exhaustive
 def test_gradients_with_probes_may_go_to_an_optimizer(x):
     model = qt.nnx.wrap(Net(), DELAYED)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -247,6 +249,7 @@ def test_a_shared_layer_sees_the_larger_of_its_uses(x):
     assert model.alias.dot_general is model.a.dot_general
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_layer_keeps_its_scales(x):
     """Flax's fp8_ops: scale 0 after it, and NaN where an input is 0."""
 
@@ -267,6 +270,7 @@ def test_a_skipped_layer_keeps_its_scales(x):
     assert np.isfinite(model(x, True)).all()
 
 
+@pytest.mark.exhaustive
 def test_mapped_examples_and_micro_batches_give_the_largest(x):
     def mapped(model, x):
         return jnp.mean(nnx.vmap(lambda m, v: m(v[None])[0], in_axes=(None, 0))(model, x) ** 2)
@@ -332,6 +336,7 @@ def test_restored_with_its_state_or_without(x):
     np.testing.assert_array_equal(whole(x), model(x))
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives(x):
     model = qt.nnx.wrap(Net(), DELAYED)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -411,7 +416,7 @@ def test_keys_advance_once_a_step(x):
 def test_a_second_call_without_a_gradient_is_scaled_by_the_first():
     """As `Delayed` says; the same parameters under current scales take what is larger."""
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    small = jax.random.normal(jax.random.key(0), (4, 8))
+    small = jnp.float32(np.random.default_rng(0).normal(size=(4, 8)))
     large = 64 * small
 
     def step(second):
@@ -432,7 +437,7 @@ def test_a_second_call_without_a_gradient_is_scaled_by_the_first():
     assert abs(step(current) / plain - 1) < 0.1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["fp8_lm", "nvfp4", "int4_lsq"])
 def test_wrapped_again_without_state_a_model_is_as_wrapped_once(first):
     """For nnx.jit and checkpoints, too: what was data before is none now."""
@@ -489,6 +494,7 @@ class Tied(nnx.Module):
         return self.embed.attend(x)
 
 
+@pytest.mark.exhaustive
 def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
     x = x[:, :8]
     delayed = qt.nnx.wrap(Tied(), DELAYED)
@@ -502,6 +508,7 @@ def test_wrapped_again_a_layer_without_a_hook_is_as_wrapped_once(x):
     assert nnx.graphdef(both) == nnx.graphdef(qt.nnx.wrap(Net(), CURRENT))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["a", "attention"])
 def test_wrapped_again_a_layer_that_a_rule_leaves_is_plain(x, name):

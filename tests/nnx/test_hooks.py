@@ -4,7 +4,6 @@ Oracle: the layer's formula in NumPy, its operands rounded by ml_dtypes. It is g
 and red without.
 """
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -46,44 +45,44 @@ def attention(layer, x):
 
 
 RNGS = {"use_bias": False, "rngs": nnx.Rngs(0)}
-LAYERS = {  # the layer, what calls it, its formula
+LAYERS = {  # what makes the layer, what calls it, its formula
     nnx.Linear: (
-        nnx.Linear(8, 6, **RNGS),
+        lambda: nnx.Linear(8, 6, **RNGS),
         lambda layer, x: layer(x),
         lambda layer, x: q(x) @ q(layer.kernel[...]),
     ),
     nnx.LinearGeneral: (
-        nnx.LinearGeneral(8, (3, 2), **RNGS),
+        lambda: nnx.LinearGeneral(8, (3, 2), **RNGS),
         lambda layer, x: layer(x),
         lambda layer, x: np.einsum("btd,dij->btij", q(x), q(layer.kernel[...])),
     ),
     nnx.Einsum: (
-        nnx.Einsum("btd,df->btf", (8, 6), rngs=nnx.Rngs(0)),
+        lambda: nnx.Einsum("btd,df->btf", (8, 6), rngs=nnx.Rngs(0)),
         lambda layer, x: layer(x),
         lambda layer, x: q(x) @ q(layer.kernel[...]),
     ),
     nnx.Conv: (
-        nnx.Conv(8, 6, (3,), padding="VALID", **RNGS),
+        lambda: nnx.Conv(8, 6, (3,), padding="VALID", **RNGS),
         lambda layer, x: layer(x),
         taps,
     ),
     nnx.MultiHeadAttention: (
-        nnx.MultiHeadAttention(2, 8, decode=False, **RNGS),
+        lambda: nnx.MultiHeadAttention(2, 8, decode=False, **RNGS),
         lambda layer, x: layer(x),
         attention,
     ),
     nnx.Embed: (
-        nnx.Embed(7, 8, rngs=nnx.Rngs(0)),
+        lambda: nnx.Embed(7, 8, rngs=nnx.Rngs(0)),
         lambda layer, x: layer.attend(x),
         lambda layer, x: q(x) @ q(layer.embedding[...]).T,
     ),
     nnx.ConvTranspose: (
-        nnx.ConvTranspose(8, 6, (1,), **RNGS),
+        lambda: nnx.ConvTranspose(8, 6, (1,), **RNGS),
         lambda layer, x: layer(x),
         lambda layer, x: q(x) @ q(layer.kernel[...])[0],
     ),
     nnx.LoRA: (
-        nnx.LoRA(8, 3, 6, rngs=nnx.Rngs(0)),
+        lambda: nnx.LoRA(8, 3, 6, rngs=nnx.Rngs(0)),
         lambda layer, x: layer(x),
         lambda layer, x: q(q(x) @ q(layer.lora_a[...])) @ q(layer.lora_b[...]),
     ),
@@ -91,9 +90,10 @@ LAYERS = {  # the layer, what calls it, its formula
 
 
 def is_green(kind):
-    layer, call, formula = LAYERS[kind]
+    make, call, formula = LAYERS[kind]
+    layer = make()
     if kind is nnx.LoRA:  # starts as zeros
-        layer.lora_b[...] = jax.random.normal(jax.random.key(1), (3, 6))
+        layer.lora_b[...] = jnp.float32(np.random.default_rng(1).normal(size=(3, 6)))
     rules = qt.Rules({"query|key|value|out": None}, qt.recipes.te_current)
     recipe = rules if kind is nnx.MultiHeadAttention else qt.recipes.te_current
     try:

@@ -11,7 +11,7 @@ import qtoolkit as qt
 from qtoolkit.gradients import lsq, lsq_plus, lsq_scale
 from qtoolkit.products import Learned, Operand, Recipe
 
-X = jax.random.normal(jax.random.key(0), (16, 8))
+X = jnp.float32(np.random.default_rng(0).normal(size=(16, 8)))
 INT4 = qt.BlockFormat.tensor("int4")
 LSQ = qt.recipes.int4_lsq
 PLUS = Recipe(
@@ -153,6 +153,9 @@ def test_learned_scales_stay_when_a_model_is_frozen_or_wrapped_again():
 def test_a_learned_input_beside_another_kernel_in_attention():
     recipe = Recipe((Operand(INT4, scaling=Learned()), "int8"), None)
     made = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-    model, x = qt.nnx.wrap(made, recipe), jax.random.normal(jax.random.key(0), (2, 3, 8))
+    model, x = (
+        qt.nnx.wrap(made, recipe),
+        jnp.float32(np.random.default_rng(0).normal(size=(2, 3, 8))),
+    )
     qt.nnx.start_scales(model, x)
     assert np.isfinite(model(x)).all()

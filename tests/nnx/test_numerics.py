@@ -354,8 +354,8 @@ class Scored(nnx.Module):
     """With a product of parameters alone, which are the same on every device."""
 
     def __init__(self):
-        self.kernel = nnx.Param(jax.random.normal(jax.random.key(1), (32, 4)))
-        self.other = nnx.Param(jax.random.normal(jax.random.key(2), (4, 8)))
+        self.kernel = nnx.Param(jnp.float32(np.random.default_rng(1).normal(size=(32, 4))))
+        self.other = nnx.Param(jnp.float32(np.random.default_rng(2).normal(size=(4, 8))))
 
     def __call__(self, x):
         return x @ (self.kernel[...] @ self.other[...])

@@ -102,7 +102,7 @@ OTHERS = [
 
 
 @pytest.mark.quick
-@pytest.mark.sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", OTHERS, ids=range(len(OTHERS)))
 def test_formats_activations_and_rules(recipe):
     model = trained(Small(), recipe, steps=1)

@@ -46,7 +46,7 @@ class OwnLinen(linen.Module):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_wrapped_models_are_pickled(copied):
     """Their classes, which have the names of those that were there, are made again."""
-    x = jax.random.normal(jax.random.key(0), (4, 8))
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 8)))
     model = qt.nnx.wrap(Own(), qt.Rules({"left": None}, default=qt.recipes.te_current))
     again = copied(model)
     assert type(again) is type(model)

@@ -184,6 +184,7 @@ def test_multi_steps_around_it_is_right_only_while_all_is_finite():
     assert not np.isfinite(state.acc_grads["w"]).any()
 
 
+@pytest.mark.exhaustive
 def test_in_an_nnx_optimizer():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, dynamic_loss_scale(ADAM), wrt=nnx.Param)

@@ -418,6 +418,7 @@ def test_matmul_and_its_gradients_equal_the_oracle(name):
     assert_three(three(layer.ours, recipe)(*operands), layer, slots, *operands)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["int8_qat", "w4a16", "weight_only_e4m3"])
 def test_a_wide_cotangent_gets_the_derivative_of_what_was_computed(name):

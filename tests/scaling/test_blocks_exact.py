@@ -213,6 +213,7 @@ def test_mx_by_the_scales_of_every_rule(name):
         assert_quantized(run(x, jnp.asarray(expected.scale)), x, expected, rule)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MX)
 def test_operands_of_products_are_the_same_elements(name):
     """Products compute by a shorter program: its elements and their products with the scales."""
