@@ -243,7 +243,6 @@ def endless(path):
     os.truncate(path, 8 + len(header) + 2**36)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sent", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],

@@ -76,7 +76,6 @@ def test_products_on_two_devices_give_what_one_gives(name, kind):
     jax.tree.map(close, got, expected)
 
 
-@pytest.mark.exhaustive
 def test_random_signs_are_constants_inside_a_shard_too():
     """NVFP4's Hadamard transform beside one of the whole array, in one program under a mesh."""
     key = jax.random.key(0)
