@@ -81,8 +81,6 @@ FUNCTIONS = {
     "openvino.convert": lambda x: qt.openvino.convert(x, "f8e5m2"),
     "pypto.cast": lambda x: qt.pypto.cast(x, qt.pypto.DT_INT16, qt.pypto.CastMode.CAST_FLOOR),
 }
-# What asks for the number of elements as a number.
-FIXED_SHAPE = ("AbsMax", "Percentile", "lsq_scale")
 
 
 def example(rows):
@@ -109,7 +107,7 @@ def test_exports_for_every_platform_without_custom_calls(name):
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in FIXED_SHAPE])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_symbolic_batch_gives_the_bits_of_every_batch(name):
     function = FUNCTIONS[name]
     (rows,) = export.symbolic_shape("b")

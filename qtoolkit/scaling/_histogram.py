@@ -162,8 +162,9 @@ def _counted(x: Array, spec: BlockFormat, bins: Bins) -> Array:
     scales = spec.scale_shape(x.shape)
     block = jnp.zeros(x.shape, jnp.int32)
     for axis, (blocks, length) in enumerate(zip(scales, spec.block_lengths(x.shape), strict=True)):
-        along = lax.broadcasted_iota(jnp.int32, x.shape, axis) // np.int32(length)
-        block = block * np.int32(blocks) + along
+        if blocks != 1:  # of one, the axis may have a symbolic size
+            along = lax.broadcasted_iota(jnp.int32, x.shape, axis) // np.int32(length)
+            block = block * np.int32(blocks) + along
     index = block * np.int32(bins.count) + bins.index(exact_float32(x))
     counts = jnp.zeros(int(np.prod(scales)) * bins.count, jnp.uint32)
     return counts.at[index].add(np.uint32(1)).reshape(*scales, bins.count)
