@@ -1,7 +1,8 @@
-"""What loaders read beside the codes: the config and static input scales, checked. No JAX here.
+"""Checks what loaders read beside the codes: the config and static input scales. No JAX here.
 
-A plan is made again of what a converted checkpoint holds, and what its layout would write for it is
-compared with what is there. Other programs write other configs: of theirs less can be said.
+From the codes and scales of a converted checkpoint it makes the plan of the conversion again, and
+compares what the layout writes for that plan with what is there. Other programs may write other
+configs, so less of these is checked.
 """
 
 import contextlib
@@ -30,11 +31,11 @@ from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 _KEY = "quantization_config"
 _AGAIN = "convert it again"
 _FLOATS = ("F32", "BF16", "F16", "F64")
-_MOST = 2**16  # scales of a tensor that are read: one for each head at most
+_MOST = 2**16  # elements of a tensor of scales at most; it may have one for each head
 
 
 def problems_beside(source: Source, target: Source) -> Iterator[str]:
-    """A line for each difference between what `target` has beside its codes and what it should."""
+    """Yields a line for each thing beside the codes of `target` that is not as it should be."""
     folder = folder_of(target)
     config = {} if folder is None else quantization_config(folder)
     if not isinstance(target, DequantizedSource):
@@ -44,7 +45,7 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
     is_ours = own in LAYOUTS
     layout = LAYOUTS[own if is_ours else target.layout]
     if is_ours and folder is not None and not folder.config.get(_KEY):
-        config = {}  # elsewhere in config.json loaders need not find it
+        config = {}  # loaders may not find it where it is in config.json
     if folder is not None and not config:
         yield from _unsaid(folder, target.layout)
     plans: list[TensorPlan] = []
@@ -61,7 +62,7 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
 
 
 def _unsaid(folder: Folder, layout: str) -> Iterator[str]:
-    """What is wrong where a folder's config.json says nothing of quantized weights in it.
+    """The line for a folder whose config.json does not say that its weights are quantized.
 
     transformers then takes the codes for weights, without an error: SmolLM2-135M in E4M3 has a
     perplexity of 17 million instead of 18.
@@ -75,10 +76,10 @@ def _unsaid(folder: Folder, layout: str) -> Iterator[str]:
 
 
 def _says_too_much(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong where a config tells of quantized weights, and none is."""
+    """The line for a config that says that weights are quantized, if none is."""
     method = config.get("quant_method", "compressed-tensors")
     key = {"compressed-tensors": GROUPS, "modelopt": "quant_algo"}.get(str(method))
-    # A config of a quantized attention cache alone has none of them.
+    # If only the attention cache is quantized, the config has neither key.
     if config and (key is None or config.get(key)):
         yield (
             f"{CONFIG}: quantization_config of {shown(str(method))}, and no weight is quantized, "
@@ -89,13 +90,13 @@ def _says_too_much(config: Mapping[str, Any]) -> Iterator[str]:
 def _plans(
     source: Source, target: DequantizedSource, layout: Layout, config: Mapping[str, Any]
 ) -> tuple[list[TensorPlan], list[str]]:
-    """What a conversion to the content of `target` plans; and weights that the layout has not."""
+    """The plan whose result is `target`; and names of weights that no scheme of the layout fits."""
     schemes: dict[str, Scheme] = {}
     unknown = []
     for name, weight in target.stored.items():
         info = source.tensors.get(name)
         if info is None or info.shape != weight.shape:
-            continue  # a line of another check says so
+            continue  # another check reports it
         scheme = _scheme(info, weight, layout)
         if scheme is None:
             unknown.append(name)
@@ -109,18 +110,18 @@ def _plans(
 
 
 def _scheme(info: TensorInfo, weight: Stored, layout: Layout) -> Scheme | None:
-    """The one scheme of the layout that has these entries of a weight; None if there is none."""
+    """The scheme with which the layout writes a weight to these entries; None if it has none."""
     for scheme in layout.schemes if len(info.shape) == 2 else ():
-        with contextlib.suppress(CheckpointError):  # blocks do not fill it
+        with contextlib.suppress(CheckpointError):  # blocks that do not fill the matrix
             if _parts(layout.store(info, scheme, (), 1.0)) == _parts(weight):
                 return scheme
     return None
 
 
 def _is_static(names: Iterable[str], target: DequantizedSource, config: Mapping[str, Any]) -> bool:
-    """Whether activations of these weights have static scales: each has one, or the config says so.
+    """Whether activations of these weights should have static scales.
 
-    A file without a config may lack some.
+    They should if all have one, or the config says so; without a config, if any has one.
     """
     has_scale = [f"{module_of(name)}.input_scale" in target.source.tensors for name in names]
     groups = config.get(GROUPS)
@@ -148,7 +149,7 @@ def _plan(info: TensorInfo, scheme: Scheme | None, layout: Layout) -> TensorPlan
 
 
 def _parts(weight: Stored) -> tuple[Entry, ...]:
-    """Codes and scales."""
+    """The entries of codes and scales."""
     return tuple(x for x in (weight.codes, weight.scale, weight.second) if x is not None)
 
 
@@ -163,7 +164,7 @@ def _not_of(weight: Stored, layout: Layout) -> str:
 def _config_problems(
     folder: Folder, config: Mapping[str, Any], layout: Layout, plans: Sequence[TensorPlan]
 ) -> Iterator[str]:
-    """What is other in the config, and in further files, than what `convert` writes."""
+    """A line for each difference of the config, and of further files, to what `convert` writes."""
     used, kept = used_schemes(plans), kept_modules(plans)
     if not used:
         yield (
@@ -182,9 +183,9 @@ def _config_problems(
 
 
 def _listed(config: Mapping[str, Any], target: DequantizedSource) -> Iterator[str]:
-    """Quantized modules that a config of another program lists by name as not quantized.
+    """A line for each quantized module that another program's config lists as not quantized.
 
-    No patterns: a regular expression in a file may take for ever.
+    Only names in full are found: matching a regular expression of a file may take for ever.
     """
     modules = {module_of(name) for name in target.stored}
     for key in IGNORED:
@@ -201,7 +202,7 @@ def _listed(config: Mapping[str, Any], target: DequantizedSource) -> Iterator[st
 def _scale_problems(
     source: Source, target: DequantizedSource, plans: Iterable[TensorPlan], is_ours: bool
 ) -> Iterator[str]:
-    """What is wrong with static scales of activations, and with scales of attention caches."""
+    """A line for each static scale of activations, or attention cache, that is wrong or missing."""
     expected = {
         entry.name: entry
         for plan in plans
@@ -212,7 +213,7 @@ def _scale_problems(
         yield f"{shown(name)}: is missing, expected {_shown(expected[name])}; {_AGAIN}"
     for name, info in target.beside.items():
         if name in source.tensors:
-            continue  # compared with that one
+            continue  # it is compared with that of the source
         if is_ours and name not in expected and name.endswith("input_scale"):
             yield (
                 f"{shown(name)}: is there, expected none: activations have no static scales; "

@@ -1,4 +1,4 @@
-"""How a config that loaders read differs from what a layout writes: a line each. No JAX here."""
+"""Lists how a config that loaders read differs from what a layout writes. No JAX here."""
 
 import json
 from collections.abc import Container, Iterator, Mapping
@@ -8,7 +8,8 @@ from qtoolkit.checkpoints._header import shown
 
 # Lists of modules that are not quantized.
 IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")
-# Lists whose order says nothing: what loaders take modules for that are in it, or are not.
+# Lists whose order does not matter. Loaders take a module in the list for the first word, one that
+# is not in it for the second.
 _LISTS = {**dict.fromkeys(IGNORED, ("wide", "quantized")), "targets": ("quantized", "wide")}
 GROUPS = "config_groups"
 _UNCOMPARED = ("producer",)  # the version of a program
@@ -16,7 +17,7 @@ _AGAIN = "convert it again"
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> Iterator[str]:
-    """The lines for two JSON objects, each beginning with `where`: a file, or a place in it."""
+    """Yields a line for each difference. It begins with `where`, a file or a place in it."""
     for key in dict.fromkeys((*expected, *found)):
         if key in _UNCOMPARED:
             continue
@@ -55,7 +56,7 @@ def _of_lists(
 def _paired(
     found: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Groups that are not in both, named in turn: neither their names nor their order matter."""
+    """The groups that only one of the two has, named anew: names and order do not matter."""
     there, here = (
         {_text(_sorted(group)): group for group in groups.values()} for groups in (found, expected)
     )

@@ -71,7 +71,7 @@ _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, converted or written: one line, where and what to do.
+    """A checkpoint cannot be read, converted or written. One line says where and what to do.
 
     Examples:
       >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
@@ -85,7 +85,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor.
+    """The entry of one tensor in a header.
 
     Attributes:
       name: As in the file.
@@ -295,7 +295,7 @@ def _tensor(where: str, name: str, entry: Any) -> TensorInfo:
     bits = DTYPE_BITS[dtype]
     for length in shape:
         bits *= length
-        if bits >= 2**67:  # beyond any file; the product of many such is too long to print
+        if bits >= 2**67:  # larger than any file; stop before the product is too long to print
             break
     if bits != 8 * (offsets[1] - offsets[0]):
         raise CheckpointError(
@@ -310,7 +310,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether UTF-8 can write it; JSON can spell lone surrogates."""
+    """Whether it is a string that UTF-8 can encode; JSON can spell lone surrogates, too."""
     return isinstance(value, str) and _SURROGATE.search(value) is None
 
 

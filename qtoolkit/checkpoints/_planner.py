@@ -57,31 +57,35 @@ def make_plan(
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
-    With one format, quantized are the float32, float16 and bfloat16 tensors of two or more
-    dimensions whose names match neither `DEFAULT_SKIP` nor `skip`. `Rules` decide alone: neither
-    `DEFAULT_SKIP` nor the number of dimensions counts, only `skip` comes before them. What no rule
-    matches gets their default where it is float32, float16 or bfloat16.
+    One format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions whose
+    names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
+    `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
+    default of the rules if it is float32, float16 or bfloat16.
 
     Args:
-      source: The open checkpoint; only headers are used. What is quantized in it is dequantized.
+      source: The open checkpoint; only its headers are read. Tensors that hold codes are kept;
+        `convert` opens a quantized checkpoint as the float weights that it stands for.
       format: An element format or a published block format, in any spelling, that the layout holds.
-        Or `Rules` of them, over the names of the tensors; None keeps a tensor. None: nothing is
-        quantized.
-      scaling: "tensor", "channel", a scale for each output, or "block", one for 128x128, in
-        convolutions [O, I, kh, kw] one for each output; None for the layout's own choice.
-      layout: A name in `LAYOUTS`. None: of a folder with a config.json "compressed-tensors", which
-        loaders open, where that holds the format; else "plain".
-      skip: Regular expressions; a tensor is kept where one is found in its name.
-      keep_dtype: float32, float16 or bfloat16: what becomes of those that are not quantized.
-      channel_axis: Where the outputs of weights are: "first", "last", or "auto": by architecture,
-        names and biases.
-      input_scales: Static activation scales by module, or one for all, where a layout asks.
+        Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
+        format: nothing is quantized.
+      scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
+        elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
+        has first for the format.
+      layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
+        that layout holds the format and the model is not of diffusers; else "plain".
+      skip: Regular expressions; a tensor is kept if one is found in its name.
+      keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
+        are not quantized; None leaves them as they are.
+      channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
+        decides by architecture, names and biases.
+      input_scales: Static activation scales by module, or one for all, if the layout asks for them.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; the source is a
-        folder that loaders would misread without config.json, or an adapter's; a tensor to be
-        quantized is float64 (by a rule: neither float32 nor float16 nor bfloat16); a name is taken;
-        a regular expression is invalid or, like a rule, matches nothing; outputs are not known.
+        folder of an adapter, or one that loaders would misread for lack of a config.json; a tensor
+        to be quantized is float64 (by a rule: not float32, float16 or bfloat16); the name for its
+        scales is taken; a regular expression is invalid, or it or a rule matches nothing; the axis
+        of the outputs cannot be found out.
       TypeError: A rule has a class as its key, or a value that is no format.
       ValueError: Unknown format, scaling or layout.
 
@@ -97,7 +101,7 @@ def make_plan(
     """
     if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    if layout is not None and layout not in [*LAYOUTS]:  # a list has no hash
+    if layout is not None and layout not in [*LAYOUTS]:  # the argument may have no hash
         raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     if channel_axis not in AXIS_CHOICES:
         raise ValueError(
@@ -201,7 +205,7 @@ class _Planner:
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
     ) -> None:
-        """Raises where the layout would hold nothing, or schemes that it cannot hold together."""
+        """Raises if nothing is quantized, or several schemes are used in a layout of one."""
         if not used and self.layout.linear_only:
             reasons = [tensor.reason for tensor in tensors if tensor.reason]
             counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
@@ -217,7 +221,7 @@ class _Planner:
             )
 
     def _scaling_word(self, used: Iterable[Scheme], rules: Rules[Any]) -> str:
-        """`Plan.scaling`: that of all schemes, or what was asked for where they differ."""
+        """`Plan.scaling`: what all schemes in use have, else what was asked for."""
         words = {word_of(scheme) for scheme in used}
         if len(words) == 1:
             return words.pop()
@@ -312,9 +316,10 @@ class _Planner:
         )
 
     def _scheme(self, info: TensorInfo, fmt: Format | BlockFormat) -> Scheme:
-        """The scheme of the layout; of a convolution [O, I, kh, kw] by channel for one by block.
+        """The scheme of the layout, with "channel" for "block" in a convolution [O, I, kh, kw].
 
-        Blocks are of its last two axes, of kh * kw elements: with 1x1 a float32 scale for each.
+        Blocks lie in the last two axes, which have kh * kw elements: a 1x1 convolution would get a
+        float32 scale for every element.
         """
         scheme = scheme_of(self.layout, fmt, self.scaling)
         is_by_block = word_of(scheme) == "block" and len(info.shape) > 3
@@ -335,7 +340,7 @@ class _Planner:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 
     def _check_linear(self, info: TensorInfo) -> None:
-        # No "/weight": the other entries of a module are named by what is behind its last dot.
+        # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
                 f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "

@@ -1,4 +1,4 @@
-"""What a checkpoint is read from: one interface, whatever the container. No JAX here."""
+"""`Source`, the one interface to read checkpoints of any container. No JAX here."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ from qtoolkit.checkpoints._storage import Path, check_path, is_url, join, read_f
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-# What config.json is called beside weights that no loader reads as they are, so that none tries:
+# The name that config.json gets beside weights that no loader can read, so that none opens them:
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-# In a folder behind a URL that is being written: there, nothing can be renamed.
+# A folder in a target behind a URL while it is written: folders cannot be renamed there.
 UNDER_WAY = ".qtoolkit-partial"
 PLAN = "plan.json"
 _PLAN_KEYS = {"made", "files", "copied", "json", "report"}
@@ -30,7 +30,7 @@ ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in fold
 _MAX_JSON = 256 * 2**20
 _MAX_PLAN = 2**30
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
-# Weights of other systems and what belongs to the source's own weights: never copied.
+# Never copied: weights in other containers, and files that describe the source's own weights.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|msgpack|h5|onnx|onnx_data|npz|tflite|mlmodel)$"
     r"|\.(safetensors|bin)\.index\.json$|^hf_quant_config\.json$",
@@ -43,8 +43,8 @@ class Source(Protocol):
 
     Attributes:
       path: As given.
-      tensors: What it holds, by name, in the order of the data; positions are of no meaning.
-      metadata: Strings about it.
+      tensors: Its tensors by name, in the order of the data; `start` and `stop` mean nothing here.
+      metadata: The strings that it holds beside tensors.
     """
 
     path: Path
@@ -58,24 +58,24 @@ class Source(Protocol):
 
 
 class Folder(Closing):
-    """An open folder in the way of Hugging Face: safetensors files, an index, `config.json`.
+    """An open folder as Hugging Face has them: safetensors files, an index, `config.json`.
 
     Attributes:
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
-      config: What `config.json` holds, or `qtoolkit_config.json`; empty where there is none.
-      has_config: Whether there is one.
-      base: What its weights are called without their ending, by the index where there is one;
-        "model" of several files without.
+      config: The content of `config.json`, else of `qtoolkit_config.json`; empty without either.
+      has_config: Whether there is either.
+      base: The name of its weights without the ending, from the index or the only file: "model" of
+        model.safetensors. For several files without an index also "model".
       files: Names of the files with its weights.
       copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
         config.json"): tokenizer, generation config and so on.
-      left: Names of those that do not: hidden ones, weights of other kinds.
+      left: Names of what is not copied: hidden files, weights of other kinds.
       is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
 
     Raises:
-      CheckpointError: No weights, a file is missing or damaged, the index is not true to the files
-        or leaves the folder, the weights are of a kind that is not read, or a conversion that
-        writes them is not finished.
+      CheckpointError: No weights, a file is missing or damaged, the index does not fit the files or
+        names one outside of the folder, the weights are of a kind that is not read, or a conversion
+        that writes them is not finished.
       OSError: Something cannot be read.
     """
 
@@ -116,7 +116,7 @@ class Folder(Closing):
         self.metadata = dict(next(iter(self._files.values())).metadata)
 
     def _take_tensors(self, name: str, index: Mapping[str, str] | None, index_path: str) -> None:
-        """Takes the tensors of an open file that are its own by the index, or all without one."""
+        """Adds the tensors of an open file: those that the index places there; without it all."""
         file = self._files[name]
         for tensor in file.tensors.values():
             if index is not None and tensor.name not in index:
@@ -147,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-      CheckpointError: It is none.
+      CheckpointError: The file holds no JSON object.
       OSError: It cannot be read.
     """
     data = read_file(path, _MAX_JSON)
@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plan_in(parts: Path) -> dict[str, Any] | None:
-    """The plan of a conversion in its folder of parts; None where there is none, or no whole one.
+    """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
 
     Raises:
       CheckpointError, OSError: It cannot be read.
@@ -174,27 +174,27 @@ def plan_in(parts: Path) -> dict[str, Any] | None:
 
 
 def is_under_way(path: Path, found: Container[str]) -> bool:
-    """Whether a conversion writes a folder in which `found` lies; on this machine none does."""
+    """Whether a folder with `found` is unfinished. Only URLs: on disk they appear complete."""
     return is_url(path) and UNDER_WAY in found and plan_in(join(path, UNDER_WAY)) is not None
 
 
 def _others(
     path: Path, found: Mapping[str, bool], modules: set[str], prefix: str = ""
 ) -> tuple[list[str], list[str]]:
-    """The files in a folder and those below that go with the weights; then those that do not.
+    """Two lists of files in a folder and below: those to copy with the weights, and the others.
 
-    A folder below of which nothing goes with them stands for what is in it.
+    If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
       path: The folder.
-      found: What is in the folder of that prefix, and whether it is a folder.
+      found: The names in the folder `path`/`prefix`, and whether each is a folder.
       modules: Folders below, as seen from `path`, that are copied with their weights.
-      prefix: Of the names.
+      prefix: "" or the folder below `path` that is listed, such as "1_Pooling/".
     """
     copied, left = [], []
     for name, is_folder in found.items():
         relative, where = prefix + name, join(path, *(prefix + name).split("/"))
-        # A linked folder may contain itself; a pipe would be waited for.
+        # A linked folder may contain itself; reading a pipe could wait for ever.
         is_odd = not is_url(path) and (
             os.path.islink(where) if is_folder else not os.path.isfile(where)
         )
@@ -212,7 +212,7 @@ def _others(
 
 
 def _index_in(names: list[str]) -> str | None:
-    """The index among the names of files: of transformers, else that of diffusers or others."""
+    """The name of the index: that of transformers, else the only other one, as of diffusers."""
     if INDEX in names or "model.safetensors" in names:
         return INDEX if INDEX in names else None
     found = [name for name in names if name.endswith(".safetensors.index.json")]
@@ -240,7 +240,7 @@ def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str
 
     Args:
       path: The folder, for messages and the index.
-      names: Of what is in it.
+      names: The names of what is in it.
 
     Raises:
       CheckpointError: There are none, one is missing, or nothing says which belong together.
@@ -271,7 +271,7 @@ def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str
 
 
 def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]:
-    """{tensor: file} of an index, whose files are all in the folder."""
+    """{tensor: file} of an index; raises if a file is not in the folder."""
     where = join(path, index_name)
     index = read_json(where).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
@@ -292,7 +292,7 @@ def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]
 
 
 def _no_weights(path: Path, names: list[str]) -> str:
-    """What to say of a folder without safetensors files: what it holds instead, and what to do."""
+    """The message for a folder without safetensors: what it holds instead, and what to do."""
     steps = [name for name in names if name.isdigit()]
     if steps:
         return (
@@ -339,15 +339,15 @@ def is_orbax(path: Path) -> bool:
 
 
 def open_source(path: Path) -> Source:
-    """Opens a checkpoint of any kind that is read, by what is in it, not by its name.
+    """Opens a checkpoint of any kind that is read. The content tells the kind, not the name.
 
     Args:
       path: A folder of Hugging Face's or of orbax, a safetensors file, GGUF, npz, or Flax's
-        msgpack. The first and safetensors may also be URLs, such as "s3://bucket/model".
+        msgpack. Folders of the first kind and safetensors may also be URLs: "s3://bucket/model".
 
     Returns:
-      A context manager with `tensors`, by name: dtype, shape and place of each. Of the weights
-      nothing is read yet.
+      A context manager with `tensors`, by name: dtype, shape and place of each. No weight has been
+      read yet.
 
     Raises:
       CheckpointError: It is none of them, or damaged; the message says what it is and what to do.
@@ -392,13 +392,13 @@ def open_source(path: Path) -> Source:
 
 
 def _sniffed(path: Path, start: bytes) -> str:
-    """The kind of a file from its first bytes; "safetensors" also for what nobody knows."""
+    """The kind of a file from its first bytes; "safetensors" also if they tell nothing."""
     length = int.from_bytes(start[:8], "little")
     if len(start) > 8 and start[8:9] == b"{" and length <= MAX_HEADER_BYTES:
         return "safetensors"
     if start[:4] == b"GGUF":
         return "gguf"
-    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an archive of nothing
+    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an empty archive
         return "npz"
     for magic, message in _OTHERS:
         if start.startswith(magic):
@@ -410,7 +410,7 @@ def _sniffed(path: Path, start: bytes) -> str:
         raise CheckpointError(f"{path}: {_json_remedy(path)}")
     if text == b"<":
         remedy = "the download failed: fetch it again"
-        if is_url(path):  # of HTTP servers; a folder is a page of theirs
+        if is_url(path):  # an HTTP server shows a folder as a page
             remedy = "give the URL of a safetensors file, or fetch the folder and give that"
         raise CheckpointError(f"{path}: a web page or XML, expected weights; {remedy}")
     if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):

@@ -1,7 +1,7 @@
-"""Where checkpoints lie, in folders of this machine or behind URLs: opened, listed, written.
+"""Opens, lists and writes files and folders, on this machine or behind URLs.
 
-URLs are read and written by fsspec. What is written behind one appears when it is whole, as
-object stores do it: s3://, gs://, az://. No JAX here.
+URLs are read and written by fsspec. A file that is written to a URL is not seen before it is
+complete, as in object stores: s3://, gs://, az://. No JAX here.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ Path = str | os.PathLike[str]
 Kind = Literal["file", "folder", "other", ""]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_PART = 2**23  # bytes of one part of an upload; S3 asks for 5 MiB or more, of at most 10,000 parts
+_PART = 2**23  # bytes of one part of an upload; S3 takes at most 10,000 parts of 5 MiB or more
 
 
 class Input(Protocol):
@@ -42,7 +42,7 @@ class Input(Protocol):
 
 
 class Storage(Protocol):
-    """What is done with files and folders; each is named by its whole path."""
+    """Operations on files and folders; each is named by its full path."""
 
     def kind(self, path: Path) -> Kind:
         """What is there; "" for nothing."""
@@ -53,10 +53,10 @@ class Storage(Protocol):
     def open(self, path: Path) -> Input: ...
 
     def write(self, path: Path, data: bytes) -> None:
-        """Writes a small file: there is all of it, or none."""
+        """Writes a small file: it appears complete or not at all."""
 
     def upload(self, file: BinaryIO, path: Path) -> None:
-        """Copies the whole of an open file; behind a URL there is all of it, or none."""
+        """Copies all of an open file; behind a URL it appears complete or not at all."""
 
     def remove(self, path: Path) -> None:
         """Removes a file, if it is there."""
@@ -66,7 +66,7 @@ class Storage(Protocol):
 
 
 def check_path(path: Any, argument: str) -> None:
-    """Raises TypeError where an argument is no path: a number would be an open file, and closed."""
+    """Raises TypeError if an argument is no path: `open` would take a number for an open file."""
     if isinstance(path, str | os.PathLike):
         return
     remedy = "os.fsdecode(path)" if isinstance(path, bytes) else "'model.safetensors'"
@@ -88,24 +88,24 @@ def join(path: Path, *names: str) -> str:
 
 
 def identity(path: Path) -> str:
-    """What is the same for all names of a file or folder."""
+    """A string that is the same for all paths of a file or folder."""
     return _Remote(str(path)).identity(path) if is_url(path) else os.path.realpath(path)
 
 
 def storage(path: Path) -> Storage:
-    """What reads and writes `path`.
+    """The `Storage` that reads and writes `path`.
 
     Raises:
-      CheckpointError: A URL that no installed package reads.
+      CheckpointError: No installed package reads the URL.
     """
     return _Remote(str(path)) if is_url(path) else _Disk()
 
 
 def read_file(path: Path, limit: int, *, whole: bool = True) -> bytes:
-    """A file of at most `limit` bytes; or, if not the whole is asked for, the start of any file.
+    """The content of a file of at most `limit` bytes; unless `whole`, the start of any file.
 
     Raises:
-      CheckpointError: The whole is longer.
+      CheckpointError: The file is longer, and `whole` is asked for.
     """
     with contextlib.closing(storage(path).open(path)) as file:
         if whole and file.size > limit:
@@ -141,15 +141,15 @@ def _copy_into(source: Path, file: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, ours: str = "") -> Iterator[None]:
-    """Gives every OSError the name that the user knows: not none, nor one with `ours` in it.
+    """Gives an OSError the path that the user knows, if it has none or one of our own.
 
-    `ours` is a part of the paths that only we know.
+    Paths that contain `ours`, such as those of temporary files, are our own.
     """
     try:
         yield
     except OSError as error:
         is_ours = bool(ours) and ours in str(error.filename)
-        # A source read meanwhile has a name of its own.
+        # Any other path stays: a source that is read in this context may have failed.
         if error.errno is not None and (error.filename is None or is_ours):
             error.filename = str(path)
             error.filename2 = None
@@ -191,7 +191,7 @@ class _Disk:
 
     def write(self, path: Path, data: bytes) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        # Not the process's number: containers that share a folder have the same ones.
+        # Not the process id: containers that share a folder may have the same ids.
         temporary = f"{path}.{uuid.uuid4().hex}"
         try:
             with open(temporary, "wb") as file:
@@ -250,8 +250,8 @@ class _Remote:
         try:
             import fsspec
 
-            # What others write there meanwhile must be seen.
-            with _one_line(url):  # some connect at once
+            # Without a cache of listings, which would hide what others write meanwhile.
+            with _one_line(url):  # some file systems connect here
                 self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
             raise CheckpointError(
@@ -261,7 +261,7 @@ class _Remote:
             raise CheckpointError(
                 f"{url}: {_line(error)}, expected such as s3://BUCKET/NAME"
             ) from error
-        # A file of this machine has one name for us, or a target is not known for the source.
+        # With two spellings for a file of this machine, a target could be the source unnoticed.
         if "file" in self._protocols():
             plain = self._files._strip_protocol(url)
             raise CheckpointError(
@@ -291,7 +291,7 @@ class _Remote:
         with _one_line(path):
             try:
                 found = self._files.ls(str(path), detail=True)
-            except FileNotFoundError:  # a folder is there with the first object in it
+            except FileNotFoundError:  # a folder exists only if there is an object in it
                 return {}
         named = {
             item["name"].rstrip("/").rpartition("/")[2]: item["type"] == "directory"
@@ -315,14 +315,14 @@ class _Remote:
                 self._files.pipe_file(str(path), file.read())
                 return
             part = max(_PART, -(-size // 9_000))
-            # A file that is closed counts as whole, also after an error: not until `commit`.
+            # Otherwise `close` would publish the file, even after an error; now `commit` does.
             target = self._files.open(str(path), "wb", block_size=part, autocommit=False)
             try:
                 shutil.copyfileobj(file, target, part)
                 target.close()
             except BaseException:
                 with contextlib.suppress(Exception):
-                    target.close()  # or it does so when it is collected, after `discard`
+                    target.close()  # else the garbage collector closes it, after `discard`
                 target.discard()
                 raise
             target.commit()
@@ -342,7 +342,7 @@ class _Remote:
                 if item["type"] != "directory":
                     self._files.rm_file(name)
                     continue
-                with contextlib.suppress(OSError, NotImplementedError):  # none in object stores
+                with contextlib.suppress(OSError, NotImplementedError):  # object stores have none
                     self._files.rmdir(name)
 
 
@@ -355,7 +355,7 @@ def _check_protocol(url: str) -> None:
         )
 
 
-# Packages of object stores raise these with nothing but the path.
+# Packages for object stores raise these without an errno, with the path as their text.
 _CODES: dict[type, int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -365,7 +365,7 @@ _CODES: dict[type, int] = {
 
 @contextlib.contextmanager
 def _one_line(url: Path) -> Iterator[None]:
-    """Makes what a package of object stores raises an OSError of one line that names the URL."""
+    """Turns errors of packages for object stores into OSErrors of one line that name the URL."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -382,7 +382,7 @@ def _one_line(url: Path) -> Iterator[None]:
 
 
 def _cause(error: OSError) -> OSError:
-    """What was wrong: fsspec says of every failure of an HTTP server that the file is not there."""
+    """The real error: fsspec reports every failure of an HTTP server as FileNotFoundError."""
     cause = error.__cause__
     is_absent = getattr(cause, "status", None) in (404, 410)
     if is_absent or not type(cause).__module__.startswith("aiohttp"):
@@ -392,7 +392,7 @@ def _cause(error: OSError) -> OSError:
 
 @contextlib.contextmanager
 def _in_bucket() -> Iterator[None]:
-    """Says what is missing where something is written: no file."""
+    """While writing, turns FileNotFoundError into one that says that the bucket is missing."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What tensors can become: formats, the schemes of layouts that hold them, dtypes. No JAX here."""
+"""Formats that tensors can be converted to, and schemes and dtypes that hold them. No JAX here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,15 +21,15 @@ from qtoolkit.formats import format as resolve
 
 WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
-# What codes of a byte or 16-bit floats are: what the plain layout holds.
+# The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
 
 
 def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
-    """The scheme of a layout for a format and a word for its scales.
+    """The scheme of a layout for a format and a value of `--scaling`.
 
     Raises:
-      CheckpointError: It has none; the message names the layouts that have one.
+      CheckpointError: The layout has none; the message names the layouts that have one.
     """
     if isinstance(of, BlockFormat) and scaling is not None:
         raise CheckpointError(
@@ -41,7 +41,7 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
         return layout.scheme(of, scaling if needs else None)
     except CheckpointError as error:
         if layout.name == "plain" and isinstance(of, Format):
-            safetensors_dtype(of)  # says why
+            safetensors_dtype(of)  # raises with the reason
         others = [
             other.name
             for other in LAYOUTS.values()
@@ -99,7 +99,7 @@ def safetensors_dtype(fmt: FormatLike) -> str:
       fmt: A format, in any spelling of `qtoolkit.format`.
 
     Raises:
-      CheckpointError: It does not hold `fmt`.
+      CheckpointError: The plain layout does not hold `fmt`.
       ValueError, TypeError: As `qtoolkit.format`.
 
     Examples:
@@ -136,16 +136,16 @@ def wide_dtype(fmt: FormatLike) -> str:
 
 
 def dtype_of(fmt: Format | BlockFormat) -> str | None:
-    """The dtype of an element format in files, as safetensors spells it; None without one."""
+    """The dtype of an element format as safetensors spells it; None if it has none."""
     dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
     return None if dtype is None else DTYPE_OF.get(dtype.name)
 
 
 def is_named(spec: BlockFormat) -> bool:
-    """Whether it is a published block format."""
+    """Whether `spec` is a published block format."""
     return spec.name in _BLOCKS
 
 
 def word_of(scheme: Scheme) -> str:
-    """The word for the scales of a scheme; "none" where there is none."""
+    """The value of `--scaling` for a scheme; "none" if it has no scales or scales of its own."""
     return scaling_of(scheme.spec) or "none"

@@ -1,4 +1,4 @@
-"""Chunks of tensors laid out as tiles of few shapes, so that few programs compile. No JAX here."""
+"""Lays out chunks of tensors as tiles of few shapes, so that few programs compile. No JAX here."""
 
 import itertools
 import math
@@ -10,19 +10,19 @@ import numpy as np
 from qtoolkit.checkpoints._chunks import Chunk, Cut
 
 CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
-WIDTHS = (16, 32, 128)  # elements of a unit, by the length of its block
-_COLUMNS = (128, 1024)  # of a tile with a scale for each column
-_FEW = 64  # rows of a chunk that is laid out in tiles of just that height, and wide
+WIDTHS = (16, 32, 128)  # elements of a unit: the first that holds its block, else the last
+_COLUMNS = (128, 1024)  # columns of a tile that has a scale for each column
+_FEW = 64  # a chunk with fewer rows is cut into wide tiles that are as high as the chunk
 Read = Callable[[int, memoryview], object]
 
 
 class Tile(NamedTuple):
-    """A part of a chunk, padded with zeros: a unit to a row, or, by columns, to a column.
+    """A part of a chunk, padded with zeros. Its units are its rows, in `_Columns` its columns.
 
     Attributes:
       x: Its elements.
-      blocks: For each unit but padding, the block that it lies in.
-      place: Where it lies: rows of the units of the chunk; or rows and columns of the chunk.
+      blocks: The index of the block that each unit lies in, without those of padding.
+      place: Where it lies in the chunk: (units,), or (rows, columns) in `_Columns`.
     """
 
     x: np.ndarray
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 class _Rows:
     """A chunk laid out in units that are pieces of its rows."""
 
-    axis = 1  # of a tile, along which elements share a scale
+    axis = 1  # along this axis of a tile elements share a scale
 
     def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
         self._chunk = chunk
@@ -41,7 +41,7 @@ class _Rows:
         self._length = length
         self._width = next((width for width in WIDTHS if width >= length), WIDTHS[-1])
         count = -(-chunk.columns // length)
-        each = -(-length // self._width)  # units of a block in a row
+        each = -(-length // self._width)  # units that hold one row of a block
         self._padded = (chunk.rows, count, each * self._width)
         units = chunk.rows * count * each
         self._heights = _heights(units, self._width)
@@ -83,7 +83,7 @@ class _Rows:
         return data
 
     def _parts(self, padded: np.ndarray, plain: np.ndarray) -> Iterator[tuple[Any, Any]]:
-        """Views of the same elements, in padded units and not: whole blocks, then the last."""
+        """Pairs of views of the same elements, padded and not: whole blocks, then the last ones."""
         padded = padded.reshape(self._padded)
         plain = plain.reshape(self._chunk.rows, self._chunk.columns)
         whole = self._chunk.columns // self._length
@@ -132,10 +132,10 @@ class _Columns:
 
 
 def _sides(rows: int, columns: int) -> tuple[list[int], list[int]]:
-    """Heights and widths of tiles that hold so many rows and columns, each its own unit."""
+    """Heights and widths of tiles that cover [rows, columns], with a unit for each column."""
     if columns > CHUNK // _FEW:
-        # Few rows: tiles of [4, 1024] would be 1024 calls for a chunk of one. Tiles of a whole
-        # chunk are no faster, and their scales and numbers in float32 take 100 MiB more.
+        # A chunk of a single row would be 1024 tiles of [4, 1024], each with calls of its own. One
+        # tile as large as the chunk is no faster; its scales and float32 numbers take 100 MiB more.
         height = power_of_two(rows)
         return [height], _heights(columns, 16 * height)
     width = _COLUMNS[columns > _COLUMNS[1] // 2]
@@ -154,7 +154,7 @@ def power_of_two(count: int) -> int:
 
 
 def _heights(units: int, width: int) -> list[int]:
-    """The heights of tiles that hold so many units: of three sizes, few of them, little padding."""
+    """Heights of tiles that hold so many units: three sizes, so that tiles and padding are few."""
     sizes = [max(CHUNK // 16**k // width, 1) for k in range(3)]
     heights = []
     for size, less in itertools.pairwise([*sizes, 0]):

@@ -1,4 +1,4 @@
-"""A converted checkpoint checked against its source: what it holds is made again and compared."""
+"""Checks a converted checkpoint: quantizes its source again and compares the bytes."""
 
 import dataclasses
 import functools
@@ -47,16 +47,16 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
     Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
     rounded to another wide dtype, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`. Static input scales must be where the config says so, and be such as a
-    calibration gives, finite and above 0; which ones it gave no file says. Where `convert` wrote
-    the checkpoint, what config.json and hf_quant_config.json say of quantization must be what it
-    writes for these weights; where another program did, only that config.json says that there are
-    codes, and lists none of them by name as ignored. Other files are not compared. Nothing is
-    written; memory is a few chunks.
+    `qtoolkit.quantize`. Static input scales must be there if the config says so, and be finite and
+    above 0; what numbers the calibration gave cannot be checked. If `convert` wrote the checkpoint,
+    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
+    If another program did, config.json must only say that weights are quantized, and must not list
+    one of these by name as ignored. Other files are not compared. Nothing is written; memory is a
+    few chunks.
 
     Args:
-      src: What was converted: a folder or a file.
-      converted: What came of it, by any program that quantizes in one of the layouts.
+      src: The checkpoint that was converted: a folder or a file.
+      converted: The result, of any program that quantizes in one of the layouts.
       progress: Called with (name, bytes compared, bytes in all) of `src`.
 
     Returns:
@@ -125,7 +125,7 @@ class _Check:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
         elif 0 in info.shape:
-            pass  # no elements, and scales of nothing may be any
+            pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
             stored, reader = self._written(name), functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
@@ -139,9 +139,10 @@ class _Check:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
     def _written(self, name: str) -> Stored:
-        """How a weight was written: with the least amax of DeepSeek's format where it shows.
+        """The `Stored` of a weight, with DeepSeek's least amax of 1e-4 if the scales show it.
 
-        No file says it, and without it the scales of blocks below it are others.
+        No file says whether it was used. If the least scale is exactly 1e-4 / 448, it was: blocks
+        with a smaller amax have that scale then.
         """
         stored = self.stored[name]
         least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
@@ -205,10 +206,10 @@ class _Check:
             yield name, piece.codes
 
     def _shared_amax(self, name: str) -> float | None:
-        """The largest magnitude of the weights with this second scale: they may share it."""
+        """The largest magnitude of all weights with an equal second scale: they may share it."""
         second = self._seconds.get(name)
         if second is None or len(second) > 4:
-            return None  # with one for each expert, none is shared
+            return None  # no second scale, or one for each expert, which is not shared
         if second not in self._amaxes:
             self._amaxes[second] = max(
                 amax_of(self._reader(other), info.shape, info.dtype)

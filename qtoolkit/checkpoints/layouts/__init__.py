@@ -1,4 +1,4 @@
-"""How other systems store quantized weights: one file each, a registry by name. No JAX here."""
+"""Layouts, that is ways of storing quantized weights: a module each, a registry. No JAX here."""
 
 from qtoolkit.checkpoints.layouts import (
     _compressed_tensors,

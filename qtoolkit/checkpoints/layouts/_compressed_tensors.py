@@ -72,8 +72,9 @@ W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 
 
 _PACKED = {W4A16, W4A16_32, W8A16}
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
-# What transformers reads of the experts of a mixture, which it joins into one tensor: it multiplies
-# FP8 by one scale or one per output, and gives the package's decompressors weight_scale alone.
+# The schemes that transformers reads in the experts of a mixture. It joins the experts of a layer
+# into one tensor. It multiplies FP8 codes by one scale in all or one per output; for other schemes
+# it calls the decompressors of compressed-tensors, with `weight_scale` as the only scale.
 _READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
 _DIVIDED = "weight_global_scale"
 _SHAPE = "weight_shape"
@@ -158,7 +159,7 @@ def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequen
 def _read_packed(
     tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
 ) -> Stored:
-    """A weight_packed: FP4 where its bytes are U8, integers where they are words of I32."""
+    """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
     if info.dtype == "U8" and len(info.shape) == 2:
         return _read_fp4(tensors, info, beside, where)
     if info.dtype == "I32" and len(info.shape) == 2:
@@ -170,7 +171,7 @@ def _read_packed(
 
 
 def _read_fp4(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> Stored:
-    """MXFP4, or NVFP4 where there is a second scale."""
+    """Reads NVFP4 if there is a second scale, else MXFP4."""
     name = f"{beside}weight"
     codes = Entry(info.name, info.dtype, info.shape)
     shape = (info.shape[0], 2 * info.shape[1])
@@ -195,7 +196,7 @@ def _read_fp4(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> St
 def _read_integers(
     tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
 ) -> Stored:
-    """Integers in groups: of the first width, (bits, length of a group), that the scales fit."""
+    """Reads packed integers as the first of `widths`, (bits, group size), that fits the scales."""
     name = f"{beside}weight"
     codes = Entry(info.name, info.dtype, info.shape)
     scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
@@ -229,12 +230,12 @@ def _read_integers(
 _INTEGERS: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
 
 
-# Bits and group sizes of packed integers that no config tells; `dequantized` checks the shape.
+# (bits, group size) to try if no config tells; `dequantized` compares weight_shape with the result.
 _WIDTHS = ((4, 128), (4, 32), (8, 128))
 
 
 def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """What each group of the config says of weights."""
+    """The "weights" of each group in the config; {} for a group without them."""
     groups = config.get("config_groups") or {}
     known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
     found = [group.get("weights") or {} for group in groups.values()] if known else []
@@ -247,7 +248,7 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
 
 
 def _check_transforms(config: Mapping[str, Any], where: str) -> None:
-    """Raises where what the weights multiply is rotated when the model runs (SpinQuant, QuIP)."""
+    """Raises if the model rotates weights and activations when it runs (SpinQuant, QuIP)."""
     transforms = config.get("transform_config")
     if isinstance(transforms, Mapping):
         transforms = transforms.get("config_groups")
@@ -260,15 +261,16 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
 
 
 def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[int, int]]:
-    """Bits and group size of packed integers, as the groups of the config have them.
+    """(bits, group size) of packed integers, from the groups of the config.
 
-    Words and scales do not tell 4 bits in groups of 128 from 8 bits in groups of 64.
+    Shapes alone do not tell them: 16 words a row with one scale are 128 codes of 4 bits in a group
+    of 128, or 64 codes of 8 bits in a group of 64.
     """
     found: list[tuple[int, int]] = []
     for weights in groups:
         bits, length = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type") != "int" or bits not in (4, 8) or length in (None, -1):
-            continue  # group_size None or -1: a scale for each channel, with no groups to tell
+            continue  # group_size None or -1: a scale for each channel, no groups
         if type(length) is not int or length < 1:
             raise CheckpointError(
                 f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
@@ -279,7 +281,7 @@ def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[i
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
-    """The blocks, and groups of a row, that the config tells."""
+    """The shapes of blocks that the config names; a group of n elements of a row is (1, n)."""
     found = [check_block(g.get("block_structure"), "block_structure", where) for g in groups]
     lengths = (g.get("group_size") for g in groups)
     rows = [(1, length) for length in lengths if type(length) is int and length > 0]
@@ -287,7 +289,7 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
 
 
 def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
-    """One group of layers for each scheme: all Linear layers, or those that it names."""
+    """One group for each scheme; if there is only one, it targets all Linear layers."""
     quantized = [module for modules in used.values() for module in modules]
     groups = {
         f"group_{number}": {
@@ -366,10 +368,11 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
 
 
 def caution(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> str:
-    """What transformers does not read of the experts of a mixture; "" where it reads them.
+    """A warning if transformers misreads or does not load the experts of a mixture; else "".
 
-    With the E4M3 scales of NVFP4, but without the second one, a two-layer Mixtral has logits that
-    are wrong by 1.5 times the largest. transformers 5.24, integrations/compressed_tensors.py.
+    For NVFP4 it multiplies by the E4M3 scales, but not by the second scale: the logits of a
+    two-layer Mixtral are then wrong by 1.5 times the largest. Source: transformers 5.24,
+    integrations/compressed_tensors.py.
     """
     experts = {scheme: [*filter(_EXPERT.search, modules)] for scheme, modules in used.items()}
     schemes = [scheme for scheme, modules in experts.items() if modules]
@@ -387,7 +390,7 @@ def caution(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> str:
 
 
 def _misread(schemes: Sequence[Scheme]) -> str:
-    """What transformers does with experts in these schemes that it does not read."""
+    """What transformers does wrong with experts in these schemes; "" if it reads them."""
     if len(schemes) > 1:
         return "reads all experts by one format, with wrong weights where they have several"
     if NV4 in schemes:
@@ -397,14 +400,17 @@ def _misread(schemes: Sequence[Scheme]) -> str:
 
 
 def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
-    """What it does with experts that stay wide, beside others.
+    """What transformers does wrong if some weights of experts are not quantized; "" if nothing.
 
     Args:
-      schemes: Of the experts that are quantized; without any, of the first group of the config.
-      joined: The weights of all experts that are in part quantized, in part wide.
+      schemes: The schemes of the quantized experts. If no expert is quantized, the scheme of the
+        first group of the config.
+      joined: Weights, named without the expert's number, that are quantized in some experts and not
+        in others: transformers joins them into one tensor.
     """
     is_fp8 = all(scheme.spec.element == E4M3FN for scheme in schemes)
-    if is_fp8 and joined:  # one scale too few: it belongs to the next expert then
+    if is_fp8 and joined:
+        # The wide expert has no scale, so it gets that of the next expert, and so on.
         return "loads experts with wrong weights where some are in e4m3fn, without an error"
     name = spelling(schemes[0].spec)
     return "" if is_fp8 else f"does not load experts that stay wide beside others in {name}"

@@ -1,4 +1,4 @@
-"""What a layout is."""
+"""`Layout` and `Scheme`, and the functions that layouts share."""
 
 import dataclasses
 import functools
@@ -49,18 +49,21 @@ class Layout:
 
     Attributes:
       name: As given to `--layout`.
-      title: One line.
+      title: A description in one line.
       loaders: Who loads it.
       schemes: What it can store, the default first.
-      store: The entries of a weight: (info, scheme, output axes, input scale).
-      read: Those quantized weights that it finds: (quantization config or {}, tensors, where).
+      store: (info, scheme, output axes, input scale) -> how the weight is stored.
+      read: (quantization config or {}, tensors, path for messages) -> the quantized weights that
+        it finds, by name.
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
-      files: The same -> further JSON files by name.
-      caution: The same -> what one of its loaders does not read of them; "" if nothing.
+      files: (as for `config`) -> further JSON files by name.
+      caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
-      static: For schemes that take static activation scales but need none, those that need them.
-      refused: Patterns of names of tensors that its loaders cannot take, and why.
+      static: Maps schemes that work without static activation scales to those that are written
+        instead if such scales are given.
+      refused: Regular expressions for names of tensors that its loaders cannot load, each with the
+        reason.
 
     Examples:
       >>> for layout in qt.checkpoints.LAYOUTS.values():
@@ -88,7 +91,7 @@ class Layout:
     caution: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], str] = lambda used, kept: ""
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
-        """The scheme for a format and a word for its scales; None: the layout's first.
+        """The scheme for a format and a value of `--scaling`; None: the first that fits.
 
         Raises:
           CheckpointError: The layout has none.
@@ -111,7 +114,7 @@ class Layout:
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
-    """The word for the scales of an element; None where the block format has a name."""
+    """The value of `--scaling` for a spec, "none" without scales; None if it needs its own name."""
     if spec.scale is None:
         return "none"
     if spec.tensor_scale is not None or spec.scale != FLOAT32 or spec.amax_epsilon:
@@ -124,7 +127,7 @@ def scaling_of(spec: BlockFormat) -> str | None:
 
 
 def spelling(spec: BlockFormat) -> str:
-    """A spec as arguments of the command."""
+    """A spec as the command takes it: "e4m3fn (--scaling channel)", "mxfp4"."""
     word = scaling_of(spec)
     if word is None:
         return spec.name
@@ -192,10 +195,11 @@ def scale_format(dtype: str) -> FloatFormat:
 def read_bytes_weight(
     tensors: Tensors, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
 ) -> Stored:
-    """A weight with a code to a byte and multiplying float scales, whose shape says for what.
+    """Reads a weight with one code per byte and scales that multiply.
 
-    One scale in all; [o, 1, ...] or [o]; [1, ..., i]; a scale per block of `block`, or of 128x128;
-    or a scale per group along the last axis.
+    The shape of the scales tells what each belongs to: one in all; [o, 1, ...] or [o], one for each
+    index of the first axis; [1, ..., i], of the last axis; one per block of `block`, else of
+    128x128; or one per group along the last axis.
     """
     codes = check_entry(tensors, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(tensors, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
@@ -222,11 +226,11 @@ def read_groups(
     second: Entry | None = None,
     second_divides: bool = False,
 ) -> Stored:
-    """A weight, or one for each expert, with a scale for every group along the last axis.
+    """Reads a weight, or one for each expert, with a scale for every group along the last axis.
 
     Raises:
-      CheckpointError: The scales are not of these groups, or there are several second scales, but
-        not one for each expert.
+      CheckpointError: The shape of the scales does not fit the groups, or there is neither one
+        second scale nor one for each expert.
     """
     (length,) = spec.block
     assert length is not None
@@ -290,7 +294,7 @@ def _blocks_by_shape(
     rows, columns = shape[-2:]
     matrices = (math.prod(shape[:-2]), rows, columns)
     candidates = [tuple(block) if block else BLOCK]
-    if scale[-1] and columns % scale[-1] == 0:  # else the last group is shorter, by who knows what
+    if scale[-1] and columns % scale[-1] == 0:  # else the shapes do not tell the length of a group
         candidates.append((1, columns // scale[-1]))
     for lengths in candidates:
         if scale[-2:] == block_counts((rows, columns), lengths):

@@ -1,9 +1,9 @@
 """NVIDIA's modelopt.
 
-FP8: `weight` F8_E4M3, `weight_scale` F32, one (with `input_scale`) or one per output; FP8_PB_WO,
-which is read alone, one per block: [o / 128, 1, i / 128, 1]. NVFP4:
-`weight` U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2` F32, which
-multiplies, and `input_scale`; of experts in one tensor also with an axis for them in front.
+FP8: `weight` is F8_E4M3, `weight_scale` F32: one in all (with `input_scale`), or one per output, or
+in FP8_PB_WO, which is read but not written, one per block, [o / 128, 1, i / 128, 1].
+NVFP4: `weight` is U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2`
+F32, which multiplies; and `input_scale`. If all experts are in one tensor, they are its first axis.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
@@ -84,7 +84,7 @@ def store(
     )
 
 
-# What `quant_algo` of a config may be for the entries to mean what is read here.
+# The values of `quant_algo` in a config whose entries `read` understands.
 _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
 
 

@@ -1,15 +1,16 @@
-r"""Names of modules for loaders that call them otherwise than the checkpoint does.
+r"""Lists modules that are not quantized, for loaders that rename the modules of a checkpoint.
 
 transformers puts "model." before towers, moves language models, renames routers, and makes output
-heads out of tied embeddings, which have no tensor. What a config lists by the checkpoint's name
-alone is then not found: the module counts as quantized, finds no scale in the file, and computes
-with whatever its memory held. Hence patterns, such as "re:(.*\.)?layers\.\d+\.mlp\.gate$".
+heads out of tied embeddings, which have no tensor. If the config listed such a module by its name
+in the checkpoint only, the loader would not find it in the list: it would take the module for
+quantized, find no scale in the file, and compute with whatever its memory held. So the list also
+has patterns, such as "re:(.*\.)?layers\.\d+\.mlp\.gate$".
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
-# Heads of transformers' models that have no tensor where they are tied to the embeddings, in turn:
+# Output heads in transformers, which have no tensor if they are tied to the embeddings. In turn:
 # Llama, T5 and BART; BERT, RoBERTa and ModernBERT; Whisper; DistilBERT; ELECTRA; XLM; XLNet; BioGPT
 # and TrOCR; T5Gemma; IDEFICS; GPT-NeoX-Japanese; RWKV; GIT; NeoMME.
 _HEADS = (
@@ -22,7 +23,7 @@ _EMBEDDINGS = re.compile(r"(embed\w*|wte|wpe|shared)$")  # are no Linear layers
 
 
 def ignored(kept: Sequence[str], quantized: Iterable[str]) -> list[str]:
-    """The modules that stay wide: by name, then by patterns of the names that loaders give them."""
+    """Names of the modules that are not quantized, then patterns for what loaders call them."""
     taken = tuple(quantized)
     linear = [name for name in kept if "." in name and not _EMBEDDINGS.search(name)]
     patterns = patterns_of(linear, taken)
@@ -36,20 +37,21 @@ def ignored(kept: Sequence[str], quantized: Iterable[str]) -> list[str]:
 
 
 def _towers(names: Iterable[str]) -> list[str]:
-    """Patterns of all in a tower or head, whose insides may have other names in loaders, too.
+    """For each first part of a name, such as "vision_tower", a pattern for everything below it.
 
-    transformers calls the linear_c.0.proj of Segformer's decode_head linear_projections.0.proj.
+    Loaders may rename what is inside a tower or head: transformers turns the linear_c.0.proj of
+    Segformer's decode_head into linear_projections.0.proj.
     """
     tops = dict.fromkeys(name.partition(".")[0] for name in names)
-    # Behind "model." may be everything, "model.language_model" as well.
+    # Not for "model": everything may be below it, also "model.language_model".
     return [rf"re:(model\.)?{re.escape(top)}\..*$" for top in tops if top != "model"]
 
 
 def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Patterns that find these modules behind any prefix, and none of the others.
+    r"""Patterns that match these modules, whatever prefix they have, and none of the others.
 
-    They begin with the list of layers, or as far before it as the others demand; modules of layers
-    alike share one.
+    A pattern begins at the list of layers, "layers\.\d+\.mlp", so that one serves all layers. If it
+    would match one of `others`, it begins further left.
     """
     others = tuple(others)
     found: dict[str, None] = {}
@@ -61,7 +63,7 @@ def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _suffixes(name: str) -> list[str]:
-    r"""From short to long: "layers\.\d+\.mlp", "encoder\.layers\.\d+\.mlp" ..."""
+    r"""Endings of a name as patterns: "layers\.\d+\.mlp", "encoder\.layers\.\d+\.mlp" ..."""
     parts = [r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")]
     first = max(parts.index(r"\d+") - 1, 0) if r"\d+" in parts else 0
     suffixes = [r"\.".join(parts[start:]) for start in range(first, -1, -1)]

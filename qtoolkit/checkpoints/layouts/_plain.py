@@ -1,8 +1,9 @@
 """qtoolkit's own layout: the codes under the weight's own name, the scales beside it.
 
-`NAME_scale` is float32, multiplies, and broadcasts to the weight where it is one in all or one per
-channel; for blocks of 128x128 it is [..., ceil(rows / 128), ceil(columns / 128)]. Convolutions
-[O, I, kh, kw], whose last two axes are a few elements, have a scale per channel instead.
+`NAME_scale` is float32 and multiplies. One scale in all, or one per channel, has a shape that
+broadcasts to the weight; for blocks of 128x128 the shape is
+[..., ceil(rows / 128), ceil(columns / 128)]. Convolutions [O, I, kh, kw] have a scale per channel
+instead of per block: their last two axes have only a few elements.
 """
 
 import math
@@ -64,7 +65,7 @@ def store(
 def _channels(
     shape: tuple[int, ...], axes: Sequence[int], scheme: Scheme
 ) -> tuple[tuple[int, int, int], BlockFormat]:
-    """The weight as matrices with the outputs along rows or columns: of all experts, each one."""
+    """The weight as one matrix, or one for each expert, with the outputs along rows or columns."""
     element, rank = scheme.spec.element, len(shape)
     if rank == 3 and len(axes) == 2 and axes[0] == 0:
         count, rows, columns = shape
