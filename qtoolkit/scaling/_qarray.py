@@ -26,26 +26,28 @@ _LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
 class QArray:
     """A quantized array: x ~ (q - zero point) * scale * tensor scale, for the values q of `codes`.
 
-    A pytree whose leaves are plain arrays of the attributes that are not None; all else is static.
+    A pytree: its leaves are codes, scales and zero points that are not None; all else is static.
     `quantize` makes one; so may you, from codes and scales of another system.
 
     Attributes:
       codes: Unsigned integers as `encode` writes them, dtype `spec.element.code_dtype`, in the
         shape of the array; or packed by `pack` along its last axis, uint8.
-      scale: One for each block, in the dtype of `spec.scale`, or its codes where it has none; the
-        rank of the array. None where `spec` has no scale.
-      spec: The formats, and where blocks lie; `lengths` says it for this very array.
+      scale: One for each block, with as many axes as the array, in the dtype of `spec.scale`, or
+        that of its codes if it has none. None if `spec` has no scale.
+      spec: The formats, and how arrays of any shape are cut into blocks; `lengths` has the lengths
+        of blocks in this array.
       tensor_scale: In the dtype of `spec.tensor_scale`; a scalar, or one for each index of the
         first axes where arrays were stacked, as `vmap` does.
       zero_point: int32, the shape of `scale`.
-      dtype: Of the array: float32, float16 or bfloat16.
+      dtype: The dtype of the numbers x: float32, float16 or bfloat16.
       lengths: The length of a block along each of the last axes; axes added in front of them, as
-        `vmap` adds them, have length 1. None for what `spec` says.
+        `vmap` adds them, have length 1. None: as `spec` says.
       packed_size: The length of the last axis where codes are packed, else None.
 
-    Invariants, checked here and where numbers are made of it, not where JAX rebuilds the tree:
-    along an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as
-    above; what `spec` has not is None. `import qtoolkit.nnx` lets Flax serialize it.
+    Invariants, checked when you make one and by `dequantize`, not when JAX rebuilds the tree: along
+    an axis with n elements and blocks of b, `scale` has ceil(n / b) elements; dtypes are as above;
+    a scale or zero point that `spec` does not have is None. `import qtoolkit.nnx` lets Flax
+    serialize it.
 
     Examples:
       >>> codes = qt.encode(jnp.asarray([[1.0, -2.0], [3.0, 4.0]]), "e4m3fn")
@@ -120,7 +122,7 @@ class QArray:
         """The values `q` in the element format's own dtype: float8_e4m3fn for "e4m3fn".
 
         Raises:
-          TypeError: JAX has no arrays of that format; `codes` has them.
+          TypeError: JAX has no arrays of that format; use `codes`.
         """
         element = self.spec.element
         if element.dtype is None or (element.bits < 8 and element.bits not in (2, 4)):
@@ -133,22 +135,22 @@ class QArray:
         Scales that are powers of two multiply exactly, subnormal ones and results included.
 
         Args:
-          dtype: float32, float16 or bfloat16; None for that of the array. Infinite where that
-            overflows, as a scale that was rounded up may make the largest numbers of float32.
+          dtype: float32, float16 or bfloat16; None for that of the array. Numbers that overflow it
+            become infinite; if scales were rounded up, the largest ones of float32 may, too.
 
         Returns:
           `dtype`, in the shape of the array.
 
         Raises:
           TypeError: Another dtype.
-          ValueError: The shapes of the leaves do not fit each other: something that maps trees has
-            moved axes. `transpose` does that; `vmap` maps leading axes.
+          ValueError: The shapes of the leaves do not fit each other, as after a `jax.tree.map` that
+            moved axes. Use `transpose` for that; `vmap` may map leading axes.
 
-        Gradient: of float32, float16 and bfloat16 scales that of the product; other scales and
+        Gradient: by float32, float16 and bfloat16 scales that of the product; other scales and
         codes have none.
         """
         wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
-        plain = dataclasses.replace(self).unpack()  # checked anew
+        plain = dataclasses.replace(self).unpack()  # `replace` checks it again
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
         return dequantize(plain.codes, scales, self.blocks, self.spec, wanted)
 
@@ -182,16 +184,18 @@ class QArray:
 
     __jax_array__ = __array__
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every misspelled name
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; write .dequantize().{name}" if hasattr(jax.Array, name) else ""
             raise AttributeError(f"QArray has no attribute {name!r}{hint}")
 
     def __getitem__(self, index: Any) -> "QArray":
-        """Integers and slices along axes that no block crosses; or an array of integers, axis 0.
+        """Takes integers and slices for axes that no block crosses; or integers in one array.
 
-        An axis that is one block may be sliced, too. Of packed codes the last axis stays whole.
+        No block crosses an axis along which blocks have length 1. An axis that is a single block
+        may be indexed, too. The last axis of packed codes must stay whole. An array of integers
+        selects along axis 0.
 
         Raises:
           IndexError: An index is out of range, crosses blocks, or leaves nothing.
@@ -203,8 +207,8 @@ class QArray:
 
         Raises:
           TypeError: Axes that are no integers.
-          ValueError: No permutation of the axes; one that moves the last axis of packed codes, or
-            mixes axes that have tensor scales of their own with others.
+          ValueError: `axes` is no permutation; or it moves the last axis of packed codes, or mixes
+            axes that have tensor scales of their own with others.
         """
         return views.transposed(self, axes)
 
@@ -214,15 +218,15 @@ class QArray:
         return self.transpose()
 
     def reshape(self, *shape: int | Sequence[int]) -> "QArray":
-        """Another shape, where blocks stay blocks.
+        """The array in another shape, in which every block stays one block.
 
-        Axes may be split and merged as long as no block crosses them, or the block lies along the
-        last of them and divides it before and after.
+        Axes may be split and merged if blocks have length 1 along them, or one block covers them.
+        Along the last of them blocks may be longer if their length divides it before and after.
 
         Raises:
           TypeError: Lengths that are no integers.
-          ValueError: Another size; a block would be torn; or codes are packed and the last axis
-            changes.
+          ValueError: The size would change; a block would be torn; or codes are packed and the last
+            axis changes.
         """
         return views.reshaped(self, shape)
 
@@ -283,7 +287,7 @@ class QArray:
             )
         if self.packed_size is not None:
             bits = self.packed_size * element.bits
-            if element.bits == 6:  # in groups of four
+            if element.bits == 6:  # packed four to three bytes
                 bits = -(-self.packed_size // 4) * 24
             if self.codes.ndim < 1 or self.codes.shape[-1] != -(-bits // 8):
                 raise ValueError(

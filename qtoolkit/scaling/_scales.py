@@ -1,7 +1,8 @@
-"""The scales of blocks: from amax by a rule, stored in their format, divided by, multiplied with.
+"""Scales of blocks: how they follow from amax, how they are stored, and what data is divided by.
 
-Scales are used as they are stored, that is rounded. Powers of two are exponents: data, scales and
-results may be subnormal. All others are float32 numbers, by IEEE division and multiplication.
+Data is divided and multiplied by scales as they are stored, that is after rounding to the scale
+format. Powers of two are handled as exponents, so that data, scales and results may be subnormal.
+All other scales are float32 numbers, used by IEEE division and multiplication.
 """
 
 from fractions import Fraction
@@ -34,7 +35,7 @@ from qtoolkit.formats import (
 )
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
-_SAFE = 100  # the largest exponent e for which 2**e and 2**-e leave room on either side
+_SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
 
 
 def scale_from_amax(amax: jax.Array, fmt: FormatLike) -> jax.Array:
@@ -75,7 +76,7 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
       tensor_scale: As `tensor_scale_from` gives it, where `spec` has one.
 
     Returns:
-      Shape of `amax`; the dtype of the scale format, or its codes where it has none.
+      Shape of `amax`; the dtype of the scale format, or that of its codes if it has none.
     """
     if tensor_scale is None:
         return _scale_from(amax, spec)
@@ -102,10 +103,10 @@ def _scale_from(
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """The second scale, float32 as stored in its format, for the amax of the whole tensor."""
+    """The scale of the whole tensor, as it is stored, from the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
-    # Its product with the least scale of a block is a normal number, too.
+    # Not less, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
     return to_stored(scale, spec.tensor_scale)
@@ -123,7 +124,7 @@ def asymmetric(
     """Scale and zero point of integers for blocks from `lowest` <= 0 to `largest` >= 0."""
     assert spec.scale is not None
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
-    half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole may be infinite
+    half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole range may overflow
     scale = _quotient_scale(half, Fraction(last - first) / 2, least_scale(spec.scale))
     kept = to_stored(scale, spec.scale)
     place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
@@ -132,9 +133,10 @@ def asymmetric(
 
 
 def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
-    """What a value of the element format is multiplied with, as float32; subnormal ones survive.
+    """The number, as float32, by which a value of the element format is multiplied.
 
-    Not for arithmetic where scales are powers of two: XLA's CPU reads subnormals as zero.
+    It may be subnormal if scales are powers of two. Do not compute with it then: XLA's CPU would
+    read it as zero.
     """
     assert spec.scale is not None
     value = from_stored(scale, spec.scale)
@@ -157,7 +159,7 @@ def differentiable_scale(scale: jax.Array | None, tensor_scale: jax.Array | None
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
-    """One number for each tensor of a batch, in a shape that broadcasts to their scales."""
+    """Numbers, one for each tensor of a batch, in a shape that broadcasts to `scales`."""
     return tensor_scale.reshape(tensor_scale.shape + (1,) * (scales.ndim - tensor_scale.ndim))
 
 
@@ -173,8 +175,8 @@ def exponents(scale: jax.Array, spec: BlockFormat) -> tuple[jax.Array, jax.Array
 def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
     """2**-exponent and 2**exponent where `are_safe`, to multiply by; NaN where `is_nan`.
 
-    By divisions of 1, which are exact here: XLA's CPU computes a division once for each block, but
-    repeats shifts and selections for each of its elements.
+    They are made by dividing 1, which is exact here: XLA's CPU computes a division once for each
+    block, but repeats shifts and selections for each element.
     """
     one = jnp.where(is_nan, np.float32(np.nan), np.float32(1))
     exponent = jnp.clip(exponent, -126, 126)
@@ -184,9 +186,10 @@ def factors(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Arra
 def are_safe(exponent: jax.Array, spec: BlockFormat) -> jax.Array:
     """Whether multiplying by `factors` is exact, though XLA's products read subnormals as zero.
 
-    It is where every element times 2**exponent is a normal number: for E4M3FN, whose least value is
-    2**-9, from exponent -116 on, 2**-9 * 2**-116 being 2**-125. Subnormal data, below 2**-126, are
-    then less than half of that least element and are rounded to zero anyway.
+    It is exact if every positive element times 2**exponent is at least 2**-125: for E4M3FN, whose
+    least value is 2**-9, from exponent -116 on. Subnormal data, below 2**-126, are then less than
+    half of that least element and are rounded to zero anyway. Exponents beyond -100 and 100 never
+    count as safe.
     """
     lowest = -min(_SAFE, 125 + _binary(spec.element.min_positive)[0])
     return (exponent >= lowest) & (exponent <= _SAFE)
@@ -206,7 +209,7 @@ def _quotient_scale(amax: jax.Array, largest: Fraction, least: Fraction) -> jax.
 
 
 def kept_range(spec: BlockFormat) -> tuple[float, float]:
-    """What rounding to nearest does not clamp: the finite range and half a step on either side."""
+    """The range that rounding to nearest does not clamp: half a step beyond the finite one."""
     element = spec.element
     lowest, highest = element.lowest + spec.narrow_range, element.max_finite
     first = last = Fraction(1)
@@ -225,7 +228,7 @@ def kept_range(spec: BlockFormat) -> tuple[float, float]:
 
 
 def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """The exponent of the power of two that the rule of `spec` gives for amax; any for a NaN."""
+    """The exponent of the power of two by the rule of `spec` for amax; arbitrary for a NaN."""
     assert spec.scale is not None
     amax_exponent, fraction = binary_parts(amax)
     exponent, significand = _binary(spec.largest)

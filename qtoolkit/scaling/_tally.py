@@ -1,4 +1,4 @@
-"""What `metrics` measures, as sums that add: over arrays, steps and devices."""
+"""`Tally`: the sums behind `metrics`, which can be added over arrays, steps and devices."""
 
 import dataclasses
 import math
@@ -26,8 +26,9 @@ Array = jax.Array
 MIN = {"merge": Merge(jnp.minimum, lax.pmin)}
 LOWEST_EXPONENT = -149  # of float32's subnormals; the first bin of `exponents` is for zeros
 _BINS = 127 - LOWEST_EXPONENT + 2
-# A sum of products is stored in a slot by its size, each 2**64 wide, so that float32 holds the sum
-# of any arrays and what is small beside the rest of its slot does not matter.
+# A sum of products can be too large or too small for float32. So it is stored in one of ten slots,
+# which its size selects: slot i counts in units of 2**(64 * i - 384). Float32 holds the sums of any
+# arrays then. What it loses is small beside the other sums in the slot.
 _SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
 _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
@@ -35,7 +36,7 @@ _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Tally:
-    """What rounding did to one or more arrays. A pytree of float32 arrays; `a + b` is that of both.
+    """What rounding did to one or more arrays; `a + b` is the tally of both. A pytree, all float32.
 
     Counts are exact below 2**24, sums right to 1e-6. The properties are numbers of Python and need
     arrays that are known, so read them outside of `jit`.
@@ -49,8 +50,8 @@ class Tally:
       moments: [4, 10], sums of x x, (x - y)(x - y), y y and x y, in slots by their size.
       exponents: [278], how many elements are zero, and how many lie in each binade from 2**-149 on.
       amax: The largest finite magnitude.
-      least_scale, largest_scale: Of the blocks that are not all zeros; infinity and 0 where there
-        are none.
+      least_scale, largest_scale: The extreme scales of blocks that are not all zeros; infinity and
+        0 if there are none.
     """
 
     uses: Array = dataclasses.field(metadata=SUM)
@@ -110,9 +111,10 @@ class Tally:
         return [float(row @ sizes) for row in np.asarray(self.moments, np.float64)]
 
 
-# A program can give a tally as the gradient of zeros, which adds: then maxima stand as marks in
-# buckets, see `extreme`.
-_EXTREMES = {"amax": 3, "least_scale": 0, "largest_scale": 0}  # bits of the fraction in a bucket
+# A program can return a tally as the gradient by an argument of zeros. JAX adds gradients up, so
+# maxima are stored in a form that can be added: as marks in buckets, see `extreme`. The numbers are
+# bits of the fraction: with 3, there are 8 buckets to a binade.
+_EXTREMES = {"amax": 3, "least_scale": 0, "largest_scale": 0}
 
 
 def marked_size(bits: int) -> int:
@@ -123,7 +125,7 @@ _SIZES = {
     **dict.fromkeys(("uses", "elements", *_COUNTS), 1),
     "moments": 4 * _SLOTS,
     **{name: marked_size(bits) for name, bits in _EXTREMES.items()},
-    "exponents": _BINS,  # last, so that no bin of the vector is that of what is not finite
+    "exponents": _BINS,  # last: what is not finite has bin _BINS, which is outside of the vector
 }
 _STOPS = dict(zip(_SIZES, np.cumsum(list(_SIZES.values())).tolist(), strict=True))
 _STARTS = {name: end - _SIZES[name] for name, end in _STOPS.items()}
@@ -135,7 +137,7 @@ TALLY_SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -> Array:
-    """float32[TALLY_SIZE]: of `x`, rounded to q * scale. Vectors add.
+    """float32[TALLY_SIZE]: the tally of `x`, which was rounded to q * scale. Vectors add.
 
     Args:
       q, scales: As `operand_values` gives them.
@@ -157,7 +159,7 @@ def tally_vector(x: Array, q: Array, spec: BlockFormat | None, scales: Scales) -
         _slots(found.sums, found.exponents),
         _marks(extremes),
     ]
-    # By one scatter: XLA compiles the loops of every piece of a concatenation by themselves.
+    # One scatter: of a concatenation XLA would compile a loop for every piece.
     places, numbers = (jnp.concatenate(part) for part in zip(*entries, strict=True))
     occurring = occurrences(_STARTS["exponents"] + _binade(wide), TALLY_SIZE)
     return occurring.astype(jnp.float32).at[places].add(numbers)
@@ -176,7 +178,7 @@ def tally_of(vector: Array) -> Tally:
 
 
 def _scales_in_use(x: Array, spec: BlockFormat, scales: Scales, amax: Array) -> Array:
-    """The scales; infinite those of blocks of zeros, which say nothing of the data."""
+    """The scales, with infinity for blocks of zeros, whose scale says nothing of the data."""
     assert scales.scale is not None
     values = effective(scales.scale, scales.tensor_scale, spec)
     blocks = blocks_of(x, spec)
@@ -198,7 +200,7 @@ def _least_and_largest(values: Array) -> list[Array]:
 
 
 def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:
-    """The places of sums in the vector, each in its slot, and the sums in units of that."""
+    """The place of each sum in the vector, and the sum in units of the slot there."""
     power = exponents - np.int32(_FIRST)
     slot, rest = power >> np.int32(_SLOT_BITS), power & np.int32(2**_SLOT_BITS - 1)
     first = _STARTS["moments"] + _SLOTS * np.arange(4, dtype=np.int32)
@@ -209,12 +211,12 @@ def _binade(x: Array) -> Array:
     """int32, the bin of `exponents` that each element belongs to; _BINS where it is not finite."""
     place = magnitude_ordinal(x)
     field = place >> np.uint32(23)
-    subnormal = np.uint32(32) - lax.clz(place)  # 0 of zero
+    subnormal = np.uint32(32) - lax.clz(place)  # 0 for zero
     return jnp.where(field > 0, field + np.uint32(23), subnormal).astype(jnp.int32)
 
 
 def _marks(extremes: list[Array]) -> tuple[Array, Array]:
-    """The places of their marks in the vector, and the marks."""
+    """The places in the vector of the marks of `extremes`, and the marks."""
     bits = tuple(_EXTREMES.values())[: len(extremes)]
     starts = np.array(list(map(_STARTS.__getitem__, _EXTREMES)), np.int32)
     places, marks = _mark(jnp.stack(extremes), np.array(bits, np.uint32))
@@ -233,7 +235,8 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
 def marked(value: Array, bits: int) -> Array:
     """float32[marked_size(bits)]: a mark in the bucket of a magnitude. Marks add.
 
-    A bucket holds a count, and the sums of the places within it and of their squares.
+    A value's place within a bucket runs from 0 to 1. A bucket holds the number of its values, the
+    sum of their places, and the sum of the squares of these.
     """
     places, marks = _mark(value.reshape(1), np.array([bits], np.uint32))
     return jnp.zeros(marked_size(bits), jnp.float32).at[places].set(marks)
@@ -242,10 +245,12 @@ def marked(value: Array, bits: int) -> Array:
 def extreme(marks: Array, bits: int, *, lowest: bool) -> Array:
     """The largest or least of the values that were marked; infinity or 0 where there are none.
 
-    Exact where one value lies in the outermost bucket. Of n with mean m and standard deviation s
-    none is further out than m + s * sqrt(n - 1), which is taken, within the bucket: not too small,
-    and too large by the rounding of the float32 sums where all are alike: up to about 1e-4 for a
-    few values, 2.3e-3 for 48, never more than the width of the bucket.
+    Exact if the outermost bucket holds a single value. Of n values with mean m and standard
+    deviation s, none is beyond m + s * sqrt(n - 1) (m - s * sqrt(n - 1) for the least). This bound
+    is returned, limited to the bucket, so the largest value is not returned too small, nor the
+    least too large. In the other direction, even if all n are equal, the rounding of the float32
+    sums adds up to about 1e-4 for a few values, 2.3e-3 for 48. The error never exceeds the width of
+    the bucket.
     """
     counts, sums, squares = marks.reshape(3, -1)
     places = lax.broadcasted_iota(jnp.int32, counts.shape, 0)

@@ -1,4 +1,4 @@
-"""Views of quantized arrays: parts, permuted axes, other shapes, in which blocks stay blocks."""
+"""Indexing, transposing and reshaping of quantized arrays, where every block stays one block."""
 
 import dataclasses
 import math
@@ -116,7 +116,7 @@ def _rows(array: "QArray", rows: jax.Array) -> "QArray":
 
     def chosen(blockwise: jax.Array) -> jax.Array:
         if is_one_block and rows.ndim:
-            return blockwise  # the one of all
+            return blockwise  # the one block that all rows share
         return blockwise[0] if is_one_block else blockwise[rows]
 
     return _view(
@@ -188,7 +188,7 @@ def _view(
     of_blocks: Callable[[jax.Array], jax.Array],
     of_batches: Callable[[jax.Array], jax.Array],
 ) -> "QArray":
-    """The array with these codes, of what belongs to each block and to each tensor of a batch."""
+    """`array` with `codes`; `of_blocks` maps scales and zero points, `of_batches` tensor scales."""
 
     def changed(
         change: Callable[[jax.Array], jax.Array], leaf: jax.Array | None
@@ -210,7 +210,7 @@ def _view(
 
 
 def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]) -> BlockFormat:
-    """`spec` with the axes and lengths of these blocks: its own words where they still say so."""
+    """`spec` if it still gives these lengths; else with other axes, or with another block, too."""
     divided = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
     from_end = tuple(axis - len(shape) for axis in divided)
     along = [dataclasses.replace(spec, axes=None)]
@@ -227,5 +227,5 @@ def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
 def _lengths(spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
         return spec.block_lengths(shape)
-    except ValueError:  # an axis that the array has not, or that is shorter than a block
+    except ValueError:  # `spec` names an axis that the array lacks, or too long a block
         return None
