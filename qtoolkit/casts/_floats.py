@@ -8,8 +8,8 @@ Three ways, one result:
   over. Numbers beyond the format are replaced first by the number that their code spells: overflow
   to NaN, code 0x7F of E4M3FN, by 480, what 0x7F would stand for. The way is right wherever neither
   the steps nor the sums leave float32's normal range.
-* By a constant shift of the pattern: formats whose codes are the upper bits of float32's, bfloat16
-  and TF32, and those a binade lower and without zero, E8M0.
+* By a constant shift of the pattern: bfloat16 and TF32, whose codes are the upper bits of float32;
+  and E8M0, which begins a binade lower and has no zero.
 * By a shift of its own for every element: all others, binary16p16uf or float64 for instance.
 """
 
@@ -47,7 +47,7 @@ def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> ja
     if fmt.has_zero or fmt.min_exponent != -127:
         return codes_of_exact(exact_from_pattern(bits), fmt, projection)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
-    # One binade lower, float32 is subnormal; and zero is one code below the lowest.
+    # The lowest binade of `fmt` is subnormal in float32. Zero becomes the code below the lowest.
     lowered = jnp.where(
         magnitude < u32(1 << FLOAT32_MANTISSA),
         magnitude << np.uint32(1),
@@ -73,7 +73,7 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
     binade = _binade(limited, fmt)
     big = _float(binade + u32((FLOAT32_MANTISSA - fmt.mantissa_bits) << FLOAT32_MANTISSA))
     total = _float(limited) + big
-    rounded = total - big  # of the data: XLA would cancel a constant
+    rounded = total - big  # `big` depends on the data: XLA would cancel a constant
     if projection.rounding != "nearest_even":
         step = binade - u32(fmt.mantissa_bits << FLOAT32_MANTISSA)
         over, up = corrections(limited, negative, rounded, total, step, projection)
@@ -102,7 +102,7 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
 def is_upper_part(fmt: FloatFormat, wide: FloatFormat) -> bool:
     """Whether the codes of `fmt` are the upper bits of the patterns of `wide`.
 
-    For float32 bfloat16 and TF32 are, for float16 E5M2, and each for itself.
+    True for bfloat16 and TF32 in float32, for E5M2 in float16, and for each format in itself.
     """
     exponents = (fmt.exponent_bits, fmt.bias) == (wide.exponent_bits, wide.bias)
     specials = (fmt.specials, fmt.overflow) == (Specials.IEEE, Overflow.INF)
@@ -129,11 +129,11 @@ def upper_part(
 
 
 def _float16_by_instruction(bits: jax.Array) -> jax.Array:
-    """As `float_values` to float16, to nearest even and infinity: what processors do as one step.
+    """`float_values` for float16, to nearest even and with infinities, by the processor's own cast.
 
-    The selection makes NaNs quiet ones without a payload, and stands between the narrowing and the
-    widening, which XLA may leave out together; as it may a widening before the narrowing, so that
-    the NaNs that come here need not be quiet.
+    The selection replaces NaNs by quiet ones without a payload. It also separates the narrowing
+    from the widening, which XLA may otherwise remove together. In the same way XLA may remove the
+    narrowing together with a widening before it; so NaNs that come here need not be quiet.
     """
     half = lax.bitcast_convert_type(_float(bits).astype(jnp.float16), jnp.uint16)
     magnitude = half & np.uint16(0x7FFF)
@@ -197,11 +197,11 @@ def _finished(
     projection: Projection,
     outside: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Applies limits, sign and NaN to codes of magnitudes that were rounded without a limit.
+    """Clamps codes of magnitudes, which were rounded without a limit, and sets sign and NaN.
 
     Args:
-      outside: Where codes lie below the lowest (in a format without zero) and beyond the largest;
-        None if the codes themselves show it.
+      outside: (is below the lowest code, is beyond the largest code). Only formats without zero
+        have codes below the lowest. None if `code` has bits to spare, which show both.
     """
     dtype = code.dtype.type
     largest, overflow = dtype(fmt.max_code), dtype(fmt.overflow_code)
@@ -264,7 +264,7 @@ def _codes_by_addition(bits: jax.Array, fmt: FloatFormat, projection: Projection
         nearest = total - big
         over, up = corrections(limited, negative, nearest, total, step, projection)
         code = code - over.astype(jnp.uint32)
-        if projection.rounding == "to_odd":  # as `up` says; one operation on codes
+        if projection.rounding == "to_odd":  # adds `up`, by a single operation
             code = code | (_bits(nearest) != limited).astype(jnp.uint32)
         else:
             code = code + up.astype(jnp.uint32)
@@ -293,14 +293,17 @@ def corrections(
     step: jax.Array | np.uint32,
     projection: Projection,
 ) -> tuple[jax.Array, jax.Array]:
-    """Where `nearest` exceeds the magnitude, and where `rounding` goes up a step from below it.
+    """(over, up), such that nearest - over * step + up * step is rounded as `projection` says.
 
-    That is, nearest - over * step + up * step is right. Patterns are compared as integers, so that
-    subnormals count.
+    `over` is true where `nearest` exceeds the magnitude: one step less is the value below it. `up`
+    is true where the rounding takes the value above that one. For E4M3FN, with steps of 1/8, 1.3
+    has nearest = 1.25; rounded up it has over = 0, up = 1, which is 1.375. In "nearest_away" `over`
+    is always false, and `up` true where a tie was rounded toward zero. Patterns are compared as
+    integers, so that subnormals count.
 
     Args:
       magnitude, step: float32 patterns.
-      nearest: The sum rounded to nearest even.
+      nearest: The magnitude rounded to nearest even.
       total: A sum whose pattern is odd where `nearest` is an odd number of steps.
     """
     rounding, over = projection.rounding, _bits(nearest) > magnitude
@@ -311,7 +314,8 @@ def corrections(
         case "toward_positive" | "toward_negative":
             return over, inexact & (negative if rounding == "toward_negative" else ~negative)
         case "to_odd":
-            # The sum's last bit says if the nearest is odd; if it lies above, the lower is even.
+            # The last bit of `total` is set if `nearest` is odd. The value below the magnitude is
+            # `nearest`, or its neighbour of the other parity; go up where it is even.
             odd = _bits(total) << np.uint32(31)
             high = jnp.where(over, u32(SIGN), u32(0))
             return over, inexact & (odd == high)
@@ -327,13 +331,13 @@ def corrections(
 def _goes_up(
     rest: jax.Array, step: jax.Array | np.uint32, rounding: Stochastic, random: jax.Array
 ) -> jax.Array:
-    """Whether to round up what lies `rest` above a multiple of the step with pattern `step`."""
+    """Whether to round up magnitudes that lie `rest` above a multiple of the step `step`."""
 
     def times(bits: int) -> jax.Array:  # rest / step * 2**bits, exactly
         return rest * _float(u32((254 + bits) << FLOAT32_MANTISSA) - step)
 
     if rounding.variant == "A" or (rounding.variant == "B" and rounding.bits < 24):
-        # Right of the formula stands an integer, and no float between it and what it compares.
+        # `Stochastic.goes_up` compares floor(t) with an integer; t itself compares alike.
         bits, random = rounding.bits, random.astype(jnp.int32)
         if rounding.variant == "B":
             bits, random = bits + 1, 2 * random + np.int32(1)
@@ -346,10 +350,10 @@ def _goes_up(
 
 
 def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
-    """Whether float32 sums round to `fmt`: its steps and 2**23 of each are normal numbers.
+    """Whether float32 sums round to `fmt`: each step and 2**23 times it must be normal numbers.
 
-    Subnormal inputs, which XLA may read as zero, then lie below half a step, and for stochastic
-    rounding below what random bits can tell from zero.
+    In such formats subnormal inputs, which XLA may read as zero, lie below half a step, and for
+    stochastic rounding below what random bits can tell from zero.
     """
     least_step = fmt.min_exponent - fmt.mantissa_bits
     return (
@@ -364,7 +368,7 @@ def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
 def _limited(
     magnitude: jax.Array, negative: jax.Array, fmt: FloatFormat, projection: Projection
 ) -> jax.Array:
-    """Clamps to the largest finite value, or to what the code of an unclamped result spells."""
+    """Clamps magnitudes to the largest value, or to what the code of overflow would spell."""
     largest, next_one = _spelled(fmt, fmt.max_code), _spelled(fmt, fmt.max_code + 1)
     stays: jax.Array | bool = True
     if projection.saturation == "none" and fmt.overflow is not Overflow.MAX:

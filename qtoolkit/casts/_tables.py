@@ -47,7 +47,8 @@ def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Arr
 def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
     """`codes[i]`, i the number of `thresholds` that `key` has reached."""
     width = 8 * thresholds.dtype.itemsize
-    for bits in range(8, 17):  # the fewest upper bits of a key that leave one comparison
+    # Look up the upper bits of the key, as few as leave one threshold at most to compare with.
+    for bits in range(8, 17):
         shift = width - bits
         first = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).astype(thresholds.dtype) << shift
         least = np.searchsorted(thresholds, first, side="right")
@@ -75,8 +76,8 @@ def _ladder(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The thresholds' keys in rising order, and the codes between them."""
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
-    # Even or odd: `beyond` stands for no code of the format, so it has that of the next one. After
-    # an even largest code, 0x7E, it is odd, and a tie between them goes down.
+    # Codes that are even or odd decide ties. `beyond` has no code in the format, so it counts as
+    # the code after the largest: after 0x7E it is odd, and a tie between the two goes down.
     parities = list(codes)
     ties = [Fraction(tie) for tie in fmt.ties or ()]
     ties = ties or [(a + b) / 2 for a, b in itertools.pairwise(values)]
@@ -105,15 +106,21 @@ def _threshold(
     rounding: str,
     dtype: np.dtype,
 ) -> int:
-    """Key of the least number that is rounded to the upper one of two neighbours."""
+    """Key of the least number that is rounded to the upper one of two neighbours.
+
+    Args:
+      values, codes: Those of the lower neighbour, then those of the upper one.
+      tie: The number halfway between them, or the one that the format has instead.
+    """
     lower, upper = values
+    # `up`: whether the tie, or in directed modes all between the neighbours, goes to the upper one.
     odd_up = codes[0] % 2 == 0 and codes[1] % 2 == 1
     even_up = codes[0] % 2 == 1 and codes[1] % 2 == 0
     positive = lower >= 0
     match rounding:
         case "nearest_even" | "nearest_away":
             up = even_up if rounding == "nearest_even" else positive
-            if tie in values:  # neighbours themselves stay
+            if tie in values:  # a value of the format is rounded to itself
                 up = tie == upper
             return _key_of(tie, dtype, included=up)
         case "to_odd":
@@ -141,10 +148,10 @@ def _overflow(fmt: TableFormat, end: float) -> int:
 
 
 def _key_of(value: Fraction, dtype: np.dtype, *, included: bool) -> int:
-    """Key of the least number of `dtype` that is more than `value`, or as much if `included`."""
+    """Key of the least number of `dtype` that is above `value`, or at it if `included`."""
     with np.errstate(over="ignore"):
         near = np.asarray(float(value), dtype)
-    if np.isinf(near):  # beyond the dtype: its infinity, or what comes after the negative one
+    if np.isinf(near):  # beyond the dtype: infinity, or the number after minus infinity
         return _key(near, dtype) + int(near < 0)
     exact = Fraction(float(near))
     return _key(near, dtype) + int(exact < value or (exact == value and not included))
