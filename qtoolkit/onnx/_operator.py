@@ -96,7 +96,7 @@ class Operator:
         return found
 
     def optional_type(self, name: str, value: Any, since: int) -> DataType | None:
-        """As `data_type`, of an attribute that may be left out: None or 0 for None."""
+        """As `data_type`, for an attribute that may be left out; None for None and 0."""
         is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is None or (is_number and value == 0):
             return None
@@ -115,7 +115,7 @@ class Operator:
         return self.type_like(name, x, types)
 
     def type_like(self, name: str, x: Any, types: Mapping[DataType, int] | None = None) -> DataType:
-        """As `type_of`, also of what has a dtype and no elements."""
+        """As `type_of`, also for objects with a dtype but no elements."""
         if isinstance(x, int) and not -(2**63) <= x < 2**64:
             raise TypeError(
                 f"{self.name}: {name} is an integer of more than 64 bits, expected fewer"

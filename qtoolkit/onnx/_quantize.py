@@ -41,7 +41,7 @@ from qtoolkit.onnx._types import (
 
 _T = DataType
 _FLOATS = (_T.FLOAT, _T.FLOAT16, _T.BFLOAT16)
-# The opset that brought each type to quantized values.
+# The opset from which on quantized values may have each type.
 _QUANTIZED: Mapping[DataType, int] = {
     **dict.fromkeys((_T.UINT8, _T.INT8), 10),
     **dict.fromkeys(FLOAT8, 19),
@@ -52,9 +52,9 @@ _QUANTIZED: Mapping[DataType, int] = {
 }
 _DATA = {**dict.fromkeys((_T.FLOAT, _T.INT32), 10), **dict.fromkeys(_FLOATS[1:], 19)}
 _SCALES = {**dict.fromkeys(_FLOATS, 19), _T.FLOAT: 10, _T.FLOAT8E8M0: 24}
-# What quotients are rounded to before the zero point is added. A quotient beyond its range, 2**19
-# and more, stays beyond every output type whatever zero point of 16 bits is added: 524,287 - 65,535
-# is more than 65,535. And float32 holds each sum.
+# Quotients are rounded, and clamped, to this format before the zero point is added. A clamped one
+# plus any zero point of 16 bits is still beyond every output type: 524,287 - 32,768 > 65,535, and
+# -524,288 + 65,535 < -32,768. Float32 holds each sum exactly.
 _WIDE = format("int20")
 
 
@@ -72,11 +72,12 @@ def quantize_linear(
 ) -> jax.Array | np.ndarray:
     """`round(x / y_scale) + y_zero_point`, to nearest even and clamped.
 
-    The quotient is rounded to the type of `precision`, to which `x` and `y_scale` are converted
-    first; without, to the type of `y_scale`. Then it is rounded to an integer, to which the zero
-    point is added before it is clamped (NaN counts as 0); or the zero point is added, and the sum
-    cast to a float type as `cast` does. Numbers and scales that are subnormal in float32 or
-    bfloat16 may count as zeros, as XLA has them; with a scale of float8e8m0, none does.
+    With `precision`, `x` and `y_scale` are converted to that type, and the quotient is rounded to
+    it; without, the quotient is rounded to the type of `y_scale`. For an integer output, it is then
+    rounded to an integer, the zero point is added, and the sum is clamped (NaN counts as 0). For a
+    float output, the zero point is added, and the sum is cast as `cast` does. XLA may read numbers
+    and scales that are subnormal in float32 or bfloat16 as zeros; with a scale of float8e8m0, none
+    is.
 
     Args:
       x: float32, int32, and from opset 19 float16, bfloat16, any shape. int32 is rounded to float32
@@ -84,8 +85,8 @@ def quantize_linear(
       y_scale: One number; or a number for each index of `axis`, one-dimensional; or, with
         `block_size`, the shape of `x` but for ceil(n / block_size) in place of the n of `axis`.
         float32; the type of `x` from opset 19; any of float32, float16, bfloat16, int32 from 23;
-        float8e8m0 from 24. One number, for which `axis` and `block_size` mean nothing, may without
-        a `block_size` also be an array of shape (1,), as in published implementations. Zeros,
+        float8e8m0 from 24. With one number, `axis` and `block_size` mean nothing. Without a
+        `block_size` it may also be an array of shape (1,), as in published implementations. Zeros,
         infinities and NaNs follow IEEE.
       y_zero_point: None for zero, or an array of the shape of `y_scale` and of the output type.
       axis: Of `x`; negative ones count from the last. Came with opset 13.
@@ -164,11 +165,11 @@ def dequantize_linear(
 ) -> jax.Array:
     """`(x - x_zero_point) * x_scale`.
 
-    The difference is one of float32, exact for integers of 16 bits and less; the product is rounded
-    to float32, then to the output type. That is one rounding where the output is float32, or where
-    `x` has at most 8 bits and `x_scale` the output's type. Scales and products that are subnormal
-    in float32 or bfloat16 may count as zeros, as XLA has them; with a scale of float8e8m0, none
-    does.
+    The difference is computed in float32, exactly for integers of 16 bits and less. The product is
+    rounded to float32, then to the output type. That is a single rounding if the output is float32,
+    or if `x` has at most 8 bits and `x_scale` the type of the output. XLA may read scales and
+    products that are subnormal in float32 or bfloat16 as zeros; with a scale of float8e8m0, none
+    is.
 
     Args:
       x: Any output type of `quantize_linear` from the same opset on, or int32, any shape. int32 is
@@ -275,10 +276,10 @@ class _Operands(NamedTuple):
     """The array, scale and zero point (None without one) of a linear quantization, checked.
 
     Attributes:
-      arrays: As `jit` takes them.
-      types: The type of each of these.
-      granularity: Axis of the array and size of its blocks along it, 0 without them, for which
-        there is a scale each; None for one scale.
+      arrays: The three, in dtypes that `jit` takes.
+      types: The ONNX type of each.
+      granularity: (axis, size of the blocks along it that have a scale each); size 0: each index of
+        the axis has a scale. None: there is one scale.
     """
 
     arrays: tuple[Any, Any, Any]
@@ -294,7 +295,7 @@ def _operands(
     axis: int,
     block_size: int,
 ) -> _Operands:
-    """The operands whose scale and zero point the operator calls by `prefix`: "y_scale".
+    """Checks the operands; `prefix` "y" stands for their names "y_scale" and "y_zero_point".
 
     `allowed`: the types of the array and of the scale, and the opsets that brought them.
     """
@@ -363,7 +364,7 @@ def _array(x: Any) -> Any:
 def _float32(x: Any) -> jax.Array:
     """Any type rounded to float32, from its pattern.
 
-    Only `dequantize_linear` has a derivative, so it is the one that a refused derivative names.
+    Errors about derivatives name `dequantize_linear`, the only caller that has one.
     """
     return cast_for("onnx.dequantize_linear", x, FLOAT32, UNCLAMPED)
 
@@ -396,7 +397,7 @@ def _quantize(
     converts_first: bool,
     target: Format,
 ) -> jax.Array:
-    """Integers of `target`; for float types, float32 numbers that are still to be cast."""
+    """Integers of `target`; if it is a float type, float32 numbers, which the caller casts."""
     is_power = scale.dtype == FORMATS[_T.FLOAT8E8M0].dtype
     wide, divisor = _float32(x), _spread(scale, x, granularity)
     if converts_first:

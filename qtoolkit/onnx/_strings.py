@@ -1,8 +1,9 @@
-"""Text to numbers and numbers to text, exactly, on the host.
+"""Converts text to numbers and numbers to text, exactly, on the host.
 
-Text of any length is an exact decimal number. On its way to a float type it is rounded to odd to
-float64: of the two neighbours the one with the odd pattern, unless it is one of them. No later
-rounding to at most 51 significant bits can tell it from the exact number.
+Text of any length is read as an exact decimal number. For a float type it is first rounded to
+float64, to odd: a number that float64 does not hold becomes the one of its two neighbours whose
+pattern is odd. Any later rounding, to at most 51 significant bits, then gives the same as if the
+exact number were rounded.
 """
 
 import functools
@@ -25,7 +26,7 @@ def texts(where: str, x: Any) -> np.ndarray:
     """Strings, bytes (UTF-8) or arrays of these as an array of objects, all of them str.
 
     Raises:
-      TypeError: An element is neither; the first is named with its index.
+      TypeError: An element is neither; the message names the index of the first.
       ValueError: Bytes that are no UTF-8.
     """
     array = np.asarray(x, object) if isinstance(x, str | bytes) else np.asarray(x).astype(object)
@@ -47,15 +48,15 @@ def texts(where: str, x: Any) -> np.ndarray:
 
 
 def to_float64(where: str, x: np.ndarray, *, exact: bool) -> np.ndarray:
-    """What strings spell as float64: rounded to nearest even if `exact`, else to odd."""
+    """The numbers that strings spell, in float64: to nearest even if `exact`, else to odd."""
     return _each(where, x, np.dtype(np.float64), _nearest if exact else _odd)
 
 
 def to_integers(where: str, x: np.ndarray, fmt: IntFormat, *, nearest: bool) -> np.ndarray:
-    """What strings spell as integers of `fmt`, in int64 or uint64.
+    """The numbers that strings spell, as integers of `fmt`, in int64 or uint64.
 
-    `nearest`: rounded to nearest even, then the low bits; else toward zero, then clamped. In both,
-    infinities become the limits and NaN zero.
+    With `nearest` they are rounded to nearest even and wrapped round to the bits of `fmt`; else
+    they are rounded toward zero and clamped. Infinities become the limits, and NaN zero.
     """
     lowest, highest = int(fmt.lowest), int(fmt.max_finite)
 
@@ -113,7 +114,7 @@ def _odd(text: str) -> float:
 
 
 def to_odd(near: float, exact: Decimal | Fraction) -> float:
-    """A number rounded to odd, from what it is rounded to nearest."""
+    """`exact` rounded to odd in float64; `near` is the float64 number nearest to it."""
     known = type(exact)(near) if math.isfinite(near) else near
     if exact == known or int(np.float64(near).view(np.uint64)) & 1:
         return near
@@ -121,12 +122,12 @@ def to_odd(near: float, exact: Decimal | Fraction) -> float:
 
 
 def _decimal(text: str) -> Decimal:
-    """The exact number; above 10**400 some other one as far beyond, with the same low bits."""
+    """The exact number; beyond 10**400 perhaps another one that no type tells from it."""
     mantissa, _, exponent = text.lower().partition("e")
     sign = -1 if exponent.startswith("-") else 1
     digits = exponent.lstrip("+-").lstrip("0") or "0"
     size = int(digits) if len(digits) < 9 else 10**9
-    most = 400 + len(mantissa)  # all that any type tells apart, and a multiple of 2**400
+    most = 400 + len(mantissa)  # beyond every type, and a multiple of 2**400: its low bits are 0
     return Decimal(f"{mantissa}e{sign * min(size, most if sign > 0 else size)}")
 
 
@@ -142,7 +143,7 @@ def _not_finite(value: float) -> str:
 
 @functools.cache
 def _of_code(code: int, fmt: FloatFormat) -> str:
-    """The fewest digits that are rounded back to the number of this code, nearest to it."""
+    """The shortest decimal that is rounded back to this code; of several, the nearest one."""
     value = fmt.value(code)
     if isinstance(value, float):  # infinite, NaN or -0
         return "-0" if value == 0 else _not_finite(value)
@@ -150,7 +151,7 @@ def _of_code(code: int, fmt: FloatFormat) -> str:
     sign, value = "-" if value < 0 else "", abs(value)
     if value == 0:
         return "0"
-    # E8M0 is rounded by three modes: its numbers are written whole.
+    # Casts to E8M0 have three rounding modes, so its numbers are written with all their digits.
     below = value if not fmt.has_zero else (value + fmt.magnitude(size - 1)) / 2
     above = value if not fmt.has_zero else (value + fmt.magnitude(size + 1)) / 2
     even = size % 2 == 0 or not fmt.has_zero

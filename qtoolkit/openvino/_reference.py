@@ -1,7 +1,7 @@
-"""Convert and FakeConvert with the bits of OpenVINO's core, where they are not the page's.
+"""Convert and FakeConvert, bit for bit as OpenVINO's core, also where its documentation differs.
 
 The core's classes of narrow floats do not all round to nearest even; their defects are kept here.
-Numbers are float32 that hold values of the narrow type. Wheel 2026.4.1.
+Values of narrow types are held in float32. The core is that of OpenVINO's wheel 2026.4.1.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FloatFormat, Overflow, Specials
 
-# A step of f8e4m3 in every binade of float16: what the core rounds to before it cuts subnormals.
+# For f8e4m3 the core first rounds to three mantissa bits, in every binade of float16. Only then it
+# truncates subnormals.
 _E5M3 = FloatFormat(
     name="e5m3",
     exponent_bits=5,
@@ -60,7 +61,8 @@ def fake_convert(
     """FakeConvert-13, each operation on float32 and then rounded to the type of `data`."""
     rounded = _rounding_to(data.dtype)
     x, s = exact_float32(data), _ranked(scale, data.ndim)
-    # Settled: a shift that was multiplied in the same jit would be fused with the subtraction.
+    # Without `settled`, a product that makes the shift in the same jit would be fused with the
+    # subtraction.
     z = None if shift is None else settled(_ranked(shift, data.ndim))
     p = rounded(product(x, s))
     p = p if z is None else rounded(p - z)
@@ -82,16 +84,16 @@ def _rounding_to(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
         return lambda x: x
     if dtype == jnp.float16:
         return _to_float16
-    # The core's NaNs end in zeros, so its rule keeps them; elsewhere they may have any bits.
+    # The core's rule would change a NaN with arbitrary bits. Its own NaNs end in zeros and stay.
     return lambda x: jnp.where(x == x, _to_bfloat16(x), x)
 
 
 def _to_float16(x: jax.Array) -> jax.Array:
     """Rounded by the core's class `float16`.
 
-    To nearest even, overflow to infinity. What lies below 2**-15 and in the last 2**-12 before a
-    power of two comes out doubled: rounding its significand carries into the exponent, then the
-    subnormal is built from the new exponent and the old significand.
+    To nearest even, overflow to infinity. A number below 2**-15 comes out doubled if it is just
+    below a power of two p, from p * (1 - 2**-12) on. The core rounds its significand, which carries
+    into the exponent, and then makes the subnormal from the new exponent and the old significand.
     """
     bits = _bits(x)
     magnitude = bits & np.uint32(0x7FFFFFFF)
@@ -104,7 +106,8 @@ def _to_float16(x: jax.Array) -> jax.Array:
 def _to_bfloat16(x: jax.Array) -> jax.Array:
     """Rounded by the core's class `bfloat16`.
 
-    Truncated where the last bit kept is 0, else rounded half up; NaNs take part as bits do.
+    It truncates if the last bit that it keeps is 0, else it rounds half up. Patterns of NaNs are
+    treated as those of numbers are.
     """
     bits = _bits(x)
     bits = bits + ((bits & np.uint32(0x10000)) >> np.uint32(1))
@@ -112,7 +115,7 @@ def _to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _to_f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
-    """float16 values as FakeConvert makes them values of f8e4m3."""
+    """Rounds float16 values to f8e4m3 as FakeConvert does."""
     binade = round_values(h, _E5M3, NEAREST)
     q = round_values(binade, E4M3FN, Projection("toward_zero"))
     q = jnp.where(jnp.abs(h) < np.float32(2**-9), jnp.zeros_like(q), q)
@@ -121,7 +124,7 @@ def _to_f8e4m3(h: jax.Array, nan_is_negative: jax.Array) -> jax.Array:
 
 
 def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
-    """The sign of the NaN that arithmetic yields on x86: its first operand's, else negative."""
+    """The sign of the NaN that x86 arithmetic yields: its first NaN operand's, else negative."""
     negative: jax.Array = jnp.ones_like(x, bool)
     for operand in (shift, scale, x):
         if operand is not None:
@@ -130,7 +133,10 @@ def _nan_is_negative(x: jax.Array, scale: jax.Array, shift: jax.Array | None) ->
 
 
 def _with_payloads(x: jax.Array, wide: jax.Array) -> jax.Array:
-    """The pattern of `wide`, `x` as float32; NaNs of float16 as they are, which XLA makes quiet."""
+    """The bit pattern of `wide`, which is `x` as float32.
+
+    XLA makes NaNs of float16 quiet when it widens them; here they keep their payloads.
+    """
     if x.dtype != jnp.float16:
         return _bits(wide)
     half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
