@@ -71,7 +71,7 @@ def _one_of(option: str, choices: Sequence[str]) -> Any:
 
 
 def _known_target(name: str | None) -> str | None:
-    """The format's own name, whatever the spelling."""
+    """The name of the format that `name` spells."""
     try:
         return None if name is None else resolve_target(name).name
     except ValueError as error:
@@ -82,7 +82,7 @@ def _known_target(name: str | None) -> str | None:
 
 
 def _size(option: str, check: Callable[[str], object]) -> Callable[[str | None], str | None]:
-    """A callback that turns the error of a check of `NAME=...` into one of the option."""
+    """A callback that runs `check` and reports its error, which names an argument, for `option`."""
 
     def callback(size: str | None) -> str | None:
         try:
@@ -488,7 +488,7 @@ def _dry_run(
 
 
 def _part(opened: Source, plan: checkpoints.Plan, shard: tuple[int, int] | None, limit: int) -> str:
-    """What a shard would write, for the summary of a plan; nothing to say of a whole conversion."""
+    """The words for what a shard would write, for the summary of a plan; "" without a shard."""
     if shard is None or not isinstance(opened, Folder):
         return ""
     names, count = part_names(plan, opened, limit, shard)

@@ -29,7 +29,7 @@ LAYOUTS_HEADER = ("layout", "formats", "loaded by")
 
 
 def plan_rows(plan: Plan) -> list[list[str]]:
-    """A row for every tensor of the source; bytes are those to be written for it."""
+    """A row for every tensor of the source, with the bytes that would be written for it."""
     return [
         [
             shown(tensor.name),
@@ -49,7 +49,7 @@ def _scale_shape(tensor: TensorPlan) -> str:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON has it."""
+    """A plan as data for JSON."""
     return {
         "layout": plan.layout,
         "format": plan.format_names,
@@ -75,7 +75,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
-    """The lines under the table of a plan; `part` is what there is to say of a shard."""
+    """The lines under the table of a plan; `part` says what a shard writes, "" without one."""
     return [
         f"{dst}: {plan.format_names}{_scaling(plan.scaling)}{_layout(plan.layout)}; a dry run, "
         "nothing was written",
@@ -139,7 +139,7 @@ def _errors(report: Report) -> list[str]:
 
 
 def _notes(report: Report) -> list[str]:
-    """What somebody should know of loaders and numbers: what is misread, NaNs, overflow."""
+    """Warnings: what loaders misread, NaNs and infinities, overflow."""
     lines = [f"  note       {report.caution}"] if report.caution else []
     copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
@@ -244,7 +244,7 @@ def _model_class(report: Report) -> str:
 
 
 def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
-    """Header, rows and right-aligned columns: a row for every tensor, with the scales of it."""
+    """Header, rows and right-aligned columns; a row for every tensor, with its scales."""
     stored = _quantized_weights(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
@@ -308,9 +308,9 @@ def inspect_summary(source: Source) -> list[str]:
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
-    """What `inspect_table` shows, and with `stats` the ranges of `stats_rows`, as JSON has it.
+    """What `inspect_table` shows, and with `stats` the numbers of `stats_rows`, as data for JSON.
 
-    Numbers are numbers, in full; null where a tensor has none that are finite.
+    Numbers are not rounded or formatted. One is null if a tensor has no finite element.
     """
     stored = _quantized_weights(source)
     data: dict[str, Any] = {
@@ -374,7 +374,7 @@ def layout_rows() -> list[list[str]]:
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
-    """A layout as JSON has it; format and scaling are what `convert` takes."""
+    """A layout as data for JSON; format and scaling are arguments of `convert`."""
     return {
         "title": layout.title,
         "loaders": layout.loaders,

@@ -72,7 +72,7 @@ def linear_with_transpose(
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """`function` from a tuple of arrays to a tuple of arrays."""
+    """Wraps `function` so that it takes and returns tuples of arrays."""
 
     function: Linear
     takes_tuple: bool
@@ -86,7 +86,7 @@ class _Flat:
 
 
 def linear_in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x.astype(dtype)` of a tangent, rounded there and back whatever XLA fuses it with."""
+    """`x.astype(dtype)` of a tangent. It and its transpose are rounded whatever XLA fuses."""
     if x.dtype == dtype:
         return x
     there, back = _InDtype(jnp.dtype(dtype)), _InDtype(x.dtype)
@@ -102,7 +102,7 @@ class _InDtype:
 
 
 def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
-    """`coefficient * x` in the dtype of `x`, rounded there and back whatever XLA fuses it with.
+    """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
 
     Args:
       coefficient: Broadcasts to the shape of `x`.
@@ -182,7 +182,7 @@ def _abstract_eval(*avals: Any, out_types: Any, **static: Any) -> Any:
         return out_types
     static["out_types"] = None
     evaluate = functools.partial(_evaluate_jitted, **static)
-    return jax.make_jaxpr(evaluate)(*avals).out_avals  # traced once for all calls alike
+    return jax.make_jaxpr(evaluate)(*avals).out_avals  # `jit` traces once for all such calls
 
 
 def _jvp(

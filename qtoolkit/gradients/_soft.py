@@ -73,10 +73,11 @@ class DSQ:
     With the neighbours l <= x < u, their distance D and midpoint m, the soft rounding is
     Q(x) = l + D/2 * (1 + s * tanh(k * (x - m))), s = 1 / (1 - alpha), k = log(2 / alpha - 1) / D,
     so that it meets the neighbours: s * tanh(k * D/2) = 1. Its slope D/2 * s * k * sech(...)**2 is
-    largest at the midpoint and has one value, alpha * (2 - alpha) times that, at every number of
-    the format, whatever the gaps beside it.
+    largest at the midpoint. At every number of the format it is alpha * (2 - alpha) times that,
+    whatever the gaps beside the number.
 
-    The tanh stands at the midpoint for every rounding, also for those that jump elsewhere.
+    The tanh is centred on the midpoint for every rounding mode, also for "toward_zero" and others
+    that jump elsewhere.
 
     Attributes:
       alpha: The paper's characteristic variable, 1 - tanh(k * D/2), between 0 and 1: the smaller,
@@ -109,20 +110,21 @@ class DSQ:
 
 @dataclasses.dataclass(frozen=True)
 class EWGS:
-    """Cotangents are scaled by how far, and to which side, the rounding moved each element.
+    """Scales each cotangent by how far, and to which side, rounding moved the element.
 
-    g becomes g * (1 + delta * sign(g) * (x - Q(x)) / (upper - lower)) within the range and 0
-    outside it, as in the paper, whose discretizer gets x clipped and mapped to [0, 1]. A rule for
-    reverse mode: tangents pass as by `Clipped`, 1 within the range.
+    Within the range g becomes g * (1 + delta * sign(g) * (x - Q(x)) / (upper - lower)), outside it
+    0. The paper has the same, with x clipped and mapped to [0, 1]. Only reverse mode follows this
+    rule. In forward mode the slope is that of `Clipped`: 1 within the range, 0 outside it.
 
-    Second derivatives: forward mode over reverse mode takes the rule for linear in g, with the sign
-    of the tangent of g, and adds the derivative by x at fixed Q(x); reverse over reverse mode
-    transposes it back to `Clipped`. The paper has none.
+    The paper has no second derivatives. Here, forward over reverse mode applies the rule to the
+    tangent of g, with the sign of that tangent, as if the rule were linear in g; to this it adds
+    the derivative by x with Q(x) held constant. Reverse over reverse mode has the slope of
+    `Clipped`.
 
     Attributes:
       delta: The paper's scaling factor, from 0 to 2**64; 0 is `Clipped`. The paper fixes it, or
-        updates it from the trace of the Hessian; here it is a constant. A factor for errors in the
-        units of x is this one over `upper - lower`.
+        updates it from the trace of the Hessian; here it is a constant. For a factor c of the error
+        x - Q(x) itself, give delta = c * (upper - lower).
 
     Source: arXiv:2104.00903, section 3.
 
@@ -155,7 +157,7 @@ class EWGS:
         half_error = differentiable_widened(x) / 2 - differentiable_widened(q) / 2
         half_error = jnp.where(is_inside, half_error, jnp.zeros_like(half_error))
         change = self.delta * _over(half_error, upper / 2 - lower / 2)
-        # Binds nowhere, and keeps the compiler from fusing the product with the sum.
+        # This clamp changes nothing; without it the compiler would fuse the product and the sum.
         wide = change.dtype
         change = lax.clamp(np.array(-self.delta, wide), change, np.array(self.delta, wide))
         scaled = differentiable_product(1 + jnp.sign(g).astype(wide) * change, g)
@@ -166,13 +168,15 @@ class EWGS:
 class ReSTE:
     """The slope of a power function that stands for the step between the two neighbours of x.
 
-    The paper binarizes: for the sign of z it takes f(z) = sign(z) * |z|**(1/o), with the slope
-    f'(z) = 1/o * |z|**((1 - o)/o), truncated twice: 0 where |z| > t, and f(m) / m where |z| <= m,
-    since f' has a pole at 0. The generalisation to a grid, ours: z is the distance of x from the
-    midpoint of its neighbours in units of half their distance, so that it runs from -1 to 1 between
-    them, where f meets the step for every o. Beyond the range z keeps growing with the outermost
-    neighbours. On a format of the two values -1 and 1, z is x, rounded in float32, and the slope is
-    the paper's.
+    The paper binarizes. It approximates sign(z) by f(z) = sign(z) * |z|**(1/o), whose slope is
+    f'(z) = 1/o * |z|**((1 - o)/o). It changes this slope in two places: to 0 where |z| > t, and to
+    f(m) / m where |z| <= m, since f' has a pole at 0.
+
+    The extension to a grid is ours. z is the distance of x from the midpoint of its two neighbours,
+    divided by half of the gap between them: -1 at the lower one, 1 at the upper one. There f equals
+    the step for every o. For x beyond the range, the neighbours are the outermost two values, so
+    |z| exceeds 1. In a format with only the values -1 and 1, z is x, up to rounding in float32, and
+    the slope is the paper's.
 
     Attributes:
       o: The power, at least 1: at 1 the straight-through estimator, the greater the closer to the
@@ -225,7 +229,7 @@ def _check(rule: Any, field: str, expected: str, holds: Any) -> None:
 def _over(x: jax.Array, length: float) -> jax.Array:
     """`x / length` by two products: the reciprocal of a format's range may be subnormal.
 
-    A compiler would merge the two factors; the clamp, which only infinities meet, keeps it from it.
+    The clamp between them, which changes only infinities, keeps a compiler from merging the two.
     """
     significand, exponent = math.frexp(length)
     first = exponent // 2
@@ -238,8 +242,9 @@ def _over(x: jax.Array, length: float) -> jax.Array:
 def _position(x: jax.Array, lower: float, upper: float, fmt: Format) -> jax.Array:
     """Where `x` lies between its neighbours: -1 at the lower one, 0 midway, towards 1 at the upper.
 
-    Beyond the range it keeps growing with the outermost neighbours. Its derivative is that within
-    one gap, 2 over the gap, for gaps from 2**-100 on. float32, or float64 for float64.
+    Beyond the range the neighbours are the outermost two values, so it exceeds -1 or 1. Its
+    derivative is 2 / gap, as between fixed neighbours; in float32, gaps below 2**-100 count as that
+    large. float32, or float64 for float64.
     """
     below, above = _neighbours(x, lower, upper, fmt)
     x, below, above = _rescaled(widened(x), below, above)
@@ -272,7 +277,7 @@ def _neighbours(
     down, up = Projection("toward_negative"), Projection("toward_positive")
     below = round_values(from_ordinal(place, wide.dtype), fmt, down)
     above = round_values(from_ordinal(place + 1, wide.dtype), fmt, up)
-    below = jnp.where(ordinal(below) <= place, below, lower)  # bool has 1 for all but 0, both ways
+    below = jnp.where(ordinal(below) <= place, below, lower)  # bool: 0.5 rounded down is 1, too
     return below, above
 
 
@@ -287,7 +292,8 @@ def _rescaled(x: jax.Array, below: jax.Array, above: jax.Array) -> tuple[jax.Arr
     is_small = jnp.maximum(jnp.abs(ordinal(below)), jnp.abs(ordinal(above))) < limit
 
     def rescaled(v: jax.Array) -> jax.Array:
-        place = ordinal(v)  # a subnormal number is this many of the smallest, to XLA it may be zero
+        # A subnormal v, which XLA may read as zero, is `place` times the least one.
+        place = ordinal(v)
         subnormal = place.astype(x.dtype) * 2.0 ** int(64 + info.minexp - info.nmant)
         normal = v * 2.0**64
         is_subnormal = jnp.abs(place) < ordinal_of(float(info.tiny), x.dtype)
