@@ -156,7 +156,8 @@ def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> 
     `jit`, and contract a float32 one with an addition.
     """
     if isinstance(rule, Identity | Clipped | Zero | CotangentEstimator):
-        return times_slope(slope.astype(x_dot.dtype), x_dot)
+        slope = slope if slope.dtype == x_dot.dtype else slope.astype(x_dot.dtype)
+        return times_slope(slope, x_dot)
     return linear_with_transpose(_rounded_product, _rounded_product, (slope,), x_dot)
 
 
