@@ -47,7 +47,7 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
     if is_ours and folder is not None and not folder.config.get(_KEY):
         config = {}  # loaders may not find it where it is in config.json
     if folder is not None and not config:
-        yield from _unsaid(folder, target.layout)
+        yield from _unsaid(folder, layout, target.layout)
     plans: list[TensorPlan] = []
     unknown: list[str] = []
     if layout.linear_only:
@@ -61,16 +61,16 @@ def problems_beside(source: Source, target: Source) -> Iterator[str]:
     yield from _scale_problems(source, target, plans, is_ours and not unknown)
 
 
-def _unsaid(folder: Folder, layout: str) -> Iterator[str]:
+def _unsaid(folder: Folder, layout: Layout, named: str) -> Iterator[str]:
     """The line for a folder whose config.json does not say that its weights are quantized.
 
     transformers then takes the codes for weights, without an error: SmolLM2-135M in E4M3 has a
     perplexity of 17 million instead of 18.
     """
     path = join(folder.path, CONFIG)
-    if storage(path).kind(path) == "file":
+    if layout.linear_only or storage(path).kind(path) == "file":
         yield (
-            f"{CONFIG}: no quantization_config, expected that of layout {layout}: loaders take "
+            f"{CONFIG}: no quantization_config, expected that of layout {named}: loaders take "
             f"codes for weights, without an error; {_AGAIN}"
         )
 

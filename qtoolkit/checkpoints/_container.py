@@ -2,16 +2,16 @@
 
 import os
 import re
-from typing import get_args
+from typing import Any, get_args
 
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
 from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._plan import ContainerName
+from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
-from qtoolkit.checkpoints._source import ORBAX_FILES, is_orbax
+from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax
 from qtoolkit.checkpoints._storage import Path, check_path, is_url, storage
 
-# Beside the arrays of a tree of orbax; those are in "d" and "ocdbt.process_*", or in a folder each.
+# Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".
 _BESIDE_ARRAYS = re.compile(
     r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
 )
@@ -32,9 +32,25 @@ def layout_in(to: ContainerName, layout: str | None) -> str | None:
     """The layout in a container: that of a folder's loaders only where they find their files."""
     if to == "orbax" and layout not in (None, "plain"):
         raise CheckpointError(
-            f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors"
+            f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "
+            "leave --to out to write them"
         )
     return "plain" if to == "orbax" else layout
+
+
+def check_holds(to: ContainerName, dst: Path, plan: Plan, opened: Source) -> None:
+    """Raises where a container cannot hold what is planned. JAX loads for orbax."""
+    if to == "orbax":
+        from qtoolkit.checkpoints._orbax_writer import check_tree
+
+        check_tree(dst, plan, tree_of(opened))
+
+
+def tree_of(opened: Source) -> Any:
+    """The tree of a checkpoint of orbax; of another source, one without anything in it."""
+    from qtoolkit.checkpoints._orbax import Tree
+
+    return getattr(opened, "tree", Tree())
 
 
 def check_destination(

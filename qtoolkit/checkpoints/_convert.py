@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._container import check_container, check_destination, layout_in
+from qtoolkit.checkpoints._container import (
+    check_container,
+    check_destination,
+    layout_in,
+    tree_of,
+)
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
+from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._plan import ContainerName, Plan, TensorPlan
 from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
@@ -125,6 +131,7 @@ def convert(
     workers = worker_count(workers, max_memory)
     check_container(to, shard)
     check_destination(src, dst, overwrite, to)
+    check_replaced(src)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
         plan = make_plan(
@@ -181,6 +188,7 @@ def dequantize_checkpoint(
     workers = worker_count(workers, max_memory)
     check_container(to, shard)
     check_destination(src, dst, overwrite, to)
+    check_replaced(src)
     with contextlib.closing(open_source(src)) as opened:
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
@@ -226,8 +234,8 @@ def _written(
     if to == "orbax":
         from qtoolkit.checkpoints._orbax_writer import write_orbax
 
-        paths = getattr(opened, "paths", {})
-        write_orbax(dst, plan, chunks, paths, overwrite=overwrite)
+        custom = getattr(opened, "custom_metadata", {})
+        write_orbax(dst, plan, chunks, tree_of(opened), custom, overwrite=overwrite)
     else:
         write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(work.reports))

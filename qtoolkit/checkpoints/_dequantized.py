@@ -70,7 +70,8 @@ class DequantizedSource:
                 nbytes = 4 * math.prod(weight.shape)
                 self.tensors[weight.name] = TensorInfo(weight.name, "F32", weight.shape, 0, nbytes)
             elif name not in gone:
-                (self.beside if name in beside else self.tensors)[name] = info
+                is_beside = name in beside or (layout != "plain" and _is_of_cache(name, source))
+                (self.beside if is_beside else self.tensors)[name] = info
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         if name in self.stored:
@@ -95,6 +96,15 @@ def _entries_beside(weights: Iterable[str]) -> set[str]:
     found = {f"{module}.{last}".lstrip(".") for module in modules for last in _BESIDE}
     above = {module.rpartition(".")[0] for module in modules}
     return found | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
+
+
+def _is_of_cache(name: str, source: Source) -> bool:
+    """Whether this is a scale of an attention cache: its projections may be wide themselves."""
+    module, _, last = name.rpartition(".")
+    if last not in _OF_CACHE:
+        return False
+    above = (f"{module}.{last[0]}_proj.weight", f"{module}.qkv_proj.weight")
+    return any(other in source.tensors for other in (f"{module}.weight", *above))
 
 
 def folder_of(source: Source) -> Folder | None:

@@ -1,10 +1,12 @@
-"""Orbax checkpoints as sources: arrays are read one at a time."""
+"""Orbax checkpoints as sources: arrays are read one at a time, small ones together."""
 
 import collections
 import contextlib
+import itertools
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,9 @@ from qtoolkit.checkpoints._memory import ArraySource
 from qtoolkit.checkpoints._storage import Path, is_url, join, storage
 
 _METADATA = "_METADATA"  # beside the arrays of a tree
+# In the custom metadata of what `convert` writes: the names of lists that became dictionaries.
+LISTS_KEY = "qtoolkit_lists"
+_TOGETHER = 2**24  # bytes that are read at a time: each reading looks at the metadata of all arrays
 
 
 class TreePath(NamedTuple):
@@ -33,14 +38,29 @@ class TreePath(NamedTuple):
         return jax.tree_util.keystr(self.keys, simple=True, separator=".")
 
 
+class Tree(NamedTuple):
+    """The tree of a checkpoint, without its arrays.
+
+    Attributes:
+      paths: Where each array is, by name.
+      empty: The keys of what has no arrays, and what is there: None, or an empty container.
+      lists: The names of dictionaries with keys "0", "1" and so on that stand for lists.
+    """
+
+    paths: Mapping[str, TreePath] = {}
+    empty: Sequence[tuple[tuple[Any, ...], Any]] = ()
+    lists: frozenset[str] = frozenset()
+
+
 class OrbaxFolder(ArraySource):
     """An open checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
 
     Names are paths in the tree, joined by "."; of a variable of `nnx.state` that of the variable.
-    What is text in the checkpoint's custom metadata is its `metadata`.
+    Texts in the checkpoint's custom metadata are its `metadata`.
 
     Attributes:
-      paths: Where each array is in the tree, by name.
+      tree: Where everything is.
+      custom_metadata: The JSON that the checkpoint was saved with.
 
     Args:
       path: Of the checkpoint, or of a step of a manager, with one item in it.
@@ -66,14 +86,16 @@ class OrbaxFolder(ArraySource):
             if described is None:
                 raise ValueError("arrays are missing")
             leaves, self._structure = jax.tree_util.tree_flatten_with_path(described.tree)
-            custom = dict(described.custom_metadata or {})
+            nodes, _ = jax.tree_util.tree_flatten_with_path(described.tree, is_leaf=_is_empty)
+            self.custom_metadata = dict(described.custom_metadata or {})
         except Exception as error:  # whatever orbax, tensorstore and json raise
             raise self._damaged(path, error) from error
-        paths = _paths([keys for keys, _ in leaves])
+        paths = tree_paths([keys for keys, _ in leaves])
         names = [path.name for path in paths]
         self._index = {name: i for i, name in enumerate(names)}
-        self.paths = dict(zip(names, paths, strict=True))
+        self._read: dict[str, np.ndarray] = {}
         _check_names(path, names, self._index)
+        _check_arrays(path, names, [leaf for _, leaf in leaves])
         super().__init__(
             path,
             {
@@ -82,12 +104,31 @@ class OrbaxFolder(ArraySource):
             },
             self._array,
         )
-        self.metadata = {key: text for key, text in custom.items() if isinstance(text, str)}
+        self.tree = Tree(
+            paths=dict(zip(names, paths, strict=True)),
+            empty=[(keys, node) for keys, node in nodes if _is_empty(node)],
+            lists=frozenset(_lists(self.custom_metadata)),
+        )
+        self.metadata = {
+            k: text for k, text in self.custom_metadata.items() if isinstance(text, str)
+        }
 
     def _array(self, name: str) -> np.ndarray:
+        if name not in self._read:
+            self._read = self._arrays(self._from(name))
+        return self._read[name]
+
+    def _from(self, name: str) -> list[str]:
+        """The array, and those behind it that are read with it."""
+        names = list(self.tensors)[self._index[name] :]
+        sizes = itertools.accumulate(self.tensors[name].nbytes for name in names)
+        return [n for n, size in zip(names, sizes, strict=True) if n == name or size <= _TOGETHER]
+
+    def _arrays(self, names: list[str]) -> dict[str, np.ndarray]:
         ocp, count = self._orbax, self._structure.num_leaves
         wanted = [ocp.PLACEHOLDER] * count
-        wanted[self._index[name]] = 0
+        for name in names:
+            wanted[self._index[name]] = 0
         how = [ocp.RestoreArgs(restore_type=np.ndarray)] * count
         arguments = ocp.args.PyTreeRestore(
             item=self._structure.unflatten(wanted), restore_args=self._structure.unflatten(how)
@@ -96,9 +137,13 @@ class OrbaxFolder(ArraySource):
             with quiet():
                 restored = ocp.PyTreeCheckpointer().restore(self._folder, args=arguments)
         except Exception as error:
-            raise self._damaged(f"{self.path}: tensor {shown(name)}", error) from error
+            raise self._damaged(f"{self.path}: tensor {shown(names[0])}", error) from error
         leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
-        return np.asarray(leaves[self._index[name]])
+        return {name: np.asarray(leaves[self._index[name]]) for name in names}
+
+    def close(self) -> None:
+        self._read = {}
+        super().close()
 
     def _damaged(self, where: Path, error: Exception) -> CheckpointError:
         return CheckpointError(
@@ -143,7 +188,7 @@ def _of_one_item(path: Path) -> Path:
     return join(path, items[0])
 
 
-def _paths(leaves: list[tuple[Any, ...]]) -> list[TreePath]:
+def tree_paths(leaves: list[tuple[Any, ...]]) -> list[TreePath]:
     """Paths of leaves; a variable of `nnx.state` is a node with nothing but "value" in it.
 
     The metadata do not say which nodes are variables. In {"query": q, "key": k, "value": v},
@@ -158,6 +203,27 @@ def _paths(leaves: list[tuple[Any, ...]]) -> list[TreePath]:
         TreePath(keys[:-1], is_variable=True) if is_variable(keys) else TreePath(keys)
         for keys in leaves
     ]
+
+
+def _is_empty(node: Any) -> bool:
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
+
+
+def _lists(custom: Mapping[str, Any]) -> list[str]:
+    try:
+        found = json.loads(custom.get(LISTS_KEY, "[]"))
+    except (TypeError, ValueError, RecursionError):
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _check_arrays(path: Path, names: list[str], leaves: list[Any]) -> None:
+    for name, leaf in zip(names, leaves, strict=True):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            what = type(leaf).__name__.removesuffix("Metadata").lower()
+            raise CheckpointError(
+                f"{path}: {shown(name)}: a {shown(what)}, expected an array; save the arrays alone"
+            )
 
 
 def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:

@@ -1,10 +1,11 @@
 """Orbax checkpoints as targets: the plain layout in a tree, written one array at a time."""
 
 import concurrent.futures
+import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.tree_util import DictKey, SequenceKey
 
 from qtoolkit.checkpoints._container import check_orbax_folder
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, shown
-from qtoolkit.checkpoints._orbax import TreePath, quiet
+from qtoolkit.checkpoints._orbax import LISTS_KEY, Tree, TreePath, quiet, tree_paths
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -29,7 +30,8 @@ def write_orbax(
     path: Path,
     plan: Plan,
     chunks: Iterable[tuple[str, Any]],
-    paths: Mapping[str, TreePath],
+    tree: Tree,
+    custom_metadata: Mapping[str, Any],
     *,
     overwrite: bool,
 ) -> None:
@@ -43,7 +45,8 @@ def write_orbax(
       path: The folder to write.
       plan: What is written.
       chunks: As `write_safetensors` takes them.
-      paths: Where tensors of the source are in its tree. Names of others are split at their dots.
+      tree: That of the source. Names of tensors that are not in it are split at their dots.
+      custom_metadata: That of the source.
       overwrite: Whether a checkpoint of orbax at `path` may be replaced.
 
     Raises:
@@ -51,7 +54,11 @@ def write_orbax(
         does not store, or two paths exclude each other. Nothing is left.
       OSError: It cannot be written.
     """
-    tree = _tree(path, plan, paths)
+    arrays, lists = _tree(path, plan, tree)
+    metadata = {**custom_metadata, **plan.metadata}
+    metadata.pop(LISTS_KEY, None)
+    if lists:
+        metadata[LISTS_KEY] = json.dumps(lists)
     place = Place.of(path)
     with naming(path, place.parts), place.locked(shared=False):
         check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
@@ -61,7 +68,7 @@ def write_orbax(
             scratch = os.path.join(place.parts, _SCRATCH)
             write_safetensors(scratch, plan.outputs, chunks, overwrite=True)
             with SafetensorsFile(scratch) as file:
-                _save(path, place.content, tree, file, plan.metadata)
+                _save(path, place.content, arrays, file, metadata)
             check_orbax_folder(path, overwrite)
             place.replace()
         except BaseException:
@@ -107,7 +114,7 @@ class _FromFile(ocp.type_handlers.NumpyHandler):
 
 
 def _save(
-    path: Path, folder: str, tree: Any, file: SafetensorsFile, metadata: Mapping[str, str]
+    path: Path, folder: str, tree: Any, file: SafetensorsFile, metadata: Mapping[str, Any]
 ) -> None:
     """Writes the checkpoint; what it raises, an interrupt too, when nothing writes any more."""
     stopped = threading.Event()
@@ -141,11 +148,19 @@ def _failed(path: Path, error: Exception) -> Exception:
     return CheckpointError(f"{path}: orbax did not write it: {line}; write safetensors instead")
 
 
-def _tree(path: Path, plan: Plan, paths: Mapping[str, TreePath]) -> Any:
-    """Promised arrays for everything that is written, where they are in the tree."""
-    leaves = []
+def check_tree(path: Path, plan: Plan, tree: Tree) -> None:
+    """Raises CheckpointError where the tree of a plan is none, or orbax cannot store it."""
+    _tree(path, plan, tree)
+
+
+def _tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
+    """Promised arrays for everything that is written, where they are in the tree.
+
+    Also the names of lists of the source that became dictionaries, because scales are in them.
+    """
+    leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:
-        beside = paths.get(tensor.name, _split(tensor.name))
+        beside = tree.paths.get(tensor.name, _split(tensor.name))
         for entry in tensor.entries:
             if 0 in entry.shape:
                 raise CheckpointError(
@@ -155,7 +170,14 @@ def _tree(path: Path, plan: Plan, paths: Mapping[str, TreePath]) -> Any:
             keys = _with_suffix(beside.keys, entry.name.removeprefix(tensor.name))
             tail = (DictKey("value"),) if beside.is_variable else ()
             leaves.append(((*keys, *tail), _Promised.of(entry)))
-    return _nested(path, leaves)
+    for read, (_, leaf) in zip(tree_paths([keys for keys, _ in leaves]), leaves, strict=True):
+        if read.name != leaf.name:
+            raise CheckpointError(
+                f"{path}: tensor {shown(leaf.name)}: it would be read as {shown(read.name)}, for "
+                "the tree has other keys beside it; write safetensors, without --to orbax"
+            )
+    lists: list[str] = []
+    return _nested(path, [*leaves, *tree.empty], tree.lists, lists), lists
 
 
 def _split(name: str) -> TreePath:
@@ -173,8 +195,18 @@ def _with_suffix(keys: tuple[Any, ...], suffix: str) -> tuple[Any, ...]:
     return (*keys[:-1], DictKey(last + suffix)) if suffix else keys
 
 
-def _nested(path: Path, leaves: _Leaves, above: str = "") -> Any:
-    """The tree of (keys, leaf): dictionaries, and lists where the source has all of a list."""
+def _nested(
+    path: Path, leaves: _Leaves, lists: Collection[str], lost: list[str], above: str = ""
+) -> Any:
+    """The tree of (keys, leaf): dictionaries, and lists where the source has all of a list.
+
+    Args:
+      path: For messages.
+      leaves: What is in the tree.
+      lists: Names of dictionaries that stand for lists, and become them if they can.
+      lost: Takes the names of lists that become dictionaries.
+      above: The name of the tree.
+    """
     if len(leaves) == 1 and not leaves[0][0]:
         return leaves[0][1]
     children: dict[Any, list[tuple[tuple[Any, ...], Any]]] = {}
@@ -185,11 +217,12 @@ def _nested(path: Path, leaves: _Leaves, above: str = "") -> Any:
                 "write safetensors, without --to orbax"
             )
         children.setdefault(keys[0], []).append((keys[1:], leaf))
-    names = {key: jax.tree_util.keystr((key,), simple=True) for key in children}
-    made = {
-        key: _nested(path, child, f"{above}.{names[key]}".lstrip("."))
-        for key, child in children.items()
-    }
-    if set(made) == {SequenceKey(i) for i in range(len(made))}:
-        return [made[SequenceKey(i)] for i in range(len(made))]
-    return {names[key]: child for key, child in made.items()}
+    made = {}
+    for key, child in children.items():
+        name = jax.tree_util.keystr((key,), simple=True)
+        made[name] = _nested(path, child, lists, lost, f"{above}.{name}".lstrip("."))
+    if above in lists or any(isinstance(key, SequenceKey) for key in children):
+        if made.keys() == {str(i) for i in range(len(made))}:
+            return [made[str(i)] for i in range(len(made))]
+        lost.append(above)
+    return made

@@ -9,17 +9,18 @@ JAX loads only where there are quantized arrays.
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
-from qtoolkit.checkpoints._source import is_orbax
-from qtoolkit.checkpoints._storage import Path, check_path
+from qtoolkit.checkpoints._source import Folder, is_orbax
+from qtoolkit.checkpoints._storage import Path, check_path, join, storage
 from qtoolkit.checkpoints._stored import Stored
 
 if TYPE_CHECKING:
@@ -125,20 +126,39 @@ def load(path: Path, like: Any = None) -> Any:
     loaded = _with_qarrays(path, arrays, described)
     if like is None:
         return loaded
-    loaded = _with_converted(loaded, dict(_flat(path, like)))
+    wanted = dict(_flat(path, like))
+    if is_orbax(path):
+        _restore_values(loaded, wanted)
+    loaded = _with_converted(loaded, wanted)
     state = _like(path, like, loaded)
     if loaded:
         raise _differs(path, loaded, "which `like` has not; leave them out of the file")
     return state
 
 
+def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
+    """Gives names their last "value" again, which orbax's trees do not tell from a variable's."""
+    for name in list(loaded):
+        if f"{name}.value" in wanted and name not in wanted:
+            for suffix in ("", "_scale"):
+                if name + suffix in loaded:
+                    loaded[f"{name}.value{suffix}"] = loaded.pop(name + suffix)
+
+
 def _opened(path: Path) -> "SafetensorsFile | OrbaxFolder":
     check_path(path, "path")
-    if is_orbax(path):
-        from qtoolkit.checkpoints._orbax import OrbaxFolder
+    check_replaced(path)
+    if storage(path).kind(path) != "folder":
+        return SafetensorsFile(path)
+    if not is_orbax(path):
+        with Folder(path) as folder:  # says what is there instead of weights
+            raise CheckpointError(
+                f"{path}: a folder, expected a file or a checkpoint of orbax; give one of its "
+                f"files: {join(path, folder.files[0])}"
+            )
+    from qtoolkit.checkpoints._orbax import OrbaxFolder
 
-        return OrbaxFolder(path)
-    return SafetensorsFile(path)
+    return OrbaxFolder(path)
 
 
 def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -204,6 +224,11 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
         raise _differs(path, [name], "which the file has not; save them with the others")
     found = arrays.pop(name)
     shape = getattr(wanted, "shape", None)
+    if "key<" in str(getattr(wanted, "dtype", "")):
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)}: `like` has a key of jax.random there, of which files "
+            "have the numbers alone; leave keys out, e.g. like=nnx.state(model, nnx.Param)"
+        )
     if tuple(found.shape) != shape:
         raise CheckpointError(
             f"{path}: tensor {shown(name)} has shape {tuple(found.shape)}, expected {shape}, that "

@@ -24,7 +24,7 @@ DEFAULT_SKIP = (
     r"|([^./]*_)?head|([^./]*_)?classifier|score|qa_outputs|cls"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
     r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
-    r"|a_log|([^./]*_)?conv1d|dt_bias"
+    r"|a_log|([^./]*_)?conv1d|dt_bias|opt_state"
     r"|vision_(tower|model|encoder)|visual|audio_(tower|encoder)|(multi_modal|mm)_projector"
     r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
     r")([./]|$)"

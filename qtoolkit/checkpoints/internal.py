@@ -1,6 +1,11 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
-from qtoolkit.checkpoints._container import check_container, check_destination, layout_in
+from qtoolkit.checkpoints._container import (
+    check_container,
+    check_destination,
+    check_holds,
+    layout_in,
+)
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
@@ -29,6 +34,7 @@ __all__ = [
     "byte_count",
     "check_container",
     "check_destination",
+    "check_holds",
     "check_quantized",
     "check_replaced",
     "check_target",

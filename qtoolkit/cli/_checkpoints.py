@@ -20,6 +20,7 @@ from qtoolkit.checkpoints.internal import (
     byte_count,
     check_container,
     check_destination,
+    check_holds,
     check_quantized,
     check_replaced,
     dequantized,
@@ -476,11 +477,12 @@ def _dry_run(
     with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
+        check_holds(to, dst, plan, opened)
         part = _part(opened, plan, shard, byte_count(max_shard_size))
     if shown_as.quiet:
         return
     if shown_as.as_json:
-        typer.echo(json.dumps(plan_data(plan), indent=2))
+        typer.echo(json.dumps({"container": to, **plan_data(plan)}, indent=2))
         return
     table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
     for line in plan_summary(plan, dst, part):

@@ -202,8 +202,8 @@ def loading_lines(report: Report) -> list[str]:
             ]
         if report.container == "orbax":
             return [
-                f'load it: qtoolkit.checkpoints.load("{target}", like=nnx.state(model)), or by '
-                "orbax as a tree with scales beside the codes"
+                f'load it: qtoolkit.checkpoints.load("{target}"), with like=nnx.state(model) or '
+                "linen variables for a model; orbax restores it with scales beside the codes"
             ]
         return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
     if not report.quantization_config:

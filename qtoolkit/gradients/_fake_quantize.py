@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
@@ -87,11 +88,26 @@ def _fake_quantize_jvp(
     (x, given, projection), (x_dot, _, _) = primals, tangents
     y = _fake_quantize(x, given, projection, spec, rule)
     scales, _ = find_scales(x, spec, given)
-    u = scaled_values(x, spec, scales)
+    u = _scaled(x, scales, spec)
     q = element_values(u, spec, projection.drawn(x.shape), None)
     ends = float(spec.element.lowest + spec.narrow_range), float(spec.element.max_finite)
     u = _unclamped(u, spec, ends)
     return y, tangent(rule, u, q, x_dot, spec.element, ends)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _scaled(x: jax.Array, scales: Scales, spec: BlockFormat) -> jax.Array:
+    return scaled_values(x, spec, scales)
+
+
+@_scaled.defjvp
+def _scaled_jvp(spec: BlockFormat, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Of second derivatives, through slopes that depend on `x`. Scales are constants."""
+    x, scales = primals
+    one, zero = (scaled_values(jnp.full_like(x, number), spec, scales) for number in (1, 0))
+    factor = lax.stop_gradient(one - zero)  # 1 / scale, whether there are zero points or not
+    factor = jnp.where(jnp.isfinite(factor), factor, jnp.zeros_like(factor))
+    return _scaled(x, scales, spec), tangents[0].astype(factor.dtype) * factor
 
 
 def _unclamped(u: jax.Array, spec: BlockFormat, ends: tuple[float, float]) -> jax.Array:

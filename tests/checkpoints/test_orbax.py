@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.training import train_state
 
 import qtoolkit as qt
 from qtoolkit.checkpoints import CheckpointError, convert, load, open_source, save
@@ -259,6 +262,86 @@ def test_a_model_of_nnx_there_and_back(tmp_path):
     assert same(back["layers"][1]["bias"][...], model.layers[1].bias[...])
 
 
+def test_a_training_state_keeps_its_tree(tmp_path):
+    """Empty states of optax are None there. Moments stay wide: rounded to 0, Adam divides by it."""
+    params = {"dense": {"kernel": jnp.full((64, 32), 0.3), "bias": jnp.ones(32)}}
+    tx = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", state, custom_metadata={"run": 7})
+    report = convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", scaling="channel")
+    assert [tensor.name for tensor in report.quantized] == ["params.dense.kernel"]
+    qt.checkpoints.dequantize_checkpoint(tmp_path / "fp8", tmp_path / "back", to="orbax")
+    back = restored(tmp_path / "back", state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert same(back.params["dense"]["bias"], params["dense"]["bias"])
+
+
+def test_lists_and_what_is_empty_come_back(tmp_path):
+    w = jnp.full((32, 32), 0.25)
+    tree = {"list": [w, jnp.ones(3)], "none": None, "empty": {}, "pair": (jnp.ones(2), None, w)}
+    metadata = {"note": "hi", "step": 1000}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.args.PyTreeSave(tree, custom_metadata=metadata)
+        checkpointer.save(tmp_path / "wide", args=arguments)
+    options = {"scaling": "tensor", "channel_axis": "last"}
+    convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", **options)
+    found = restored(tmp_path / "fp8")
+    assert found["list"].keys() == {"0", "0_scale", "1"}  # a list has no place for a scale
+    assert found["none"] is None
+    qt.checkpoints.dequantize_checkpoint(tmp_path / "fp8", tmp_path / "back", to="orbax")
+    back = restored(tmp_path / "back", jax.tree.map(jnp.zeros_like, tree))
+    assert jax.tree.all(jax.tree.map(same, back, tree))
+    with open_source(tmp_path / "back") as source:
+        kept = {name: source.custom_metadata[name] for name in metadata}
+        assert kept == metadata
+
+
+def test_a_plain_tree_with_a_lone_value(tmp_path):
+    """A variable of nnx looks the same in a checkpoint; `like` says what it is."""
+    tree = {"only": {"value": jnp.full((32, 32), 0.5)}, "b": jnp.ones(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", tree)
+    convert(tmp_path / "wide", tmp_path / "fp8", to="orbax", scaling="tensor")
+    assert same(load(tmp_path / "fp8", like=tree)["only"]["value"].dequantize(), np.float32(
+        tree["only"]["value"]
+    ))  # fmt: skip
+    tree["only_scale"] = {"x": jnp.ones(2)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "more", tree)
+    with pytest.raises(CheckpointError, match=r"only_scale: it would be read as only_scale.value"):
+        convert(tmp_path / "more", tmp_path / "dst", to="orbax", scaling="tensor")
+
+
+def test_many_small_arrays_are_read_together(tmp_path, monkeypatch):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", {f"w{i}": jnp.full((8, 8), i) for i in range(50)})
+    restore, calls = ocp.PyTreeCheckpointer.restore, []
+    monkeypatch.setattr(
+        ocp.PyTreeCheckpointer,
+        "restore",
+        lambda self, *a, **k: calls.append(1) or restore(self, *a, **k),
+    )
+    arrays = load(tmp_path / "wide")
+    assert all((arrays[f"w{i}"] == i).all() for i in range(50))
+    assert len(calls) == 1
+
+
+def test_leaves_that_are_no_arrays(tmp_path):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "text", {"w": jnp.ones(3), "name": "hello"})
+    refused(tmp_path / "text", "name: a string, expected an array")
+
+
+def test_keys_of_jax_random_are_left_out_of_like(tmp_path):
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "wide", nnx.state(model))
+    convert(tmp_path / "wide", tmp_path / "dst", to="orbax")
+    with pytest.raises(CheckpointError, match=r"a key of jax.random there.*nnx.Param\)$"):
+        load(tmp_path / "dst", like=nnx.state(model))
+
+
 def test_names_of_files_become_trees(tmp_path):
     tensors = {
         "model.layers.0.q.weight": jnp.ones((64, 32)),
@@ -284,6 +367,8 @@ def test_a_folder_of_hugging_face(tmp_path):
     report = convert(tmp_path / "src", tmp_path / "dst", to="orbax")
     assert report.layout == "plain"
     assert set(report.left) == {"config.json", "tokenizer.json"}
+    with pytest.raises(CheckpointError, match=r"give one of its files: .*model.safetensors$"):
+        load(tmp_path / "src")
     assert restored(tmp_path / "dst")["a"]["weight_scale"].dtype == "float32"
 
 
