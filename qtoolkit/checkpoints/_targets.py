@@ -49,10 +49,14 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
         ]
         if not others:
             raise
+        named, own = "", layout.spellings()
+        if layout.name == "plain":  # the others hold no other names, and would say to come back
+            named = " for weights named NAME.weight (a Flax model: qtoolkit.nnx.quantize)"
+            own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
         raise CheckpointError(
             f"layout {layout.name}: cannot hold {of.name}"
             + ("" if scaling is None else f" with --scaling {scaling}")
-            + f"; use --layout {' or '.join(others)}, or one of {', '.join(layout.spellings())}"
+            + f"; use --layout {' or '.join(others)}{named}, or one of {', '.join(own)}"
         ) from error
 
 
