@@ -136,7 +136,7 @@ def estimator(where: str, gradient: str | Estimator) -> Estimator:
 
 
 def slope(rule: Estimator, x: jax.Array, fmt: Format) -> jax.Array:
-    return rule.slope(x, *_ends(fmt), fmt)
+    return jnp.asarray(rule.slope(x, *_ends(fmt), fmt))  # of a user, perhaps a number
 
 
 def _ends(fmt: Format) -> tuple[float, float]:
