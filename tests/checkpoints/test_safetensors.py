@@ -240,7 +240,7 @@ def test_missing_files_folders_and_pipes(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         load(tmp_path / "missing")
     assert caught.value.filename == str(tmp_path / "missing")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(CheckpointError, match="no safetensors files in the folder"):
         load(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe: is not a regular file"):
