@@ -37,16 +37,16 @@ def write_orbax(
 ) -> None:
     """Writes a checkpoint of orbax, which appears when it is whole.
 
-    Codes and scales come from the engine a piece at a time and interleaved, while orbax asks for
-    whole arrays in an order of its own: between them lies a safetensors file beside the target. In
-    memory is one array.
+    The engine produces codes and scales in pieces and interleaved, but orbax asks for whole arrays,
+    in an order of its own. So the engine writes a safetensors file beside the target first, from
+    which orbax then gets one array at a time.
 
     Args:
       path: The folder to write.
-      plan: What is written.
-      chunks: As `write_safetensors` takes them.
-      tree: That of the source. Names of tensors that are not in it are split at their dots.
-      custom_metadata: That of the source.
+      plan: The tensors to write.
+      chunks: Their bytes, as for `write_safetensors`.
+      tree: The tree of the source. Names of tensors that are not in it are split at their dots.
+      custom_metadata: The custom metadata of the source.
       overwrite: Whether a checkpoint of orbax at `path` may be replaced.
 
     Raises:
@@ -55,7 +55,9 @@ def write_orbax(
       OSError: It cannot be written.
     """
     arrays, lists = _tree(path, plan, tree)
-    metadata = {**custom_metadata, **plan.metadata}
+    # Texts are the source's `metadata`, which the plan has as they are to be.
+    others = {key: value for key, value in custom_metadata.items() if not isinstance(value, str)}
+    metadata = {**others, **plan.metadata}
     metadata.pop(LISTS_KEY, None)
     if lists:
         metadata[LISTS_KEY] = json.dumps(lists)
@@ -116,7 +118,7 @@ class _FromFile(ocp.type_handlers.NumpyHandler):
 def _save(
     path: Path, folder: str, tree: Any, file: SafetensorsFile, metadata: Mapping[str, Any]
 ) -> None:
-    """Writes the checkpoint; what it raises, an interrupt too, when nothing writes any more."""
+    """Writes the checkpoint. When it raises, also an interrupt, no thread is writing any more."""
     stopped = threading.Event()
 
     def save() -> None:

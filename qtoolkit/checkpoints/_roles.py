@@ -17,7 +17,8 @@ AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
 # output layers and heads, norms, routers (a bare "gate" is one in mixture-of-experts models;
 # "gate_proj" and GGUF's "ffn_gate" are not, its "ffn_gate_inp" is), biases (of two dimensions in
 # Flax attention), the state matrices and short convolutions of state-space models, the vision and
-# audio parts of language models, and the scales of tensors that are quantized already.
+# audio parts of language models, the scales of tensors that are quantized already, and the states
+# of optimizers (Adam divides by moments that rounding would make 0).
 DEFAULT_SKIP = (
     r"(^|[./])("
     r"[^./]*embe?d[^./]*|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"

@@ -295,6 +295,7 @@ def test_lists_and_what_is_empty_come_back(tmp_path):
     with open_source(tmp_path / "back") as source:
         kept = {name: source.custom_metadata[name] for name in metadata}
         assert kept == metadata
+        assert "qtoolkit" not in source.metadata  # it is not quantized any more
 
 
 def test_a_plain_tree_with_a_lone_value(tmp_path):
