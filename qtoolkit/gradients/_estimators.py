@@ -10,8 +10,7 @@ from jax import lax
 
 from qtoolkit.casts.internal import inside
 from qtoolkit.formats import Format
-from qtoolkit.gradients._linear import linear_in_dtype, linear_with_transpose
-from qtoolkit.gradients._widths import differentiable_product
+from qtoolkit.gradients._linear import linear_in_dtype, linear_product, linear_with_transpose
 
 
 @runtime_checkable
@@ -135,8 +134,12 @@ def estimator(where: str, gradient: str | Estimator) -> Estimator:
     )
 
 
-def slope(rule: Estimator, x: jax.Array, fmt: Format) -> jax.Array:
-    return jnp.asarray(rule.slope(x, *_ends(fmt), fmt))  # of a user, perhaps a number
+def slope(
+    rule: Estimator, x: jax.Array, fmt: Format, ends: tuple[float, float] | None = None
+) -> jax.Array:
+    """The slope at `x`, with these ends of the range; None for those of `fmt`."""
+    ends = _ends(fmt) if ends is None else ends
+    return jnp.asarray(rule.slope(x, *ends, fmt))  # of a user, perhaps a number
 
 
 def _ends(fmt: Format) -> tuple[float, float]:
@@ -158,12 +161,7 @@ def slope_times_tangent(rule: Estimator, slope: jax.Array, x_dot: jax.Array) -> 
     if isinstance(rule, Identity | Clipped | Zero | CotangentEstimator):
         slope = slope if slope.dtype == x_dot.dtype else slope.astype(x_dot.dtype)
         return times_slope(slope, x_dot)
-    return linear_with_transpose(_rounded_product, _rounded_product, (slope,), x_dot)
-
-
-def _rounded_product(residuals: tuple[jax.Array, ...], x_dot: jax.Array) -> jax.Array:
-    (slope,) = residuals
-    return jnp.where(slope == 0, jnp.zeros_like(x_dot), differentiable_product(slope, x_dot))
+    return linear_product(slope, x_dot)
 
 
 def tangent(
@@ -182,14 +180,13 @@ def tangent(
       x_dot: Of the dtype of `x`, or for float32 `x` a narrower one; so is the result.
       ends: Of the range; None for those of `fmt`.
     """
-    ends = _ends(fmt) if ends is None else ends
-    d = rule.slope(x, *ends, fmt)
+    d = slope(rule, x, fmt, ends)
     if not isinstance(rule, CotangentEstimator):
         return slope_times_tangent(rule, d, x_dot)
     residuals = (d, x, lax.stop_gradient(q))
     dot = linear_with_transpose(
         _slope_times_tangent,
-        _Cotangent(rule, fmt, ends),
+        _Cotangent(rule, fmt, _ends(fmt) if ends is None else ends),
         residuals,
         linear_in_dtype(x_dot, x.dtype),
     )

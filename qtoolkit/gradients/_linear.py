@@ -104,6 +104,8 @@ class _InDtype:
 def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
     """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
 
+    Where the coefficient is 0, so is the product, whatever `x` is: no NaN from an infinity.
+
     Args:
       coefficient: Broadcasts to the shape of `x`.
     """
@@ -112,7 +114,9 @@ def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _rounded_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-    return differentiable_product(residuals[0], x)
+    (coefficient,) = residuals
+    zero = jnp.zeros_like(x)
+    return jnp.where(coefficient == 0, zero, differentiable_product(coefficient, x))
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
