@@ -136,16 +136,7 @@ def _is_static(names: Iterable[str], target: DequantizedSource, config: Mapping[
 def _plan(info: TensorInfo, scheme: Scheme | None, layout: Layout) -> TensorPlan:
     if scheme is None:
         return TensorPlan(source=info, action="keep", reason="", dtype=info.dtype)
-    stored = layout.store(info, scheme, (), 1.0)
-    return TensorPlan(
-        source=info,
-        action="quantize",
-        reason="",
-        dtype=stored.codes.dtype,
-        spec=stored.spec,
-        stored=stored,
-        scheme=scheme,
-    )
+    return TensorPlan.quantized(info, layout.store(info, scheme, (), 1.0), scheme)
 
 
 def _parts(weight: Stored) -> tuple[Entry, ...]:

@@ -38,6 +38,22 @@ class TensorPlan:
     scheme: Scheme | None = None
     group: str = ""
 
+    @classmethod
+    def quantized(
+        cls, source: TensorInfo, stored: Stored, scheme: Scheme, group: str = ""
+    ) -> "TensorPlan":
+        """A weight that is quantized with scales."""
+        return cls(
+            source=source,
+            action="quantize",
+            reason="",
+            dtype=stored.codes.dtype,
+            spec=stored.spec,
+            stored=stored,
+            scheme=scheme,
+            group=group,
+        )
+
     @property
     def name(self) -> str:
         return self.source.name

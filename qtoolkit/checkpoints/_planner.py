@@ -304,16 +304,8 @@ class _Planner:
             scheme = self.layout.static.get(scheme, scheme)
         stored = self._entries(info, scheme)
         shares = stored.spec.tensor_scale is not None
-        return TensorPlan(
-            source=info,
-            action="quantize",
-            reason="",
-            dtype=stored.codes.dtype,
-            spec=stored.spec,
-            stored=stored,
-            scheme=scheme,
-            group=fused_group(info.name) if shares else "",
-        )
+        group = fused_group(info.name) if shares else ""
+        return TensorPlan.quantized(info, stored, scheme, group)
 
     def _scheme(self, info: TensorInfo, fmt: Format | BlockFormat) -> Scheme:
         """The scheme of the layout, with "channel" for "block" in a convolution [O, I, kh, kw].
