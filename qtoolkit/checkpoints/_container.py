@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
 from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
 from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax
@@ -17,7 +18,7 @@ _BESIDE_ARRAYS = re.compile(
 )
 
 
-def check_container(to: ContainerName, shard: tuple[int, int] | None = None) -> None:
+def _check_container(to: ContainerName, shard: tuple[int, int] | None) -> None:
     """Raises where a checkpoint is written to no such container, or not in shards."""
     if to not in get_args(ContainerName):
         raise ValueError(f"to={to!r}, expected one of {', '.join(get_args(ContainerName))}")
@@ -54,17 +55,20 @@ def tree_of(opened: Source) -> Any:
 
 
 def check_destination(
-    src: Path, dst: Path, overwrite: bool, to: ContainerName = "safetensors"
+    src: Path, dst: Path, overwrite: bool, to: ContainerName, shard: tuple[int, int] | None
 ) -> None:
     """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
 
     Raises:
       CheckpointError, OSError: As `check_paths`, `check_folder`, `check_target` or
-        `check_orbax_folder`.
+        `check_orbax_folder`; or a killed run has left `src` under another name.
       TypeError: One is no path.
+      ValueError: There is no such container.
     """
+    _check_container(to, shard)
     check_path(src, "src")
     check_path(dst, "dst")
+    check_replaced(src)
     check_paths(src, dst)
     if to == "orbax":
         check_orbax_folder(dst, overwrite)

@@ -11,19 +11,13 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._container import (
-    check_container,
-    check_destination,
-    layout_in,
-    tree_of,
-)
+from qtoolkit.checkpoints._container import check_destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
-from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._plan import ContainerName, Plan, TensorPlan
 from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
@@ -129,9 +123,7 @@ def convert(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
-    check_container(to, shard)
-    check_destination(src, dst, overwrite, to)
-    check_replaced(src)
+    check_destination(src, dst, overwrite, to, shard)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
         plan = make_plan(
@@ -186,9 +178,7 @@ def dequantize_checkpoint(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
-    check_container(to, shard)
-    check_destination(src, dst, overwrite, to)
-    check_replaced(src)
+    check_destination(src, dst, overwrite, to, shard)
     with contextlib.closing(open_source(src)) as opened:
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)

@@ -1,7 +1,6 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
 from qtoolkit.checkpoints._container import (
-    check_container,
     check_destination,
     check_holds,
     layout_in,
@@ -32,7 +31,6 @@ __all__ = [
     "Statistics",
     "Stored",
     "byte_count",
-    "check_container",
     "check_destination",
     "check_holds",
     "check_quantized",

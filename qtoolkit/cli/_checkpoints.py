@@ -18,7 +18,6 @@ from qtoolkit.checkpoints.internal import (
     Folder,
     Source,
     byte_count,
-    check_container,
     check_destination,
     check_holds,
     check_quantized,
@@ -471,8 +470,7 @@ def _dry_run(
     """Prints the plan that `make_plan` makes with these options."""
     if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
-    check_container(to, shard)
-    check_destination(src, dst, overwrite, to)
+    check_destination(src, dst, overwrite, to, shard)
     options["layout"] = layout_in(to, options.get("layout"))
     with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
