@@ -30,7 +30,7 @@ from qtoolkit.checkpoints._programs import (
     unit_amax,
 )
 from qtoolkit.checkpoints._report import decibels
-from qtoolkit.checkpoints._tiles import Read, Tile, laid_out, power_of_two
+from qtoolkit.checkpoints._tiles import Read, Tile, laid_out
 from qtoolkit.formats import BlockFormat
 
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
@@ -245,7 +245,7 @@ class _Encoder:
             if scale is not None:
                 scale[tile.blocks - first] = np.asarray(done.scales.scale).reshape(-1)[:units]
             sums.append(_sums(tile, done, factor, spec, layout.axis))
-        return _piece(self.cut, chunk, layout.joined(tiles, parts), scale), first, sums
+        return _piece(self.cut, chunk, layout.joined(parts), scale), first, sums
 
 
 def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
@@ -321,7 +321,8 @@ def _factor(amax: np.ndarray) -> float:
 
 def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | None) -> np.ndarray:
     """The scales of blocks with these amaxes, as stored."""
-    padded = np.zeros(power_of_two(amaxes.size), np.float32)
+    # To a power of two: few programs are compiled.
+    padded = np.zeros(1 << max(amaxes.size - 1, 0).bit_length(), np.float32)
     padded[: amaxes.size] = amaxes
     return np.asarray(scales_from(padded, tensor_scale, spec))[: amaxes.size]
 

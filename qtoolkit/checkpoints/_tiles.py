@@ -11,8 +11,9 @@ from qtoolkit.checkpoints._chunks import Chunk, Cut
 
 CHUNK = 2**20  # elements of a chunk: 4 MiB of float32, enough to keep a few cores busy
 WIDTHS = (16, 32, 128)  # elements of a unit: the first that holds its block, else the last
-_COLUMNS = (128, 1024)  # columns of a tile that has a scale for each column
-_FEW = 64  # a chunk with fewer rows is cut into wide tiles that are as high as the chunk
+_GROUPS = (1, 8, 32, 128)  # elements of a unit that is a piece of a column
+# Columns of a tile: were a tile of one row as large as the chunk, its scales would be as many.
+_MOST_COLUMNS = 2**15
 Read = Callable[[int, memoryview], object]
 
 
@@ -22,12 +23,10 @@ class Tile(NamedTuple):
     Attributes:
       x: Its elements.
       blocks: The index of the block that each unit lies in, without those of padding.
-      place: Where it lies in the chunk: (units,), or (rows, columns) in `_Columns`.
     """
 
     x: np.ndarray
     blocks: np.ndarray
-    place: tuple[slice, ...]
 
 
 class _Rows:
@@ -68,10 +67,10 @@ class _Rows:
         start = 0
         for height in self._heights:
             place = slice(start, start + height)
-            yield Tile(self._units[place], self._blocks[place], (place,))
+            yield Tile(self._units[place], self._blocks[place])
             start += height
 
-    def joined(self, tiles: list[Tile], parts: list[np.ndarray]) -> np.ndarray:
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         """The elements of the chunk, flat, from those of the tiles."""
         units = parts[0] if len(parts) == 1 else np.concatenate(parts)
         flat = units.reshape(-1)[: math.prod(self._padded)]
@@ -95,51 +94,53 @@ class _Rows:
 
 
 class _Columns:
-    """A chunk laid out in units that are pieces of its columns."""
+    """A chunk laid out in units that are pieces of its columns, side by side.
+
+    Rows of one block follow each other in a run. A run is cut into groups of `height` rows, and the
+    groups of all runs are put next to each other: [256, 4096] in one block becomes [128, 8192].
+    """
 
     axis = 0
 
     def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
-        self._cut, self._chunk = cut, chunk
-        self._data = np.empty((chunk.rows, chunk.columns), dtype)
+        self._chunk = chunk
+        block_rows = cut.block_rows(chunk)
+        starts = np.flatnonzero(np.diff(block_rows, prepend=-1))  # of runs
+        lengths = np.diff(starts, append=chunk.rows)
+        height = max(h for h in _GROUPS if h <= lengths.max())
+        counts = -(-lengths // height)  # groups of each run
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        firsts = np.repeat(starts, counts) + within * height
+        rows = firsts + np.arange(height)[:, None]
+        # [height, groups]: where the last group of a run ends early, a row of zeros after the last.
+        self._rows = np.where(rows < np.repeat(starts + lengths, counts), rows, chunk.rows)
+        blocks = block_rows[firsts][:, None] * cut.blocks_in_row + chunk.column
+        self._blocks = (blocks + np.arange(chunk.columns)).reshape(-1)
+        self._widths = _heights(self._blocks.size, height, _MOST_COLUMNS)
+        self._units = np.empty((height, sum(self._widths)), dtype)
 
     def fill(self, read: Read) -> None:
-        flat = self._data.reshape(-1)
-        read(self._chunk.start * flat.itemsize, flat.view(np.uint8).data)
+        chunk = self._chunk
+        data = np.empty((chunk.rows + 1, chunk.columns), self._units.dtype)
+        data[-1] = 0
+        flat = data[:-1].reshape(-1)
+        read(chunk.start * flat.itemsize, flat.view(np.uint8).data)
+        self._groups(self._units)[...] = data[self._rows]
+        self._units[:, self._blocks.size :] = 0
 
     def tiles(self) -> Iterator[Tile]:
-        rows, columns = self._data.shape
-        block_rows = self._cut.block_rows(self._chunk)
-        ends = [*(np.flatnonzero(np.diff(block_rows)) + 1).tolist(), rows]
-        for start, end in itertools.pairwise([0, *ends]):
-            first = int(block_rows[start]) * self._cut.blocks_in_row + self._chunk.column
-            heights, widths = _sides(end - start, columns)
-            for top, bottom in itertools.pairwise(itertools.accumulate(heights, initial=start)):
-                for left, right in itertools.pairwise(itertools.accumulate(widths, initial=0)):
-                    part = tile = self._data[top : min(bottom, end), left:right]
-                    if part.shape != (bottom - top, right - left):
-                        tile = np.zeros((bottom - top, right - left), part.dtype)
-                        tile[: part.shape[0], : part.shape[1]] = part
-                    place = (slice(top, top + part.shape[0]), slice(left, left + part.shape[1]))
-                    yield Tile(tile, first + left + np.arange(part.shape[1]), place)
+        for left, right in itertools.pairwise(itertools.accumulate(self._widths, initial=0)):
+            yield Tile(self._units[:, left:right], self._blocks[left:right])
 
-    def joined(self, tiles: list[Tile], parts: list[np.ndarray]) -> np.ndarray:
-        data = np.empty(self._data.shape, parts[0].dtype)
-        for tile, part in zip(tiles, parts, strict=True):
-            place = data[tile.place]
-            place[...] = part[: place.shape[0], : place.shape[1]]
-        return data.reshape(-1)
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        units = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        data = np.empty((self._chunk.rows + 1, self._chunk.columns), units.dtype)
+        data[self._rows] = self._groups(units)
+        return data[:-1].reshape(-1)
 
-
-def _sides(rows: int, columns: int) -> tuple[list[int], list[int]]:
-    """Heights and widths of tiles that cover [rows, columns], with a unit for each column."""
-    if columns > CHUNK // _FEW:
-        # A chunk of a single row would be 1024 tiles of [4, 1024], each with calls of its own. One
-        # tile as large as the chunk is no faster; its scales and float32 numbers take 100 MiB more.
-        height = power_of_two(rows)
-        return [height], _heights(columns, 16 * height)
-    width = _COLUMNS[columns > _COLUMNS[1] // 2]
-    return _heights(rows, width), [width] * -(-columns // width)
+    def _groups(self, units: np.ndarray) -> np.ndarray:
+        """A view of units without padding: [height, groups, columns]."""
+        return units[:, : self._blocks.size].reshape(*self._rows.shape, self._chunk.columns)
 
 
 def laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Columns:
@@ -148,14 +149,10 @@ def laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Co
     return layout
 
 
-def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`, and at least 1."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
-def _heights(units: int, width: int) -> list[int]:
+def _heights(units: int, width: int, most: int | None = None) -> list[int]:
     """Heights of tiles that hold so many units: three sizes, so that tiles and padding are few."""
-    sizes = [max(CHUNK // 16**k // width, 1) for k in range(3)]
+    largest = CHUNK // width if most is None else min(CHUNK // width, most)
+    sizes = [max(largest // 16**k, 1) for k in range(3)]
     heights = []
     for size, less in itertools.pairwise([*sizes, 0]):
         count = units // size

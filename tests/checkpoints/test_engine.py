@@ -75,7 +75,8 @@ def assert_equal_quantize(x, spec, codes, scale, tensor_scale, sums):
     known = np.isfinite(wide) & np.isfinite(y)
     assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
-    assert sums.signal == pytest.approx(signal, rel=1e-5)
+    # A tile is summed in float32: 2**20 squares of like size have been 1.2e-5 off.
+    assert sums.signal == pytest.approx(signal, rel=1e-4)
     assert sums.sqnr_db == pytest.approx(decibels(signal, noise), abs=2e-3)
 
 
@@ -138,9 +139,11 @@ def test_no_chunk_tears_blocks(monkeypatch, shape, block, chunk):
     assert_as_quantize(weights(shape), BlockFormat(element="e4m3fn", block=block), workers=2)
 
 
-@pytest.mark.parametrize("shape", [(1, 2**19), (5, 2**17)])
+@pytest.mark.parametrize("shape", [(1, 2**19), (5, 2**17), (600, 2752), (256, 4096)])
 def test_a_scale_for_each_of_many_columns_by_few_calls(monkeypatch, shape):
-    """Tiles of [4, 1024] for few rows took a call for every thousand elements."""
+    """Tiles of [4, 1024] for few rows took a call for every thousand elements. Those of [64, 1024]
+    for kernels of Flax took 3.8 ms for 2**20 elements, and one of [128, 8192] takes 0.9.
+    """
     calls, encoded = [], _engine.encoded
     monkeypatch.setattr(_engine, "encoded", lambda *a: calls.append(a[0].size) or encoded(*a))
     x = weights(shape, ml_dtypes.bfloat16)
