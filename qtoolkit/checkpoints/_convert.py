@@ -123,6 +123,7 @@ def convert(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
+    _check_progress(progress)
     check_destination(src, dst, overwrite, to, shard)
     with contextlib.closing(open_source(src)) as opened:
         source = dequantized(opened)
@@ -178,12 +179,21 @@ def dequantize_checkpoint(
     limit = byte_count(max_shard_size)
     check_shard(shard)
     workers = worker_count(workers, max_memory)
+    _check_progress(progress)
     check_destination(src, dst, overwrite, to, shard)
     with contextlib.closing(open_source(src)) as opened:
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
         work = _Work(source, plan, True, progress, workers)
         return _written(dst, opened, work, to, limit, overwrite, shard)
+
+
+def _check_progress(progress: object) -> None:
+    if progress is not None and not callable(progress):
+        raise TypeError(
+            f"progress={progress!r}, expected a function of (name, bytes written, bytes to write "
+            "in all), or None"
+        )
 
 
 def _written(

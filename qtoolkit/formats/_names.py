@@ -306,8 +306,10 @@ def name_of(spec: Any) -> str | None:
     """`spec` itself if it is a string, the name of a dtype, None for anything else."""
     if isinstance(spec, str):
         return spec
-    # numpy reads None as float64, and arrays and numbers have a dtype without being one.
-    if spec is None or (hasattr(spec, "__array__") and not isinstance(spec, type)):
+    # numpy reads None as float64 and lists as fields, and arrays and numbers have a dtype without
+    # being one.
+    is_value = hasattr(spec, "__array__") and not isinstance(spec, type)
+    if spec is None or is_value or isinstance(spec, list | tuple | dict):
         return None
     try:
         return np.dtype(spec).name

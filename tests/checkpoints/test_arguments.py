@@ -28,6 +28,13 @@ def test_layout_is_a_name(src, tmp_path):
         convert(src, tmp_path / "dst", layout=[])
 
 
+@pytest.mark.parametrize("function", [convert, checkpoints.dequantize_checkpoint])
+def test_progress_is_a_function(src, tmp_path, function):
+    with pytest.raises(TypeError, match=r"progress=1, expected a function of \(name, bytes"):
+        function(src, tmp_path / "dst", progress=1)
+    assert os.listdir(tmp_path) == ["src"]
+
+
 FUNCTIONS = {
     "src": [
         lambda path, good, new: convert(path, new),

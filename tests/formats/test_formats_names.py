@@ -345,7 +345,7 @@ def test_dtypes_that_are_no_format(dtype):
 
 @pytest.mark.parametrize(
     "spec",
-    [None, 8, 8.0, object(), [1], {"name": "e4m3fn"}, np.zeros((40, 40)), jnp.ones(50)],
+    [None, 8, 8.0, object(), [1], [], (), {}, {"name": "e4m3fn"}, np.zeros((40, 40)), jnp.ones(50)],
     ids=lambda spec: type(spec).__name__,
 )
 def test_what_is_neither_format_nor_name_nor_dtype(spec):
