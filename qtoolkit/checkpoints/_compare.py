@@ -9,7 +9,6 @@ import numpy as np
 
 from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import Source, open_source
 from qtoolkit.checkpoints._storage import Path, check_path
@@ -128,7 +127,6 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
-    check_replaced(path)
     with contextlib.closing(open_source(path)) as source:
         yield dequantized(source)
 

@@ -6,10 +6,9 @@ from typing import Any, get_args
 
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
 from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
-from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax
+from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax, kind_of_source
 from qtoolkit.checkpoints._storage import Path, check_path, is_url, storage
 
 # Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".
@@ -66,13 +65,12 @@ def check_destination(
       ValueError: There is no such container.
     """
     _check_container(to, shard)
-    check_path(src, "src")
+    kind = kind_of_source(src, "src")
     check_path(dst, "dst")
-    check_replaced(src)
     check_paths(src, dst)
     if to == "orbax":
         check_orbax_folder(dst, overwrite)
-    elif storage(src).kind(src) == "folder" and not is_orbax(src):
+    elif kind == "folder" and not is_orbax(src):
         found = storage(src).entries(src)
         check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
     else:

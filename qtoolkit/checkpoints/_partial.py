@@ -29,6 +29,11 @@ def partial_name(target: str) -> str:
     return os.path.join(folder, f".{name}{PARTIAL}")
 
 
+def old_name(target: str) -> str:
+    """The path to which an old folder is moved before the new one is renamed to `target`."""
+    return f"{partial_name(target)}-old"
+
+
 @contextlib.contextmanager
 def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
     """A new file beside `target`, open and locked, and its name. It is removed at the end.

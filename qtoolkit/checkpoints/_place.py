@@ -9,21 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError
-from qtoolkit.checkpoints._partial import check_lock, is_at, keep_mode, partial_name
+from qtoolkit.checkpoints._partial import check_lock, is_at, keep_mode, old_name, partial_name
 from qtoolkit.checkpoints._source import PLAN, UNDER_WAY, plan_in
 from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
 
 _MAX_JSON = 2**30
-
-
-def check_replaced(path: Path) -> None:
-    """Raises CheckpointError if a run was killed in the moment in which it replaced this folder."""
-    place = Place.of(path)
-    if not is_url(path) and not os.path.lexists(place.target) and os.path.isdir(place.old):
-        raise CheckpointError(
-            f"{path}: a run that was to replace it was killed, and it is {place.old} now; run that "
-            "again, or rename it"
-        )
 
 
 WHOLE = "is written and whole"
@@ -67,7 +57,7 @@ class Place:
     @property
     def old(self) -> str:
         """Where an old target is moved before the new one is renamed to its name."""
-        return f"{self.parts}-old"
+        return old_name(self.target)
 
     @property
     def replaced(self) -> str:

@@ -16,11 +16,10 @@ import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._place import check_replaced
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
-from qtoolkit.checkpoints._source import Folder, is_orbax
-from qtoolkit.checkpoints._storage import Path, check_path, join, storage
+from qtoolkit.checkpoints._source import Folder, is_orbax, kind_of_source
+from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._stored import Stored
 
 if TYPE_CHECKING:
@@ -146,9 +145,7 @@ def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
 
 
 def _opened(path: Path) -> "SafetensorsFile | OrbaxFolder":
-    check_path(path, "path")
-    check_replaced(path)
-    if storage(path).kind(path) != "folder":
+    if kind_of_source(path, "path") != "folder":
         return SafetensorsFile(path)
     if not is_orbax(path):
         with Folder(path) as folder:  # says what is there instead of weights

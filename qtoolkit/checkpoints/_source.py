@@ -13,8 +13,9 @@ from qtoolkit.checkpoints._header import (
     TensorInfo,
     shown,
 )
+from qtoolkit.checkpoints._partial import old_name
 from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
-from qtoolkit.checkpoints._storage import Path, check_path, is_url, join, read_file, storage
+from qtoolkit.checkpoints._storage import Kind, Path, check_path, is_url, join, read_file, storage
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -360,8 +361,7 @@ def open_source(path: Path) -> Source:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
-    check_path(path, "path")
-    what = storage(path).kind(path)
+    what = kind_of_source(path, "path")
     if what == "folder":
         if is_orbax(path):
             from qtoolkit.checkpoints._orbax import OrbaxFolder
@@ -389,6 +389,25 @@ def open_source(path: Path) -> Source:
 
             return MsgpackFile(path)
     return SafetensorsFile(path)
+
+
+def kind_of_source(path: Path, argument: str) -> Kind:
+    """What is at the path of a source.
+
+    Raises:
+      CheckpointError: Nothing, since a run was killed in the moment in which it replaced it.
+      TypeError: It is no path; the message says that `argument` is.
+    """
+    check_path(path, argument)
+    kind = storage(path).kind(path)
+    if not kind and not is_url(path):
+        old = old_name(os.path.realpath(path))
+        if os.path.isdir(old):
+            raise CheckpointError(
+                f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
+                "again, or rename it"
+            )
+    return kind
 
 
 def _sniffed(path: Path, start: bytes) -> str:

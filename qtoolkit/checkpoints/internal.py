@@ -9,7 +9,7 @@ from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized
 from qtoolkit.checkpoints._header import shown
 from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
-from qtoolkit.checkpoints._place import WHOLE, check_replaced, whole
+from qtoolkit.checkpoints._place import WHOLE, whole
 from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
@@ -34,7 +34,6 @@ __all__ = [
     "check_destination",
     "check_holds",
     "check_quantized",
-    "check_replaced",
     "check_target",
     "dequantized",
     "join",

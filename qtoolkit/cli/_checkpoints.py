@@ -21,7 +21,6 @@ from qtoolkit.checkpoints.internal import (
     check_destination,
     check_holds,
     check_quantized,
-    check_replaced,
     dequantized,
     layout_in,
     part_names,
@@ -408,7 +407,6 @@ def layouts(
 
 @contextlib.contextmanager
 def _opened(src: str) -> Iterator[Source]:
-    check_replaced(src)
     source = checkpoints.open_source(src)
     try:
         yield source
