@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from qtoolkit.formats import FloatFormat, Format, IntFormat, TableFormat
+from qtoolkit.formats.internal import binade
 
 LISTED = 128  # the most values from zero up that are listed; more are drawn as a density
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -84,7 +85,7 @@ def _binade(fmt: Format, value: Fraction) -> str:
         return "zero"
     if isinstance(fmt, FloatFormat) and abs(value) < fmt.min_normal:
         return "subnormal"
-    return ("-" if value < 0 else "") + exact(Fraction(2) ** floor_log2(abs(value)))
+    return ("-" if value < 0 else "") + exact(Fraction(2) ** binade(abs(value)))
 
 
 def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
@@ -92,7 +93,7 @@ def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
 
     A bar's height is the logarithm of the number of values in a binade.
     """
-    lowest, highest = floor_log2(fmt.min_positive), floor_log2(fmt.max_finite)
+    lowest, highest = binade(fmt.min_positive), binade(fmt.max_finite)
     room = width - 4
     binades = highest - lowest + 1
     per_bar = -(-binades // room)
@@ -102,7 +103,7 @@ def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
         Fraction(_below(fmt, end) - _below(fmt, start), end - start)
         for start, end in zip(edges, [*edges[1:], highest + 1], strict=True)
     ]
-    bits = [max(0, floor_log2(count)) if count else 0 for count in counts]
+    bits = [max(0, binade(count)) if count else 0 for count in counts]
     levels = [(len(blocks) - 1) * (n + 1) // (max(bits) + 1) for n in bits]
     line = "".join(blocks[max(level, 1)] * wide for level in levels)
     bars = "a bar for each" if per_bar == 1 else f"a bar for every {per_bar} of them"
@@ -117,7 +118,7 @@ def _density(fmt: Format, width: int, blocks: str) -> Iterator[str]:
 
 def _axis(fmt: Format, edges: list[int], wide: int, highest: int, room: int) -> Iterator[str]:
     """Marks under the bars and what they stand for."""
-    normal = floor_log2(fmt.min_normal) if isinstance(fmt, FloatFormat) else edges[0]
+    normal = binade(fmt.min_normal) if isinstance(fmt, FloatFormat) else edges[0]
     marks, labels = "", ""
     for exponent in sorted({edges[0], normal, 0, highest} & {*range(edges[0], highest + 1)}):
         column = (bisect.bisect_right(edges, exponent) - 1) * wide
@@ -146,7 +147,7 @@ def exact(value: Fraction) -> str:
         return f"-{exact(-value)}"
     if value.denominator == 1 and value < 10**6:
         return str(value.numerator)
-    exponent = floor_log2(value)
+    exponent = binade(value)
     significand = value / Fraction(2) ** exponent
     if significand == 1:
         return f"2^{exponent}"
@@ -181,11 +182,5 @@ def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:
     step = Fraction(1, max(value.denominator for value in values))
     if step == 1:
         step *= min(value.numerator & -value.numerator for value in values)
-    power = exact(step) if step < 1 else f"2^{floor_log2(step)}"
+    power = exact(step) if step < 1 else f"2^{binade(step)}"
     return [power if value == step else f"{value / step}*{power}" for value in values]
-
-
-def floor_log2(value: Fraction) -> int:
-    """The largest integer e such that 2**e <= value, for a positive value."""
-    e = value.numerator.bit_length() - value.denominator.bit_length()
-    return e if Fraction(2) ** e <= value else e - 1

@@ -402,5 +402,11 @@ def unsigned_dtype(bits: int) -> np.dtype:
     return np.dtype(f"uint{max(8, 1 << (bits - 1).bit_length())}")
 
 
+def binade(value: Fraction) -> int:
+    """The exponent e of 2**e <= value < 2**(e + 1); `value` is positive."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    return exponent if value >= Fraction(2) ** exponent else exponent - 1
+
+
 def _power_of_two(exponent: int) -> Fraction:
     return Fraction(2) ** exponent

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._float import FloatFormat, binade
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     BFLOAT16,
@@ -130,7 +130,7 @@ def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
     if value == 0 or isinstance(wide, IntFormat):  # integers are compared with integers alone
         return True
     # The step of `wide` at this magnitude, 2**exponent, must divide the value.
-    exponent = max(_binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
+    exponent = max(binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
     return (value / Fraction(2) ** exponent).denominator == 1
 
 
@@ -152,9 +152,3 @@ def _marks(fmt: Format) -> Iterator[Fraction]:
         for first in range(0, fmt.max_code + 1, 1 << fmt.mantissa_bits):
             for code in range(first, min(first + 2, fmt.max_code + 1)):
                 yield fmt.magnitude(code)
-
-
-def _binade(value: Fraction) -> int:
-    """The exponent e of 2**e <= value < 2**(e + 1)."""
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent if value >= Fraction(2) ** exponent else exponent - 1

@@ -33,6 +33,7 @@ from qtoolkit.formats import (
     TableFormat,
     format,
 )
+from qtoolkit.formats.internal import binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
 _SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
@@ -254,6 +255,5 @@ def _power_range(fmt: FloatFormat) -> tuple[int, int]:
 
 def _binary(value: Fraction) -> tuple[int, Fraction]:
     """Exponent and significand, 1 <= significand < 2."""
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    exponent -= value < Fraction(2) ** exponent
+    exponent = binade(value)
     return exponent, value / Fraction(2) ** exponent
