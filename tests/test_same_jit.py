@@ -299,6 +299,38 @@ def test_cotangents_and_tangents_by_soft_estimators_between_neighbours(rule, dty
                 equal(got[made_by], expected[made_by], f"{name} {made_by}")
 
 
+# Derivatives by what is no argument of a rounding alone: each with a value for all of its elements.
+def by_parameters(x):
+    row = jnp.full(COLUMNS, 1.1, jnp.float32)
+    return {
+        "lsq": (lambda s: gradients.lsq(x, s, "int8", gradient_factor=1.0), 0.13),
+        "lsq_plus": (lambda z: gradients.lsq_plus(x, 0.013, z, "int8"), 0.21),
+        "pact": (lambda alpha: gradients.pact(x, alpha, 4), 0.8),
+        "fake_convert scale": (lambda s: qt.fake_convert(x, s, fmt="e4m3fn"), 1.1),
+        "fake_convert shift": (lambda z: qt.fake_convert(x, 1.1, z, fmt="e4m3fn"), 0.3),
+        "hadamard_transform": (lambda v: scaling.hadamard_transform(v, key=KEY, block=32), 1.3),
+        "equalize x": (lambda v: scaling.equalize(v, x, row, w_axis=1)[0], 1.3),
+        "equalize w": (lambda v: scaling.equalize(x, v, row, w_axis=1)[1], 1.3),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_cotangents_of_half_precision_made_in_the_same_jit(dtype):
+    """Of bfloat16, half of the gradients by a scale were widened from sums never rounded."""
+    x, b = halves(dtype)
+    for name, (function, value) in by_parameters(x).items():
+        point = jnp.full(x.shape, value, dtype)
+        pulled = lambda g, f=function, at=point: jax.vjp(f, at)[1](g)[0]  # noqa: E731
+        pushed = lambda t, f=function, at=point: jax.jvp(f, (at,), (t,))[1]  # noqa: E731
+        for derivative in (pulled, pushed):
+            made = {n: HALF_PRODUCERS[n] for n in ("sum", "product", "narrowing")}
+            check(jax.jit(derivative), made, (x, b), functools.partial(named_equal, name))
+
+
+def named_equal(function, got, expected, name):
+    equal(got, expected, f"{function} {name}")
+
+
 def test_fake_convert_of_one_number_repeated():
     """Step by step: 0.3 * 1.1 - 0.3 is rounded to 0.029296875. Oracle: NumPy, ml_dtypes."""
     x, scale, shift = np.float32(0.3), np.float32(1.1), np.float32(0.3)

@@ -17,6 +17,7 @@ from qtoolkit.casts._elementwise import (
     on_cpu,
     varying_alike,
 )
+from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._modes import Rounding, check_rounding
 from qtoolkit.casts._order import (
     from_magnitude_ordinal,
@@ -70,6 +71,14 @@ from qtoolkit.casts._storage import (
     to_stored,
 )
 from qtoolkit.casts._tree import leaf_path
+from qtoolkit.casts._widths import (
+    differentiable_in_dtype,
+    differentiable_product,
+    differentiable_quotient,
+    differentiable_widened,
+    linear_product,
+    linear_quotient,
+)
 
 __all__ = [
     "FINITE",
@@ -94,6 +103,10 @@ __all__ = [
     "check_target",
     "check_value_source",
     "codes_of",
+    "differentiable_in_dtype",
+    "differentiable_product",
+    "differentiable_quotient",
+    "differentiable_widened",
     "dtype_from_codes",
     "elementwise",
     "encode_for",
@@ -113,6 +126,10 @@ __all__ = [
     "kept_from_zero",
     "key_words",
     "leaf_path",
+    "linear_in_dtype",
+    "linear_product",
+    "linear_quotient",
+    "linear_with_transpose",
     "magnitude_ordinal",
     "nearest_power_of_two",
     "number",

@@ -1,5 +1,6 @@
 """Derivatives of rounding: estimators, rounded cotangents, and differentiable casts."""
 
+from qtoolkit.casts.internal import linear_with_transpose
 from qtoolkit.gradients._cotangent import round_cotangent
 from qtoolkit.gradients._estimators import (
     Clipped,
@@ -13,7 +14,6 @@ from qtoolkit.gradients._fake_convert import fake_convert
 from qtoolkit.gradients._fake_quantize import fake_quantize
 from qtoolkit.gradients._initial_scales import lsq_plus_scale_offset, lsq_scale
 from qtoolkit.gradients._learned import lsq, lsq_plus, pact
-from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.gradients._soft import DSQ, EWGS, Ramp, ReSTE
 
 __all__ = [

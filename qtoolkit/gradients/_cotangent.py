@@ -11,11 +11,11 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
+    linear_with_transpose,
     round_values,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.formats.internal import scaled_by
-from qtoolkit.gradients._linear import linear_with_transpose
 from qtoolkit.scaling.internal import block_values, check_quantize, find_scales
 
 

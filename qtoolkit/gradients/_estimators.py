@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.casts.internal import inside
+from qtoolkit.casts.internal import inside, linear_in_dtype, linear_product, linear_with_transpose
 from qtoolkit.formats import Format
-from qtoolkit.gradients._linear import linear_in_dtype, linear_product, linear_with_transpose
 
 
 @runtime_checkable

@@ -16,8 +16,14 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
+    differentiable_product,
+    differentiable_quotient,
+    differentiable_widened,
     exact_float32,
     in_dtype,
+    linear_in_dtype,
+    linear_product,
+    linear_quotient,
     parameter,
     product,
     quotient,
@@ -32,10 +38,8 @@ from qtoolkit.gradients._estimators import (
     slope,
     slope_times_tangent,
     tangent,
-    times_slope,
 )
-from qtoolkit.gradients._linear import broadcast_product, linear_product
-from qtoolkit.gradients._widths import differentiable_widened
+from qtoolkit.gradients._linear import broadcast_product
 
 
 def fake_convert(
@@ -123,12 +127,19 @@ def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Ar
 
 @_argument.defjvp
 def _argument_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, scale, shift), (x_dot, scale_dot, shift_dot) = primals, tangents
+    x, scale, _ = primals
+    return _argument(*primals), _argument_dot(x, scale, *tangents)
+
+
+def _argument_dot(
+    x: jax.Array, scale: jax.Array, x_dot: Any, scale_dot: Any, shift_dot: Any
+) -> jax.Array:
+    """The tangent of `_argument`, in the dtype of `x`."""
     u_dot = linear_product(scale, x_dot)
     u_dot += broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
-    if shift is not None:
+    if shift_dot is not None:
         u_dot -= broadcast_product(jnp.ones(x.shape, jnp.float32), shift_dot, x.dtype)
-    return _argument(x, scale, shift), u_dot
+    return u_dot
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
@@ -155,26 +166,41 @@ def _fake_convert_jvp(
     y = _fake_convert(x, scale, shift, projection, fmt, rule)
     wide_y, wide_scale = differentiable_widened(y), differentiable_widened(scale)
     if isinstance(rule, CotangentEstimator):
-        # Its cotangents are those of the rounding itself, so all terms pass it in one sum.
-        dots: Any = jax.tree.map(_instantiated, (x, scale, shift), tuple(tangents[:3]))
-        u, u_dot = jax.jvp(_argument, (x, scale, shift), dots)
+        # Its cotangents are those of the rounding itself, so all terms pass it in one sum: of
+        # float32, for the gradient by the scale is a small difference of two large sums.
+        dots: list[Any] = [
+            None if primal is None else linear_in_dtype(_instantiated(primal, dot), jnp.float32)
+            for primal, dot in zip((x, scale, shift), tangents[:3], strict=True)
+        ]
+        x_dot, scale_dot, shift_dot = dots
+        u = differentiable_widened(_argument(x, scale, shift))
         q = round_values(lax.stop_gradient(u), fmt, projection.drawn(x.shape))
-        y_dot = tangent(rule, u, q, u_dot, fmt) / scale
-        y_dot -= broadcast_product(wide_y / wide_scale, dots[1], y.dtype)
+        u_dot = _argument_dot(differentiable_widened(x), scale, x_dot, scale_dot, shift_dot)
+        y_dot = linear_quotient(tangent(rule, u, q, u_dot, fmt), wide_scale)
+        y_dot -= broadcast_product(differentiable_quotient(wide_y, wide_scale), scale_dot, u.dtype)
         if shift is not None:
-            y_dot += broadcast_product(jnp.ones_like(wide_y) / wide_scale, dots[2], y.dtype)
-        return y, y_dot
+            inverse = differentiable_quotient(jnp.ones_like(wide_y), wide_scale)
+            y_dot += broadcast_product(inverse, shift_dot, u.dtype)
+        return y, linear_in_dtype(y_dot, y.dtype)
     d = slope(rule, _argument(x, scale, shift), fmt)
     wide_d = differentiable_widened(d)
     y_dot = jnp.zeros_like(y)
     if not isinstance(x_dot, SymbolicZero):
         y_dot += slope_times_tangent(rule, d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
-        by_scale = (times_slope(wide_d, differentiable_widened(x)) - wide_y) / wide_scale
+        kept = _times_slope(wide_d, differentiable_widened(x))
+        by_scale = differentiable_quotient(kept - wide_y, wide_scale)
         y_dot += broadcast_product(by_scale, scale_dot, y.dtype)
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
-        y_dot += broadcast_product((1 - wide_d) / wide_scale, shift_dot, y.dtype)
+        by_shift = differentiable_quotient(jnp.broadcast_to(1 - wide_d, x.shape), wide_scale)
+        y_dot += broadcast_product(by_shift, shift_dot, y.dtype)
     return y, y_dot
+
+
+def _times_slope(slope: jax.Array, x: jax.Array) -> jax.Array:
+    """Their product, rounded before anything is added to it, and 0 where the slope is."""
+    slope = jnp.broadcast_to(slope, x.shape)
+    return jnp.where(slope == 0, jnp.zeros_like(x), differentiable_product(slope, x))
 
 
 def _instantiated(primal: jax.Array, dot: Any) -> jax.Array:

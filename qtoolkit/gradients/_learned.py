@@ -26,6 +26,7 @@ from qtoolkit.casts.internal import (
     exact_float32,
     in_dtype,
     inside,
+    linear_in_dtype,
     ordinal,
     parameter,
     product,
@@ -297,8 +298,8 @@ def _times(
     slope: jax.Array, dot: jax.Array, factor: float | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Their product in `dtype`; cotangents are multiplied and summed in float32."""
-    wide = jnp.broadcast_to(dot.astype(jnp.float32) * factor, slope.shape)
-    return times_slope(slope, wide).astype(dtype)
+    wide = jnp.broadcast_to(linear_in_dtype(dot, jnp.float32) * factor, slope.shape)
+    return linear_in_dtype(times_slope(slope, wide), dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)

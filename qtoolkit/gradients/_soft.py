@@ -18,6 +18,8 @@ from jax import lax
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
+    differentiable_product,
+    differentiable_widened,
     from_ordinal,
     inside,
     ordinal,
@@ -26,7 +28,6 @@ from qtoolkit.casts.internal import (
     widened,
 )
 from qtoolkit.formats import Format
-from qtoolkit.gradients._widths import differentiable_product, differentiable_widened
 
 
 @dataclasses.dataclass(frozen=True)

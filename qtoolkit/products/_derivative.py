@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from qtoolkit.casts.internal import varying_alike
+from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
-from qtoolkit.gradients.internal import differentiable_in_dtype
 from qtoolkit.products._arithmetic import OnSide, Transposed, combined
 from qtoolkit.products._plan import Given, Plan, State, operand_of
 from qtoolkit.products._rounded import Cut, Kept, Rounded, kept, restored, rounded

@@ -21,9 +21,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from qtoolkit.casts.internal import FLOATS, check_differentiable, check_holds, varying_alike
+from qtoolkit.casts.internal import (
+    FLOATS,
+    check_differentiable,
+    check_holds,
+    differentiable_in_dtype,
+    varying_alike,
+)
 from qtoolkit.gradients import linear_with_transpose
-from qtoolkit.gradients.internal import differentiable_in_dtype
 from qtoolkit.products._arithmetic import Forward
 from qtoolkit.products._bilinear import Bilinear
 from qtoolkit.products._derivative import (

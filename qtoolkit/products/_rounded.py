@@ -14,6 +14,7 @@ from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
     UNCLAMPED,
     codes_of,
+    differentiable_widened,
     dtype_from_codes,
     elementwise,
     exact_float32,
@@ -24,7 +25,6 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import E4M3FN, BlockFormat, FloatFormat, Format, IntFormat, Overflow
 from qtoolkit.formats.internal import hashed_once
-from qtoolkit.gradients.internal import differentiable_widened
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
 from qtoolkit.scaling import hadamard_transform

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from qtoolkit.casts.internal import FLOATS
+from qtoolkit.casts.internal import FLOATS, linear_in_dtype
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._engine import Scales, dequantized
@@ -38,7 +38,7 @@ def _dequantize_jvp(
         return blocks.join(blocks.split(q) * blocks.spread(scale))
 
     _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
-    return y, y_dot.astype(y.dtype)
+    return y, linear_in_dtype(y_dot, y.dtype)
 
 
 _differentiable.defjvp(_dequantize_jvp, symbolic_zeros=True)

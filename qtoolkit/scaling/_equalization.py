@@ -10,6 +10,10 @@ from jax import lax
 
 from qtoolkit.casts.internal import (
     check_differentiable,
+    differentiable_in_dtype,
+    differentiable_product,
+    differentiable_quotient,
+    differentiable_widened,
     exact_float32,
     in_dtype,
     nearest_power_of_two,
@@ -184,10 +188,14 @@ def _equalized(
 @_equalized.defjvp
 def _equalized_jvp(x_axis: int, w_axis: int, primals: Any, tangents: Any) -> Any:
     def plain(x: jax.Array, w: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wide = factors.astype(jnp.float32)
-        divided = x.astype(jnp.float32) / _along(wide, x, x_axis)
-        multiplied = w.astype(jnp.float32) * _along(wide, w, w_axis)
-        return divided.astype(x.dtype), multiplied.astype(w.dtype)
+        wide_x, wide_w, wide = map(differentiable_widened, (x, w, factors))
+        divided = differentiable_quotient(wide_x, _along(wide, x, x_axis))
+        along = jnp.broadcast_to(_along(wide, w, w_axis), w.shape)
+        multiplied = differentiable_product(along, wide_w)
+        return (
+            differentiable_in_dtype(divided, x.dtype),
+            differentiable_in_dtype(multiplied, w.dtype),
+        )
 
     return _equalized(*primals, x_axis, w_axis), jax.jvp(plain, primals, tangents)[1]
 

@@ -1,6 +1,7 @@
 """The Walsh-Hadamard transform in blocks, which spreads an outlier over its block."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -11,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts.internal import check_differentiable, exact_float32, in_dtype, product, settled
+from qtoolkit.casts.internal import (
+    check_differentiable,
+    exact_float32,
+    in_dtype,
+    linear_with_transpose,
+    product,
+    settled,
+)
 
 
 def hadamard_transform(
@@ -110,9 +118,23 @@ def _transformed_jvp(
     block: int, axis: int, inverse: bool, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x, signs), (x_dot, _) = primals, tangents
-    y_dot = _summed(x_dot.astype(jnp.float32), signs, block, axis, inverse)
-    y_dot = (y_dot * np.float32(1 / math.sqrt(block))).astype(x.dtype)
+    forward = _Transform(block, axis, inverse)
+    transpose = _Transform(block, axis, not inverse)
+    y_dot = linear_with_transpose(forward, transpose, () if signs is None else (signs,), x_dot)
     return _transformed_jitted(x, signs, block, axis, inverse), y_dot
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transform:
+    """Its transpose is its inverse: a Hadamard matrix is symmetric, and here orthogonal."""
+
+    block: int
+    axis: int
+    inverse: bool
+
+    def __call__(self, signs: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        (factors,) = signs or (None,)
+        return _transformed(x, factors, self.block, self.axis, self.inverse)
 
 
 _transformed_jitted = jax.jit(_transformed, static_argnums=(2, 3, 4))

@@ -13,6 +13,7 @@ import numpy as np
 
 from qtoolkit.casts.internal import (
     binary_parts,
+    differentiable_widened,
     elementwise,
     from_stored,
     ieee_quotient,
@@ -153,10 +154,10 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
 def differentiable_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
     """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
-    value = scale.astype(jnp.float32)
+    value = differentiable_widened(scale)
     if tensor_scale is None:
         return value
-    return value * _over(tensor_scale.astype(jnp.float32), value)
+    return value * _over(differentiable_widened(tensor_scale), value)
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:

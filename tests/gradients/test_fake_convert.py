@@ -327,6 +327,25 @@ def test_gradients_of_scale_and_shift_are_summed_in_float32(dtype):
     assert abs(float(got[0]) - exact[0]) <= bound
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_gradient_of_scale_by_an_estimator_of_cotangents_is_one_small_difference(dtype):
+    """Two sums of 65,536 terms of one sign: 512 for 367.5 in bfloat16, NaN in float16, when each
+    was rounded. Oracle: the documented derivative in float64.
+    """
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 2**16), jnp.float32).astype(dtype)
+    scale = jnp.asarray(1.125, dtype)
+
+    def loss(scale):
+        y = fake_convert(x, scale, fmt="e4m3fn", gradient=EWGS(0.0))
+        return jnp.sum(y.astype(jnp.float32))
+
+    y = np.asarray(fake_convert(x, scale, fmt="e4m3fn"), np.float64)
+    terms = (np.asarray(x, np.float64) - y) / float(scale)
+    bound = 2.0**-20 * np.sum(np.abs(np.asarray(x, np.float64)))
+    bound += float(jnp.finfo(dtype).eps) * abs(terms.sum())
+    assert abs(float(jax.grad(loss)(scale)) - terms.sum()) <= bound
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("gradient", ["clipped", EWGS()], ids=["clipped", "EWGS"])
 def test_an_element_under_a_zero_cotangent_adds_nothing(gradient):

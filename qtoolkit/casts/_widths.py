@@ -1,0 +1,104 @@
+"""Changes of width, products and quotients that are rounded whatever XLA fuses, and so are their
+derivatives.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from qtoolkit.casts._affine import product, quotient
+from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
+from qtoolkit.casts._order import widened
+from qtoolkit.casts._storage import in_dtype
+
+
+def differentiable_widened(x: jax.Array) -> jax.Array:
+    """`x` as float32, float64 as it is."""
+    return _widened(x) if x.dtype.itemsize < 4 else x
+
+
+@jax.custom_jvp
+def _widened(x: jax.Array) -> jax.Array:
+    return widened(x)
+
+
+@_widened.defjvp
+def _widened_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    wide = _widened(*primals)
+    return wide, linear_in_dtype(tangents[0], wide.dtype)
+
+
+def differentiable_in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """float32 rounded to nearest even to `dtype`."""
+    return x if dtype == x.dtype else _in_dtype(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return in_dtype(x, dtype)
+
+
+@_in_dtype.defjvp
+def _in_dtype_jvp(dtype: DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _in_dtype(*primals, dtype), linear_in_dtype(tangents[0], dtype)
+
+
+@jax.custom_jvp
+def differentiable_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both of one shape."""
+    return in_dtype(product(widened(a), widened(b)), b.dtype)
+
+
+@differentiable_product.defjvp
+def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    by_a = linear_in_dtype(linear_product(differentiable_widened(b), a_dot), b.dtype)
+    return differentiable_product(a, b), by_a + linear_product(a, b_dot)
+
+
+def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
+    """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
+
+    Where the coefficient is 0, so is the product, whatever `x` is: no NaN from an infinity.
+
+    Args:
+      coefficient: Broadcasts to the shape of `x`.
+    """
+    coefficient = jnp.broadcast_to(coefficient, x.shape)
+    return linear_with_transpose(_rounded_product, _rounded_product, (coefficient,), x)
+
+
+def _rounded_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    (coefficient,) = residuals
+    zero = jnp.zeros_like(x)
+    return jnp.where(coefficient == 0, zero, differentiable_product(coefficient, x))
+
+
+@jax.custom_jvp
+def differentiable_quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a / b` of float32 by IEEE division, as is its tangent by `a`; `b` broadcasts to `a`."""
+    return quotient(a, b)
+
+
+@differentiable_quotient.defjvp
+def _differentiable_quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    y = differentiable_quotient(a, b)
+    by_a = linear_quotient(a_dot, b)
+    return y, by_a - linear_product(differentiable_quotient(y, b), jnp.broadcast_to(b_dot, y.shape))
+
+
+def linear_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`x / divisor` of float32, linear in `x`: IEEE divisions there and back.
+
+    Args:
+      divisor: Broadcasts to the shape of `x`.
+    """
+    return linear_with_transpose(_divided, _divided, (jnp.broadcast_to(divisor, x.shape),), x)
+
+
+def _divided(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    return differentiable_quotient(x, *residuals)
