@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._container import check_destination, layout_in, tree_of
-from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
+from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales
@@ -22,7 +21,7 @@ from qtoolkit.checkpoints._plan import ContainerName, Plan, TensorPlan
 from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
@@ -89,8 +88,9 @@ def convert(
         most 4. The bytes are the same whatever their number.
       max_memory: Bytes, or such as "400MB", that the process may take: fewer workers are started,
         by an estimate, on CPU, of 340 MiB for Python, JAX and compiled programs and 20 for each
-        worker; hence at least "360MiB". Sources that are read array by array (npz, msgpack) take
-        their largest array in addition.
+        worker; hence at least "360MiB". Arrays that cannot be read in pieces (those of orbax,
+        GGUF's blocks, members of npz that are compressed, in Fortran order or of another byte
+        order) are read whole: the largest of a source, blocks as float32, comes in addition.
       progress: Called with (name, bytes written, bytes to write in all).
 
     Returns:
@@ -327,10 +327,6 @@ class _Work:
         self.plan = plan
         self._source = source
         self._workers = workers
-        # Threads may read these at the same time.
-        files = source.source if isinstance(source, DequantizedSource) else source
-        is_shared = isinstance(files, SafetensorsFile | Folder)
-        self._reading = contextlib.nullcontext() if is_shared else threading.Lock()
         self._allow_nonfinite = allow_nonfinite
         self._progress = progress
         self._done = 0
@@ -419,8 +415,7 @@ class _Work:
 
     def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
         def read(start: int, buffer: memoryview) -> None:
-            with self._reading:
-                self._source.read_into(tensor.name, offset + start, buffer)
+            self._source.read_into(tensor.name, offset + start, buffer)
 
         return read
 

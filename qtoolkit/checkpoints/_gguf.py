@@ -7,7 +7,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import File, Path, fill, naming
 
 
 class GgufFile(ArraySource):
@@ -27,10 +27,13 @@ class GgufFile(ArraySource):
             tensor = found[name]
             dtype = _plain_dtype(tensor)
             if dtype is not None:
-                data = tensor.data
-                return data.view(dtype) if _is_bytes(tensor) else data.astype(dtype, copy=False)
+                return tensor.data.astype(dtype, copy=False)
+            blocks = np.empty(tensor.data.shape, np.uint8)
+            with naming(path):  # the package maps the file, and mapped pages count as memory in use
+                where = f"{path}: tensor {shown(name)}"
+                fill(file, int(tensor.data_offset), blocks.reshape(-1).data, where)
             try:
-                return dequantize(tensor.data, tensor.tensor_type)
+                return dequantize(blocks, tensor.tensor_type)
             except NotImplementedError as error:
                 raise CheckpointError(
                     f"{path}: tensor {shown(name)}: blocks of {tensor.tensor_type.name}, which the "
@@ -45,7 +48,18 @@ class GgufFile(ArraySource):
             )
             for name, tensor in found.items()
         }
-        super().__init__(path, described, values)
+        # Bytes of BF16 are in this machine's order: see `_check_byte_order`.
+        spans = {
+            name: [(int(tensor.data_offset), tensor.data.nbytes)]
+            for name, tensor in found.items()
+            if _plain_dtype(tensor) is not None and tensor.data.dtype.isnative
+        }
+        file = File(path)
+        try:
+            super().__init__(path, described, values, file, spans)
+        except BaseException:
+            file.close()
+            raise
         self.is_quantized = any(_plain_dtype(tensor) is None for tensor in reader.tensors)
 
 

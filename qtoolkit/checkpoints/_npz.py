@@ -1,34 +1,45 @@
-"""npz files as sources: zip archives of npy members, read one at a time."""
+"""npz files as sources: zip archives of npy members, read in pieces or one at a time."""
 
+import contextlib
+import errno
 import math
 import os
+import struct
 import zipfile
-import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._memory import ArraySource
+from qtoolkit.checkpoints._memory import ArraySource, Span
 from qtoolkit.checkpoints._source import PICKLE
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._storage import File, Path, fill, naming
 
-# What reading a member may raise; NotImplementedError is a RuntimeError.
-_DAMAGES = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError)
+_PIECE = 2**20  # bytes of a member whose checksum is computed at a time
+
+
+class _Member(NamedTuple):
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    span: Span | None  # of the elements, where they lie in the file as they are in memory
 
 
 class NpzFile(ArraySource):
     """An open npz file.
+
+    A member that is not compressed, in C order and in this machine's byte order is read in pieces.
+    Before the first of them it is read once as a whole, in pieces, too, to compare its checksum.
 
     Raises:
       CheckpointError: It is another archive, damaged, or holds pickled objects.
     """
 
     def __init__(self, path: Path) -> None:
+        file = File(path)
         try:
-            self._archive = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, NotImplementedError) as error:
-            raise CheckpointError(f"{path}: a damaged zip archive ({error})") from error
-        try:
+            with _damages(path, "a zip archive"):
+                self._archive = zipfile.ZipFile(file.stream)
             members = self._archive.namelist()
             if not members:
                 raise CheckpointError(
@@ -44,49 +55,86 @@ class NpzFile(ArraySource):
             others = [name for name in members if not name.endswith(".npy")]
             if others:
                 raise CheckpointError(f"{path}: {_archive_of(others)}")
-            described = {name.removesuffix(".npy"): self._header(path, name) for name in members}
-            super().__init__(path, described, self._array)
+            found = {name.removesuffix(".npy"): self._member(path, file, name) for name in members}
+            described = {name: (member.dtype, member.shape) for name, member in found.items()}
+            spans = {name: [member.span] for name, member in found.items() if member.span}
+            super().__init__(path, described, self._array, file, spans)
+            self._unchecked = {*spans}
         except BaseException:
-            self._archive.close()
+            file.close()
             raise
 
-    def close(self) -> None:
-        super().close()
-        self._archive.close()
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        if name in self._unchecked:
+            with self._making:
+                if name in self._unchecked:  # no other thread has read it meanwhile
+                    self._check(name)
+                    self._unchecked.remove(name)
+        super().read_into(name, start, buffer)
 
-    def _header(self, path: Path, member: str) -> tuple[np.dtype, tuple[int, ...]]:
-        try:
-            with self._archive.open(member) as file:
-                version = np.lib.format.read_magic(file)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
-                shape, _, dtype = read(file)
-                start = file.tell()
-        except _DAMAGES as error:
-            raise CheckpointError(f"{path}: member {shown(member)}: {shown(str(error))}") from error
+    def _member(self, path: Path, file: File, member: str) -> _Member:
+        info = self._archive.getinfo(member)
+        with _damages(path, f"member {shown(member)}"), self._archive.open(info) as data:
+            version = np.lib.format.read_magic(data)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, is_fortran, dtype = read(data)
+            start = data.tell()
         if dtype.hasobject:
             raise CheckpointError(f"{path}: member {shown(member)} holds Python objects: {PICKLE}")
-        size = self._archive.getinfo(member).file_size - start
-        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
+        size = info.file_size - start
+        is_stored = info.compress_type == zipfile.ZIP_STORED
+        is_whole = not is_stored or info.compress_size == info.file_size
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size or not is_whole:
             raise CheckpointError(
                 f"{path}: member {shown(member)}: {size:,} bytes of data, expected those of "
                 f"{list(shape)} {dtype}; the file is damaged, fetch or write it again"
             )
-        return dtype.newbyteorder("="), shape
+        span = None
+        if is_stored and not is_fortran and dtype.isnative:
+            # Source: APPNOTE.TXT of ZIP, 4.3.7: 30 bytes, the name, the extra field, the data.
+            local = bytearray(30)
+            with naming(path):
+                fill(file, info.header_offset, memoryview(local), f"{path}: member {shown(member)}")
+            before = 30 + sum(struct.unpack_from("<HH", local, 26))
+            span = info.header_offset + before + start, size
+        return _Member(dtype.newbyteorder("="), shape, span)
+
+    def _check(self, name: str) -> None:
+        """Reads a member through; zipfile compares its checksum at the end."""
+        with (
+            _damages(self.path, f"tensor {shown(name)}"),
+            self._archive.open(f"{name}.npy") as data,
+        ):
+            while data.read(_PIECE):
+                pass
 
     def _array(self, name: str) -> np.ndarray:
-        try:
-            with self._archive.open(f"{name}.npy") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-        except _DAMAGES as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {shown(name)}: {shown(str(error))}; the file is damaged, "
-                "fetch or write it again"
-            ) from error
+        with (
+            _damages(self.path, f"tensor {shown(name)}"),
+            self._archive.open(f"{name}.npy") as data,
+        ):
+            array = np.lib.format.read_array(data, allow_pickle=False)
         return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+@contextlib.contextmanager
+def _damages(path: Path, what: str) -> Iterator[None]:
+    """Raises CheckpointError for what zipfile, its decompressors and NumPy raise of bad data."""
+    try:
+        with naming(path):
+            yield
+    except Exception as error:
+        # EINVAL: of a place before the start of the file. bz2 raises OSErrors without a number.
+        is_failure = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_failure or isinstance(error, MemoryError):
+            raise
+        raise CheckpointError(
+            f"{path}: {what}: {shown(str(error))}; the file is damaged, fetch or write it again"
+        ) from error
 
 
 def _archive_of(members: list[str]) -> str:

@@ -24,7 +24,7 @@ from qtoolkit.checkpoints._header import (
     shown,
 )
 from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, partial_file
-from qtoolkit.checkpoints._storage import Path, check_path, is_url, naming, storage
+from qtoolkit.checkpoints._storage import Path, check_path, fill, is_url, naming, storage
 
 
 class Closing:
@@ -67,11 +67,11 @@ class SafetensorsFile(Closing):
             with naming(path):
                 size = self._file.size
                 prefix = bytearray(min(8, size))
-                self._fill(0, memoryview(prefix), "header")
+                fill(self._file, 0, memoryview(prefix), f"{path}: header")
                 length = header_length(path, bytes(prefix), size)
                 text = bytearray(length)
                 self._data = 8 + length
-                self._fill(8, memoryview(text), "header")
+                fill(self._file, 8, memoryview(text), f"{path}: header")
             self.tensors, self.metadata = parse_header(path, bytes(text), size - self._data)
         except BaseException:
             self._file.close()
@@ -130,17 +130,8 @@ class SafetensorsFile(Closing):
                 f"tensor {shown(name)}: bytes {start}:{start + len(buffer)} of {info.nbytes}"
             )
         with naming(self.path):
-            self._fill(self._data + info.start + start, memoryview(buffer), f"tensor {shown(name)}")
-
-    def _fill(self, position: int, view: memoryview, what: str) -> None:
-        while view:  # reads at a given position, since threads share the open file
-            count = self._file.read_at(position, view)
-            if not count:
-                raise CheckpointError(
-                    f"{self.path}: {what}: the file ended {len(view)} bytes early; "
-                    "something shortened it while it was read: try again"
-                )
-            view, position = view[count:], position + count
+            where = f"{self.path}: tensor {shown(name)}"
+            fill(self._file, self._data + info.start + start, memoryview(buffer), where)
 
 
 def write_safetensors(

@@ -40,7 +40,7 @@ _WEIGHTS = re.compile(
 
 
 class Source(Protocol):
-    """An open checkpoint.
+    """An open checkpoint. Threads may read it at the same time.
 
     Attributes:
       path: As given.

@@ -15,6 +15,7 @@ import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
+from io import BufferedReader
 from typing import Any, BinaryIO, Literal, Protocol
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
@@ -156,22 +157,49 @@ def naming(path: Path, ours: str = "") -> Iterator[None]:
         raise
 
 
-class _File:
-    """A file of this machine. Not mapped: mapped pages would count as memory in use."""
+def fill(file: Input, position: int, view: memoryview, where: str) -> None:
+    """Fills `view` with what an open file has from `position` on.
+
+    Args:
+      file: Read at positions, since threads share it.
+      position: Of the first byte.
+      view: Any number of bytes.
+      where: The file and the part of it that is read, for the message.
+
+    Raises:
+      CheckpointError: It ends before.
+    """
+    while view:
+        count = file.read_at(position, view)
+        if not count:
+            raise CheckpointError(
+                f"{where}: the file ended {len(view)} bytes early; something shortened it while "
+                "it was read: try again"
+            )
+        view, position = view[count:], position + count
+
+
+class File:
+    """A file of this machine. Not mapped: mapped pages would count as memory in use.
+
+    Attributes:
+      size: Its bytes.
+      stream: The same file, for what seeks and reads it bit by bit.
+    """
 
     def __init__(self, path: Path) -> None:
         with naming(path):
             if not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path):
                 # Opening a pipe or a device could wait for ever.
                 raise CheckpointError(f"{path}: is not a regular file; copy it to one first")
-            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
-            self.size = os.fstat(self._file.fileno()).st_size
+            self.stream: BufferedReader = open(path, "rb")  # noqa: SIM115
+            self.size = os.fstat(self.stream.fileno()).st_size
 
     def read_at(self, position: int, view: memoryview) -> int:
-        return os.preadv(self._file.fileno(), [view], position)
+        return os.preadv(self.stream.fileno(), [view], position)
 
     def close(self) -> None:
-        self._file.close()
+        self.stream.close()
 
 
 class _Disk:
@@ -187,7 +215,7 @@ class _Disk:
             return dict(sorted((entry.name, entry.is_dir()) for entry in found))
 
     def open(self, path: Path) -> Input:
-        return _File(path)
+        return File(path)
 
     def write(self, path: Path, data: bytes) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -1,0 +1,420 @@
+"""msgpack and npz are read in pieces: values, memory, and files that are not what they say.
+
+Oracles: flax.serialization and numpy.load, which read whole files and whole arrays.
+"""
+
+import concurrent.futures
+import errno
+import io
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+
+import flax.serialization
+import flax.traverse_util
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, convert, load, open_source
+
+rng = np.random.default_rng(0)
+MIB = 2**20
+
+
+def normal(shape, dtype):
+    return rng.normal(size=shape).astype(dtype)
+
+
+TREE = {
+    "params": {
+        "Dense_0": {"kernel": normal((24, 8), "float32"), "bias": None},
+        "Dense_1": {"kernel": normal((3, 5, 7), ml_dtypes.bfloat16), "empty": {}},
+        "codes": normal((300,), ml_dtypes.float8_e4m3fn),
+        "none": np.zeros((0, 3), "float16"),
+        "0-d": np.asarray(2.5),
+        "mask": np.array([[True, False]]),
+        # Views: Flax writes them in C order.
+        "transposed": np.arange(12, dtype="int16").reshape(3, 4).T,
+    },
+    "step": np.uint32(7),
+    "epoch": 3,
+    "rate": 1e-3,
+    "done": False,
+}
+
+
+def expected_of(data):
+    """What Flax reads, by the names that we give."""
+    flat = flax.traverse_util.flatten_dict(flax.serialization.msgpack_restore(data))
+    leaves = {".".join(map(str, keys)): leaf for keys, leaf in flat.items()}
+    return {name: np.asarray(leaf) for name, leaf in leaves.items() if leaf is not None}
+
+
+def read_whole(path):
+    with open_source(path) as source:
+        return {name: source.read(name) for name in source.tensors}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+def assert_pieces_are_those_of(path, expected):
+    """Any pieces in any order, four threads at a time."""
+    draw = random.Random(0)
+    pieces = []
+    for name, array in expected.items():
+        ends = sorted(draw.choices(range(array.nbytes + 1), k=12))
+        pieces += [(name, start, stop) for start in ends for stop in ends if start <= stop]
+    draw.shuffle(pieces)
+
+    def read(piece):
+        name, start, stop = piece
+        data = bytearray(stop - start)
+        source.read_into(name, start, data)
+        return data == expected[name].tobytes()[start:stop]
+
+    with open_source(path) as source, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, pieces))
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("most", [2**30, 64, 100, 1], ids="chunks of {} bytes".format)
+def test_msgpack_is_what_flax_reads(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", most)
+    data = flax.serialization.msgpack_serialize(TREE)
+    assert (b"__msgpack_chunked_array__" in data) == (most < 2**30)
+    path = write(tmp_path / "a", data)
+    expected = expected_of(data)
+    assert len(expected) == 11
+    assert_same(read_whole(path), expected)
+    assert_pieces_are_those_of(path, expected)
+
+
+def archive(path, how, **arrays):
+    with open(path, "wb") as file:
+        how(file, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("how", [np.savez, np.savez_compressed])
+def test_npz_is_what_numpy_reads(tmp_path, how):
+    x = normal((24, 40), "float32")
+    arrays = {
+        "c": x,
+        "fortran": np.asfortranarray(x),
+        "big_endian": x.astype(">f4"),
+        "0-d": np.asarray(np.float16(2.5)),
+        "empty": np.zeros((0, 3), "float64"),
+        "layer/bytes": np.arange(256, dtype="uint8"),
+        "ints": np.arange(-4, 4),
+    }
+    path = archive(tmp_path / "a.npz", how, **arrays)
+    expected = {name: a.astype(a.dtype.newbyteorder("=")) for name, a in arrays.items()}
+    assert_same(read_whole(path), expected)
+    assert_pieces_are_those_of(path, expected)
+
+
+def test_npz_behind_other_data_and_with_extra_fields(tmp_path):
+    """A zip archive is found from its end; a member's data where its own header says."""
+    x = normal((5, 6), "float32")
+    member = zipfile.ZipInfo("x.npy")
+    member.extra = b"\xfe\xca\x02\x00ab"
+    data = io.BytesIO()
+    np.save(data, x)
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("first.npy", data.getvalue())
+        file.writestr(member, data.getvalue())
+    # The local header of the first member is what its kind is told by.
+    write(path, path.read_bytes()[:4] + bytes(100) + path.read_bytes())
+    assert_same(read_whole(path), {"first": x, "x": x})
+
+
+def sparse_msgpack(path, mib):
+    """One float32 array of zeros, which takes no room on the disk."""
+    count = mib * MIB
+    inner = b"\x93" + msgpack.packb([count // 4096, 1024]) + msgpack.packb("float32")
+    inner += b"\xc6" + count.to_bytes(4, "big")
+    head = b"\x81\xa1w\xc9" + (len(inner) + count).to_bytes(4, "big") + b"\x01" + inner
+    with open(path, "wb") as file:
+        file.write(head)
+        file.truncate(len(head) + count)
+
+
+def zeros_npz(path, mib):
+    # NumPy writes piece by piece what is not contiguous.
+    archive(path, np.savez, w=np.broadcast_to(np.float32(0), (mib * MIB // 4096, 1024)))
+
+
+PEAK = """
+def peak():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) // 1024
+"""
+
+
+@pytest.mark.parametrize("make", [sparse_msgpack, zeros_npz])
+def test_reading_takes_a_piece_of_memory(tmp_path, make):
+    """Of an array of 128 MiB; reading it whole took as much, msgpack's twice."""
+    make(tmp_path / "a", 128)
+    program = """if True:
+        import pathlib, re, sys
+        from qtoolkit.checkpoints import open_source
+        from qtoolkit.checkpoints import _msgpack, _npz
+        before, piece = peak(), bytearray(2**20)
+        with open_source(sys.argv[1]) as source:
+            assert source.tensors["w"].nbytes == 2**27
+            for start in range(0, 2**27, 2**20):
+                source.read_into("w", start, piece)
+        print(peak() - before)
+    """
+    command = [sys.executable, "-c", PEAK + program, str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16
+
+
+@pytest.mark.exhaustive
+@pytest.mark.cpu  # the libraries for a GPU alone take more
+@pytest.mark.parametrize("axis", ["first", "last"])
+@pytest.mark.parametrize("make", [sparse_msgpack, zeros_npz])
+def test_converting_one_large_array_takes_400_mib(tmp_path, make, axis):
+    make(tmp_path / "a", 512)
+    program = f"""if True:
+        import pathlib, re, sys
+        from qtoolkit.checkpoints import convert
+        convert(*sys.argv[1:], scaling="channel", channel_axis="{axis}", max_memory="400MiB")
+        print(peak())
+    """
+    command = [sys.executable, "-c", PEAK + program, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 400
+
+
+def packed(code, shape, dtype, data):
+    return msgpack.ExtType(code, msgpack.packb((shape, dtype, data)))
+
+
+def chunked(shape, *chunks):
+    dicts = {
+        key: {str(i): x for i, x in enumerate(of)}
+        for key, of in (("shape", shape), ("chunks", chunks))
+    }
+    return {"__msgpack_chunked_array__": True, **dicts}
+
+
+HALF = packed(1, (2,), "float16", bytes(4))
+ENDLESS = b"\xff\xff\xff\xff"  # what a length says that is a lie
+LIES = [
+    (b"\xdf" + ENDLESS + b"\xa1a\x01", "No more data"),
+    (b"\x81\xdb" + ENDLESS + b"a", "No more data"),
+    (b"\x81\xa1a\xc9" + ENDLESS + b"\x01\x93", r"4,294,967,2\d\d bytes are missing"),
+    (b"\x81\xa1a\xc7\x09\x02\x92\xdd" + ENDLESS + bytes(3), "exceeds max_array_len"),
+    (
+        b"\x81\xa1a\xc7\x0c\x01\x93\x91\x01\xa2i1\xc6" + ENDLESS + b"x",
+        "4,294,967,295 bytes of data",
+    ),
+    (b"\x81\xa1a\xc7\x09\x01\x93\x91\x01\xa2i1\xc4\x00x", "0 bytes of data, expected those of"),
+    (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x01\xa2i1\xc4\x01xx", "extension of 10 bytes that ends elsew"),
+    (b"\x81\xa1a\xc7\x09\x01\x93\x91\x01\xa2i1\xc7\x01x", "0xc7, expected the bytes of an array"),
+    (b"\x81\xa1a\xc7\x08\x01\x93\x91\x01\xa2i1\x01\x02", "0x1, expected the bytes of an array"),
+    ({"a": packed(1, (2**62,), "float32", b"")}, r"0 bytes of data, expected those of \[4"),
+    ({"a": packed(1, (2**40, 2**40), "float32", b"")}, "Flax's msgpack"),
+    ({"a": packed(1, (0, 2**64 - 1), "float32", b"")}, "Flax's msgpack"),
+    ({"a": packed(1, (-1,), "float32", bytes(4))}, "Flax's msgpack"),
+    ({"a": packed(1, (1.0,), "float32", bytes(4))}, "Flax's msgpack"),
+    ({"a": packed(1, {}, "float32", bytes(4))}, "expected shape, dtype and bytes of an array"),
+    ({"a": packed(1, (1,) * 65, "float32", bytes(4))}, "Flax's msgpack"),
+    ({"a": packed(1, (1,), ">f4", bytes(4))}, r"4 bytes of data, expected those of \[1\] >f4"),
+    ({"a": packed(1, (1,), None, bytes(8))}, "expected shape, dtype and bytes of an array"),
+    ({"a": packed(1, (1,), "float33", bytes(4))}, "'float33' not understood"),
+    ({"a": packed(1, (1,), ",", bytes(4))}, "Flax's msgpack"),
+    ({"a": packed(1, (1,), "O", bytes(8))}, "tensor a: dtype object, expected one of"),
+    ({"a": packed(1, (1,), "S2000000000", b"")}, "Flax's msgpack"),
+    ({"a": packed(3, (2,), "float16", bytes(4))}, r"4 bytes of data, expected those of \[\]"),
+    ({"a": msgpack.ExtType(2, msgpack.packb((1.0, 2.0, 3.0)))}, "Flax's msgpack"),
+    ({"a": msgpack.ExtType(4, b"x")}, "extension type 4"),
+    ({"a": msgpack.Timestamp(1)}, "extension type"),
+    ({"a": {"b": [HALF]}}, "a.b: a list, expected an array"),
+    ({"a": {"b": b"x"}}, "a.b: a bytes, expected an array"),
+    ({"a": {"b": "x" * 2**21}}, "a.b: a str, expected an array"),
+    ({"x" * (2**20 + 1): 1}, "BufferFull"),
+    ({HALF: 1}, "extension type 1"),
+    ({(1, 2): 1}, "unhashable"),
+    ({"a": chunked((5,), HALF, HALF)}, r"8 bytes of data, expected those of \[5\] float16"),
+    ({"a": chunked((4,), HALF, packed(1, (2,), "int16", bytes(4)))}, "chunks of 2 dtypes"),
+    ({"a": chunked((1,), 1)}, "Flax's msgpack"),
+    ({"a": chunked((0.5,), HALF)}, "Flax's msgpack"),
+    (chunked((4,), HALF, HALF), "msgpack without names"),
+    (b"\x82\xa1a\x01\xa1a\x02", "key 'a' twice"),
+    (b"\x81\xa1a\x01\x00", "1 bytes behind its end"),
+    (b"\x81\xa1a\xc1", "Flax's msgpack"),
+    (b"\x81\xa1\xff\x01", "Flax's msgpack"),
+    (b"\x81\xa1a" * 10**5, "recursion"),
+    (b"\x81" * 10**5, "Flax's msgpack"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), LIES)
+def test_msgpack_that_lies(tmp_path, content, message):
+    path = write(tmp_path / "a", content if isinstance(content, bytes) else msgpack.packb(content))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            open_source(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def oracle_of_npz(data):
+    with np.load(io.BytesIO(data)) as file:
+        return {name: np.asarray(file[name]) for name in file.files}
+
+
+SMALL = {"a": {"kernel": normal((3, 4), "float16"), "b": np.float32(1), "n": 5}}
+KINDS = {
+    "msgpack": (flax.serialization.msgpack_serialize(SMALL), expected_of),
+    "npz": (None, oracle_of_npz),
+    "compressed npz": (None, oracle_of_npz),
+}
+
+
+def small(kind):
+    data, oracle = KINDS[kind]
+    if data is None:
+        file = io.BytesIO()
+        save = np.savez_compressed if "compressed" in kind else np.savez
+        save(file, x=SMALL["a"]["kernel"], y=np.asfortranarray(SMALL["a"]["kernel"]))
+        data = file.getvalue()
+    return data, oracle
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncated_anywhere_it_is_refused(tmp_path, kind):
+    data, _ = small(kind)
+    for size in range(9, len(data)):  # shorter ones may look like another kind
+        path = write(tmp_path / "a", data[:size])
+        with pytest.raises(CheckpointError, match=f"^{path}: "):
+            read_whole(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_500_files_with_random_changes(tmp_path, kind):
+    """Refused in one line, or read as the oracle reads them, which may raise anything."""
+    data, oracle = small(kind)
+    draw = random.Random(0)
+    errors = []
+    tracemalloc.start()
+    for _ in range(500):
+        changed = bytearray(data)
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            place = draw.randrange(4 if "npz" in kind else 1, len(changed))
+            if draw.random() < 0.7:
+                changed[place] = draw.randrange(256)
+            else:
+                changed[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
+        path = write(tmp_path / "a", bytes(changed))
+        try:
+            found = read_whole(path)
+        except CheckpointError as error:
+            errors.append(str(error))
+        else:
+            assert_same(found, oracle(bytes(changed)))
+    assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    tracemalloc.stop()
+    assert [error for error in errors if str(path) not in error or "\n" in error] == []
+    assert 150 < len(errors) < 500
+
+
+def test_a_changed_byte_of_an_npz_is_found_before_any_is_used(tmp_path):
+    path = archive(tmp_path / "a.npz", np.savez, w=np.ones(1000, np.float32))
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 1
+    write(path, data)
+    with open_source(path) as source:
+        for _ in range(2):  # also when asked again
+            with pytest.raises(CheckpointError, match=r"tensor w: Bad CRC-32.*the file is damaged"):
+                source.read_into("w", 3996, bytearray(4))
+    with pytest.raises(CheckpointError, match="tensor w: Bad CRC-32"):
+        convert(path, tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a.npz"]
+
+
+def as_msgpack(path, array):
+    return write(path, flax.serialization.msgpack_serialize({"w": array}))
+
+
+def as_npz(path, array):
+    return archive(path, np.savez, w=array)
+
+
+@pytest.mark.parametrize("make", [as_msgpack, as_npz])
+def test_errors_of_the_disk_name_the_file(tmp_path, monkeypatch, make):
+    path = make(tmp_path / "a", np.ones(10**5, np.float32))
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_source(path) as source:
+        source.read_into("w", 0, bytearray(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing)
+            with pytest.raises(OSError, match="Input/output error") as caught:
+                source.read_into("w", 0, bytearray(4))
+        assert caught.value.filename == str(path)
+        os.truncate(path, 10**5)
+        message = r"tensor w: the file ended [\d]+ bytes early; .*while it was read: try again"
+        with pytest.raises(CheckpointError, match=message):
+            source.read("w")
+
+
+@pytest.mark.parametrize("make", [as_msgpack, as_npz])
+def test_pieces_beyond_the_end_are_an_error(tmp_path, make):
+    with open_source(make(tmp_path / "a", np.ones(4, np.float32))) as source:
+        for start, count in ((-1, 2), (15, 2), (17, 0)):
+            with pytest.raises(IndexError, match=r"tensor w: bytes .* of 16"):
+                source.read_into("w", start, bytearray(count))
+
+
+@pytest.mark.parametrize("make", [as_msgpack, as_npz])
+def test_no_file_stays_open(tmp_path, make):
+    before = len(os.listdir("/proc/self/fd"))
+    path = make(tmp_path / "a", np.ones(4, np.float32))
+    read_whole(path)
+    write(path, path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError):
+        open_source(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_converting_pieces_is_converting_the_arrays(tmp_path, monkeypatch, workers):
+    """Several chunks of the engine, chunks of Flax that end within them, both axes."""
+    monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 1_000_000)
+    x = normal((1100, 1000), "float32")
+    as_msgpack(tmp_path / "msgpack", x)
+    as_npz(tmp_path / "npz", x)
+    for axis in ("first", "last"):
+        found = []
+        for kind in ("msgpack", "npz"):
+            options = {"scaling": "channel", "channel_axis": axis, "workers": workers}
+            convert(tmp_path / kind, tmp_path / f"{kind} {axis}", **options)
+            found.append(load(tmp_path / f"{kind} {axis}"))
+        assert_same(*found)
+        scale = np.abs(x).max(1 if axis == "first" else 0) / np.float32(448)
+        np.testing.assert_allclose(found[0]["w_scale"].reshape(-1), scale, rtol=1e-6)
