@@ -214,9 +214,10 @@ def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bo
     one = jnp.ones_like(first)
     first, second = jnp.where(balanced, first, one), jnp.where(balanced, second, one)
     # A quotient of powers overflows only for alpha near 0 or 1, and is limited there.
-    quotient = first ** np.float32(alpha) / second ** np.float32(1 - alpha)
+    # A bare `/` may become a product with a reciprocal root, in some programs and not in others.
+    ratio = quotient(first ** np.float32(alpha), second ** np.float32(1 - alpha))
     limit = np.float32(2.0**_LARGEST_EXPONENT)
-    factors = jnp.clip(quotient, 1 / limit, limit)
+    factors = jnp.clip(ratio, 1 / limit, limit)
     return nearest_power_of_two(factors) if power_of_two else factors
 
 
