@@ -44,12 +44,19 @@ def methods_of(module: Any) -> tuple[str, ...]:
 
 
 def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """The public methods of a class whose code computes a product or calls one of `attributes`."""
+    """The public methods of a class whose code computes a product or calls one of `attributes`.
+
+    A static method or a class method is not among them: it has no module whose recipe it could use.
+    The methods that call it are, and their traces reach its products.
+    """
     found = []
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
+        own = inspect.getattr_static(kind, name, None)
+        if not is_public or isinstance(own, staticmethod | classmethod):
+            continue
         method = getattr(kind, name, None)
-        if not is_public or any(vars(layer).get(name) is method for layer in HOOKED):
+        if any(vars(layer).get(name) is method for layer in HOOKED):
             continue
         function = inspect.unwrap(method) if callable(method) else None
         if isinstance(function, types.FunctionType) and computes_product(

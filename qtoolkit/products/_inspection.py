@@ -72,7 +72,11 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
     for name in names:
         known = function.__globals__.get(name)
         yield known
-        if name.startswith("_"):
+        # Public methods are wrapped themselves; these are not, so their callers have to be.
+        own = inspect.getattr_static(kind, name, None)
+        if isinstance(own, staticmethod | classmethod):
+            yield own.__func__
+        elif name.startswith("_"):
             yield getattr(kind, name, None)
         if isinstance(known, types.ModuleType) and not _is_of_library(known.__name__):
             yield from (vars(known).get(other) for other in names)

@@ -453,6 +453,26 @@ def test_what_is_not_reached_is_reported():
     assert (len(plain.quantized), len(plain.unexplained)) == (0, len(plain.left))
 
 
+def test_static_methods_and_class_methods():
+    """Oracle: by hand, two products forward and two backward for each."""
+
+    class Static(nn.Module):
+        @staticmethod
+        def scores(query, key):
+            return query @ key.mT
+
+        @nn.compact
+        def __call__(self, x):
+            return self.scores(nn.Dense(16)(x), x)
+
+    class Class(Static):
+        scores = classmethod(lambda cls, query, key: query @ key.mT)
+
+    for module in (Static(), Class()):
+        found = report(wrap(module, strict=(X,)), shapes(module, X), X)
+        assert (found.left, sum(p.count for p in found.quantized)) == ((), 6)
+
+
 def test_strict():
     assert wrap(Stack(), strict=(X,)) == wrap(Stack())
     with pytest.raises(ValueError, match=r"^wrap: 2 products of Hidden are left .*, first float32"):

@@ -423,6 +423,45 @@ def test_a_layer_that_came_after_wrap_is_not_left_by_a_rule():
     assert reasons(qt.nnx.wrap(wrapped, rules)) == {"layers/1": "left by a rule"}
 
 
+class Static(nnx.Module):
+    """Its product stands in a static method, or in a class method that a class around it has."""
+
+    def __init__(self):
+        self.query = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    @staticmethod
+    def scores(query, key):
+        return query @ key.T
+
+    def __call__(self, x):
+        return self.scores(self.query(x), x)
+
+
+class Class(Static):
+    @classmethod
+    def scores(cls, query, key):
+        return query @ key.T
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", [Static, Class])
+def test_static_methods_and_class_methods(kind):
+    """Oracle: the same product in a method of its own. It failed for want of an argument."""
+
+    class Plain(Static):
+        def scores(self, query, key):
+            return query @ key.T
+
+    for change in (qt.nnx.wrap, lambda model: qt.nnx.quantize(model, qt.recipes.te_current)):
+        np.testing.assert_array_equal(change(kind())(x), change(Plain())(x))
+    wrapped = qt.nnx.wrap(nnx.Sequential(kind()), strict=(x,))
+    assert {p.path for p in qt.nnx.report(wrapped, x).quantized} == {"layers/0/query", "layers/0"}
+    left = qt.nnx.wrap(kind(), qt.Rules({"query": Recipe()}), strict=(x,))
+    assert {p.reason for p in qt.nnx.report(left, x).left} == {"left by a rule"}
+    assert sum(p.count for p in qt.nnx.report(kind(), x).left) == 6
+    np.testing.assert_array_equal(wrapped.layers[0].scores(x, x), x @ x.T)  # there is no module
+
+
 class Held:
     def __init__(self, function):
         self.function = function
