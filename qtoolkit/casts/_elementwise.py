@@ -108,7 +108,10 @@ def _does(
         return outs
 
     numbers = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
-    return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
+    # No mesh: `jnp.full_like` would reshard its constant to the mesh of this first call, and the
+    # jaxpr could not be replayed on another mesh, Explicit after Auto.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _Does(jax.make_jaxpr(flat)(*numbers), out_structure)
 
 
 def _evaluated(*arrays: jax.Array, jaxpr: ClosedJaxpr, x64: bool) -> list[jax.Array]:

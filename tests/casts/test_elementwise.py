@@ -270,6 +270,27 @@ def test_on_a_mesh_one_array_sharded(kind):
 
 
 @pytest.mark.devices(2)
+@pytest.mark.quick
+@pytest.mark.parametrize("first", [AxisType.Auto, AxisType.Explicit])
+def test_one_mesh_after_another(first):
+    """What is traced under one mesh is replayed under the other; not traced before, in any test."""
+
+    @elementwise
+    def doubled(x):
+        return jnp.full_like(jnp.abs(x), np.float32(2)) * x
+
+    x, _, _ = given((4, 6))
+    other = {AxisType.Auto: AxisType.Explicit, AxisType.Explicit: AxisType.Auto}[first]
+    for kind in (first, other):
+        mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
+            got = jax.jit(lambda x: doubled(x))(placed)
+        np.testing.assert_array_equal(got, 2 * x)
+    np.testing.assert_array_equal(jax.jit(lambda x: doubled(x))(jnp.asarray(x)), 2 * x)
+
+
+@pytest.mark.devices(2)
 def test_in_shard_map_one_array_varying():
     x, index, offset = given((4, 6))
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
