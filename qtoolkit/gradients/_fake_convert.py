@@ -16,7 +16,6 @@ from qtoolkit.casts.internal import (
     check_arguments,
     check_differentiable,
     check_holds,
-    differentiable_product,
     differentiable_quotient,
     differentiable_widened,
     exact_float32,
@@ -188,19 +187,13 @@ def _fake_convert_jvp(
     if not isinstance(x_dot, SymbolicZero):
         y_dot += slope_times_tangent(rule, d, x_dot)
     if not isinstance(scale_dot, SymbolicZero):
-        kept = _times_slope(wide_d, differentiable_widened(x))
+        kept = linear_product(wide_d, differentiable_widened(x))
         by_scale = differentiable_quotient(kept - wide_y, wide_scale)
         y_dot += broadcast_product(by_scale, scale_dot, y.dtype)
     if shift is not None and not isinstance(shift_dot, SymbolicZero):
         by_shift = differentiable_quotient(jnp.broadcast_to(1 - wide_d, x.shape), wide_scale)
         y_dot += broadcast_product(by_shift, shift_dot, y.dtype)
     return y, y_dot
-
-
-def _times_slope(slope: jax.Array, x: jax.Array) -> jax.Array:
-    """Their product, rounded before anything is added to it, and 0 where the slope is."""
-    slope = jnp.broadcast_to(slope, x.shape)
-    return jnp.where(slope == 0, jnp.zeros_like(x), differentiable_product(slope, x))
 
 
 def _instantiated(primal: jax.Array, dot: Any) -> jax.Array:
