@@ -22,7 +22,6 @@ from qtoolkit.checkpoints._engine import (
     Sums,
     TensorScales,
     check_symmetric,
-    in_order,
     is_small,
     quantized,
 )
@@ -38,6 +37,7 @@ from qtoolkit.checkpoints._programs import (
     unit_amax,
 )
 from qtoolkit.checkpoints._tiles import WIDTHS, Read
+from qtoolkit.checkpoints._workers import ALONE, Workers
 from qtoolkit.formats import BlockFormat
 
 _TILE = 2**15  # cells: quantizing them takes about as long as calling the programs
@@ -62,16 +62,18 @@ class Result(NamedTuple):
     sums: Sums
 
 
-def all_quantized(tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+def all_quantized(tasks: Iterable[Task], workers: Workers = ALONE) -> Iterator[Result]:
     """Yields the result of `quantized` for each task, computing small tensors many at a time.
 
     Args:
       tasks: The tensors to quantize. Some are taken from it before their results are yielded.
       workers: As in `quantized`.
     """
-    for window in in_order(_with_results, _windows(tasks), workers):
-        for task, result in window:
-            yield result or _alone(task, workers)
+    # Windows have threads of their own: finding a shared amax, they wait for `workers`.
+    with Workers(workers.count) as others:
+        for window in others.map(_with_results, _windows(tasks)):
+            for task, result in window:
+                yield result or _alone(task, workers)
 
 
 def _windows(tasks: Iterable[Task]) -> Iterator[list[Task]]:
@@ -93,7 +95,7 @@ def _with_results(tasks: Sequence[Task]) -> list[tuple[Task, Result | None]]:
     return [(task, next(results) if is_small(task.shape) else None) for task in tasks]
 
 
-def _alone(task: Task, workers: int) -> Result:
+def _alone(task: Task, workers: Workers) -> Result:
     sums = Sums()
     amax = task.tensor_amax()
     made = quantized(*task[:4], tensor_amax=amax, sums=sums, workers=workers)

@@ -26,6 +26,7 @@ from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.checkpoints._tiles import Read
+from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import FormatLike, Rules, SpecLike
 
 _COPY = 2**22  # bytes copied at a time
@@ -122,10 +123,10 @@ def convert(
         )
     limit = byte_count(max_shard_size)
     check_shard(shard)
-    workers = worker_count(workers, max_memory)
+    count = worker_count(workers, max_memory)
     _check_progress(progress)
     check_destination(src, dst, overwrite, to, shard)
-    with contextlib.closing(open_source(src)) as opened:
+    with contextlib.closing(open_source(src)) as opened, Workers(count) as threads:
         source = dequantized(opened)
         plan = make_plan(
             source,
@@ -137,7 +138,7 @@ def convert(
             channel_axis=channel_axis,
             input_scales=input_scales,
         )
-        work = _Work(source, plan, allow_nonfinite, progress, workers)
+        work = _Work(source, plan, allow_nonfinite, progress, threads)
         return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
@@ -178,13 +179,13 @@ def dequantize_checkpoint(
     """
     limit = byte_count(max_shard_size)
     check_shard(shard)
-    workers = worker_count(workers, max_memory)
+    count = worker_count(workers, max_memory)
     _check_progress(progress)
     check_destination(src, dst, overwrite, to, shard)
-    with contextlib.closing(open_source(src)) as opened:
+    with contextlib.closing(open_source(src)) as opened, Workers(count) as threads:
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _Work(source, plan, True, progress, workers)
+        work = _Work(source, plan, True, progress, threads)
         return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
@@ -321,7 +322,7 @@ class _Work:
         plan: Plan,
         allow_nonfinite: bool,
         progress: Progress | None,
-        workers: int,
+        workers: Workers,
     ) -> None:
         self.reports: list[TensorReport] = []
         self.plan = plan

@@ -6,13 +6,10 @@ compiled whatever the shapes of the tensors. One program finds the amax of each 
 NumPy code here finds the amax of each block. A second program computes scales and codes.
 """
 
-import collections
-import concurrent.futures
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,12 +28,11 @@ from qtoolkit.checkpoints._programs import (
 )
 from qtoolkit.checkpoints._report import decibels
 from qtoolkit.checkpoints._tiles import Read, Tile, laid_out
+from qtoolkit.checkpoints._workers import ALONE, Workers
 from qtoolkit.formats import BlockFormat
 
 _UNBOUNDED = 2**40  # stands for an empty axis when blocks are counted: one, if it is the whole axis
 _SMALL = 32  # how many small tensors a chunk holds at least
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Piece(NamedTuple):
@@ -109,7 +105,7 @@ def is_small(shape: tuple[int, ...]) -> bool:
     return 0 < math.prod(shape) <= _tiles.CHUNK // _SMALL
 
 
-def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: int = 1) -> float:
+def amax_of(read: Read, shape: tuple[int, ...], dtype: str, *, workers: Workers = ALONE) -> float:
     """The largest finite |x| of a tensor, 0 where there is none.
 
     Args:
@@ -133,7 +129,7 @@ def quantized(
     *,
     tensor_amax: float | None = None,
     sums: Sums,
-    workers: int = 1,
+    workers: Workers = ALONE,
 ) -> tuple[TensorScales, Iterator[Piece]]:
     """Quantizes a tensor piece by piece: codes and scales of `qtoolkit.quantize`, bit for bit.
 
@@ -149,7 +145,7 @@ def quantized(
       tensor_amax: The amax from which the tensor scale follows, if several tensors share one: the
         largest of theirs, see `amax_of`.
       sums: Each piece adds its statistics to this.
-      workers: The number of threads; several call `read` at a time. Results do not depend on it.
+      workers: Threads, which call `read`. Results do not depend on how many there are.
 
     Raises:
       ValueError: `spec` has zero points, or does not fit the shape.
@@ -175,7 +171,7 @@ def check_symmetric(spec: BlockFormat) -> None:
         raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
 
 
-def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: int) -> np.ndarray:
+def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: Workers) -> np.ndarray:
     """The amax of every block: float32, flat."""
     found = np.zeros(math.prod(cut.counts), np.float32)
 
@@ -183,7 +179,7 @@ def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: int)
         layout = laid_out(cut, chunk, read, dtype)
         return [(tile.blocks, _unit_amaxes(tile, layout.axis, nan_wins)) for tile in layout.tiles()]
 
-    for parts in in_order(amaxes, cut.chunks(_tiles.CHUNK), workers):
+    for parts in workers.map(amaxes, cut.chunks(_tiles.CHUNK)):
         for blocks, part in parts:
             _raise(found, blocks, part)
     return found
@@ -248,9 +244,9 @@ class _Encoder:
         return _piece(self.cut, chunk, layout.joined(parts), scale), first, sums
 
 
-def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
+def _pieces(encoder: _Encoder, workers: Workers, sums: Sums) -> Iterator[Piece]:
     done = 0  # how many blocks start before this piece: their scales have been yielded already
-    for piece, first, parts in in_order(encoder, encoder.cut.chunks(_tiles.CHUNK), workers):
+    for piece, first, parts in workers.map(encoder, encoder.cut.chunks(_tiles.CHUNK)):
         for part in parts:
             sums.add(part)
         if piece.scale is not None:
@@ -258,30 +254,6 @@ def _pieces(encoder: _Encoder, workers: int, sums: Sums) -> Iterator[Piece]:
             done += len(scale)
             piece = piece._replace(scale=scale if len(scale) else None)
         yield piece
-
-
-def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int
-) -> Iterator[Result]:
-    """`map` with `workers` threads; each computes at most one item more than was asked for."""
-    items = iter(items)
-    first = list(itertools.islice(items, 2))
-    items = itertools.chain(first, items)
-    if workers == 1 or len(first) < 2:
-        yield from map(function, items)
-        return
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        pending = collections.deque(
-            pool.submit(function, item) for item in itertools.islice(items, workers + 1)
-        )
-        try:
-            while pending:
-                result = pending.popleft().result()
-                pending.extend(pool.submit(function, item) for item in itertools.islice(items, 1))
-                yield result
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def _piece(cut: Cut, chunk: Chunk, codes: np.ndarray, scale: np.ndarray | None) -> Piece:

@@ -129,7 +129,7 @@ class _Check:
         elif name in self.stored:
             stored, reader = self._written(name), functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
-            again = entries(stored, all_quantized(tasks, 1), Sums())
+            again = entries(stored, all_quantized(tasks), Sums())
             self._differences(name, again, self._read_stored)
         elif found.dtype == info.dtype:
             self._differences(name, self._copied(name), self._target.read_into)

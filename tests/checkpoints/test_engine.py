@@ -1,6 +1,7 @@
 """Tensors quantized in pieces. Oracles: `qtoolkit.quantize` of the whole, and ml_dtypes."""
 
 import itertools
+import time
 
 import ml_dtypes
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import qtoolkit as qt
 from qtoolkit.checkpoints import _engine, _programs, _tiles
 from qtoolkit.checkpoints._chunks import Cut
-from qtoolkit.checkpoints._engine import Sums, amax_of, in_order, quantized
+from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._programs import exceeds
 from qtoolkit.checkpoints._report import decibels
+from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import BlockFormat
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -26,11 +28,14 @@ def reader(x):
     return read
 
 
-def in_pieces(x, spec, **options):
+def in_pieces(x, spec, workers=1, **options):
     """Codes, scales, tensor scale and sums, put together from the pieces."""
     sums = Sums()
-    scales, pieces = quantized(reader(x), x.shape, DTYPES[x.dtype.name], spec, sums=sums, **options)
-    return *put_together(x, spec, scales, pieces), sums
+    with Workers(workers) as threads:
+        scales, pieces = quantized(
+            reader(x), x.shape, DTYPES[x.dtype.name], spec, sums=sums, workers=threads, **options
+        )
+        return *put_together(x, spec, scales, pieces), sums
 
 
 def put_together(x, spec, scales, pieces):
@@ -272,17 +277,35 @@ def test_chunks_cover_a_tensor_in_full_rows_or_pieces_of_one(shape, lengths, lim
 
 
 def test_threads_give_results_in_order_and_their_errors():
-    assert list(in_order(lambda i: i * i, range(100), 4)) == [i * i for i in range(100)]
-
     def fail(i):
         if i == 7:
             raise OSError("disk")
         return i
 
-    results = in_order(fail, range(100), 3)
-    assert list(itertools.islice(results, 7)) == list(range(7))
-    with pytest.raises(OSError, match="disk"):
+    with Workers(3) as workers:
+        assert list(workers.map(lambda i: i * i, range(100))) == [i * i for i in range(100)]
+        results = workers.map(fail, range(100))
+        assert list(itertools.islice(results, 7)) == list(range(7))
+        with pytest.raises(OSError, match="disk"):
+            next(results)
+        assert list(workers.map(str, range(3))) == ["0", "1", "2"]  # they go on
+
+
+def test_threads_do_nothing_for_results_that_nobody_takes():
+    """The source is closed then: what still read it would find a closed file."""
+    started, finished = [], []
+
+    def slow(i):
+        started.append(i)
+        time.sleep(0.05)
+        finished.append(i)
+
+    with Workers(2) as workers:
+        results = workers.map(slow, range(100))
         next(results)
+        results.close()
+        assert sorted(started) == sorted(finished)
+        assert len(started) <= 4
 
 
 def test_few_programs_for_any_shapes():
