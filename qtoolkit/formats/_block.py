@@ -1,6 +1,7 @@
 """Block formats: elements that share scales, as frozen data, and those that are published."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,7 @@ class BlockFormat:
         """
         return dataclasses.replace(self, axes=axes)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
         published = _NAMES.get(dataclasses.replace(self, axes=None))
