@@ -18,6 +18,7 @@ from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 
@@ -127,7 +128,8 @@ class _Check:
         elif 0 in info.shape:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
-            stored, reader = self._written(name), functools.partial(self._reader, name)
+            stored = self._computed(self._written(name), info.dtype)
+            reader = functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks, 1), Sums())
             self._differences(name, again, self._read_stored)
@@ -152,6 +154,14 @@ class _Check:
         if np.nanmin(Values(stored, self._read_stored).scales(), initial=np.inf) != least:
             return stored
         spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
+        return dataclasses.replace(stored, spec=spec)
+
+    def _computed(self, stored: Stored, dtype: str) -> Stored:
+        """The `Stored` of a weight with the arithmetic of its layout."""
+        assert isinstance(self._target, DequantizedSource)
+        if dtype not in _WIDE or self._target.layout not in LAYOUTS:
+            return stored
+        spec = LAYOUTS[self._target.layout].computed(stored.spec, dtype)
         return dataclasses.replace(stored, spec=spec)
 
     def _problem(self, name: str, what: str) -> None:

@@ -11,12 +11,14 @@ from qtoolkit.formats._float import FloatFormat
 from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
+    BFLOAT16,
     E2M1FN,
     E2M3FN,
     E3M2FN,
     E4M3FN,
     E5M2,
     E8M0FNU,
+    FLOAT16,
     FLOAT32,
     INT4,
     INT8,
@@ -26,8 +28,10 @@ from qtoolkit.formats._names import (
     format,
 )
 
-POWER_RULES = ("floor", "ceil", "rceil", "even")
-RULES = (*POWER_RULES, "amax")
+POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
+QUOTIENT_RULES = ("amax", "range")
+RULES = (*POWER_RULES, *QUOTIENT_RULES)
+ARITHMETICS = (FLOAT32, BFLOAT16, FLOAT16)
 _WIDEST = Fraction(2) ** 100
 
 
@@ -63,16 +67,26 @@ class BlockFormat:
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
       narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
       amax_epsilon: Replaces a smaller amax: with 1e-4 in E4M3FN no scale is below 1e-4 / 448.
+      arithmetic: float32, bfloat16 or float16, or any spelling of one: computes as the PyTorch
+        package compressed-tensors does with weights of that dtype; see below. None: in float32,
+        rounded once.
 
     The rules, and the scales of blocks of E4M3FN (`largest` is 448) whose amax is 300, 460 and 500:
 
       "amax"   amax / largest, rounded to nearest in `scale`                  0.6696, 1.027, 1.116
+      "range"  amax over half of the range of the element, 127.5 for int8     0.6696, 1.027, 1.116
       "floor"  2**(floor(log2(amax)) - floor(log2(largest))), as OCP MX; may clamp         1, 1, 1
       "ceil"   2**(ceil(log2(amax)) - floor(log2(largest)))                                2, 2, 2
       "rceil"  2**ceil(log2(amax / largest)), the smallest power of two that never clamps  1, 2, 2
       "even"   "floor" after amax is rounded to the mantissa of the element: 448 and 512   1, 1, 2
+      "below"  2**(floor(log2(amax / largest)) + 1): as "rceil", but 2 for an amax of 448  1, 2, 2
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
+
+    With an `arithmetic`, amax / largest is rounded to it before it is rounded to `scale`, and so is
+    x / scale before it is rounded to the element, but not if there is a second scale. That one is
+    the reciprocal of amax times the largest element and scale, 6 * 448 in NVFP4; it divides. A
+    scale of 0 is replaced by the machine epsilon of its format: 2**-7 in bfloat16.
 
     Examples:
       >>> spec = qt.BlockFormat(element="e4m3fn", block=(2,), scale="e8m0fnu")
@@ -96,6 +110,7 @@ class BlockFormat:
     element_exponent: int = 0
     narrow_range: bool = False
     amax_epsilon: float = 0.0
+    arithmetic: FloatFormat | None = None
 
     if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
 
@@ -113,16 +128,19 @@ class BlockFormat:
             element_exponent: int = 0,
             narrow_range: bool = False,
             amax_epsilon: float = 0.0,
+            arithmetic: FormatLike | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for field in ("element", "scale", "tensor_scale"):
+        for field in ("element", "scale", "tensor_scale", "arithmetic"):
             if getattr(self, field) is not None or field == "element":
                 object.__setattr__(self, field, format(getattr(self, field)))
         self._check_blocks()
         for field in ("scale", "tensor_scale"):
             self._check_scale(field)
         self._check_rule()
+        if self.arithmetic is not None:
+            self._check_arithmetic()
         if self.scale is not None:
             self._check_element()
         if self.zero_point:
@@ -294,15 +312,17 @@ class BlockFormat:
             object.__setattr__(self, "rule", self._default_rule())
         if self.rule not in RULES:
             raise self._error(f"rule={self.rule!r}, expected one of {', '.join(RULES)}")
-        if self.rule == "amax" and self.has_powers:
+        if self.rule in QUOTIENT_RULES and self.has_powers:
             raise self._error(
-                f"rule='amax' with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
+                f"rule={self.rule!r} with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
                 f"expected one of {', '.join(POWER_RULES)}"
             )
         if self.rule == "even" and not isinstance(self.element, FloatFormat | IntFormat):
             raise self._error("rule='even' needs an element with mantissa bits, not a table")
         if self.narrow_range and not (isinstance(self.element, IntFormat) and self.element.signed):
             raise self._error("narrow_range needs signed integers")
+        if self.rule == "range" and not self.element.signed:
+            raise self._error("rule='range' needs signed elements: the scales are symmetric")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
@@ -313,6 +333,17 @@ class BlockFormat:
         is_number = isinstance(self.amax_epsilon, int | float)
         if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
             raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
+
+    def _check_arithmetic(self) -> None:
+        if self.arithmetic not in ARITHMETICS:
+            raise self._error(
+                f"arithmetic={self.arithmetic.name}, expected "  # type: ignore[union-attr]
+                f"{', '.join(fmt.name for fmt in ARITHMETICS)} or None"
+            )
+        if self.scale is None or self.zero_point or self.element_exponent or self.amax_epsilon:
+            raise self._error(
+                "arithmetic needs a scale, and no zero_point, element_exponent or amax_epsilon"
+            )
 
     def _default_rule(self) -> str:
         if not self.has_powers:

@@ -5,6 +5,7 @@ format. Powers of two are handled as exponents, so that data, scales and results
 All other scales are float32 numbers, used by IEEE division and multiplication.
 """
 
+import math
 from fractions import Fraction
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import (
+    UNCLAMPED,
     binary_parts,
     differentiable_widened,
     elementwise,
@@ -23,6 +25,7 @@ from qtoolkit.casts.internal import (
     power_to_stored,
     product,
     quotient,
+    round_values,
     times_power_of_two,
     to_stored,
 )
@@ -31,10 +34,11 @@ from qtoolkit.formats import (
     BlockFormat,
     FloatFormat,
     FormatLike,
+    IntFormat,
     TableFormat,
     format,
 )
-from qtoolkit.formats.internal import binade
+from qtoolkit.formats.internal import POWER_RULES, binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
 _SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
@@ -94,24 +98,80 @@ def _scale_from(
     assert spec.scale is not None
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
-    if spec.rule != "amax":
+    if spec.rule in POWER_RULES:
         return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
+    if spec.arithmetic is not None:
+        return _computed_scale(amax, spec, tensor_scale)
     least = least_scale(spec.scale)
     if tensor_scale is None:
-        return to_stored(_quotient_scale(amax, spec.largest, least), spec.scale)
+        return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
     scale = quotient(scale, tensor_scale)
     return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
+
+
+def _divisor(spec: BlockFormat) -> Fraction:
+    """What amax is divided by."""
+    if spec.rule == "range" and isinstance(spec.element, IntFormat):
+        return Fraction(spec.element.max_finite - spec.element.lowest) / 2
+    return spec.largest
+
+
+def _computed_scale(
+    amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None
+) -> jax.Array:
+    """`_scale_from` as `spec.arithmetic` has it. Source: `calculate_qparams` of compressed-tensors,
+    quantization/utils/helpers.py.
+    """
+    assert spec.scale is not None
+    # The least quotient is what XLA's CPU does not take for 0; where amax is 0 it is replaced.
+    scale = in_arithmetic(_quotient_scale(amax, _divisor(spec), _LEAST), spec)
+    if tensor_scale is not None:
+        scale = product(scale, tensor_scale)
+    value = from_stored(to_stored(scale, spec.scale), spec.scale)
+    epsilon = np.float32(2.0**-spec.scale.mantissa_bits)
+    return to_stored(jnp.where(is_zero(amax) | (value == 0), epsilon, value), spec.scale)
+
+
+def rounds_quotients(spec: BlockFormat) -> bool:
+    """Whether x / scale is rounded to `spec.arithmetic` before it is rounded to the element."""
+    return spec.arithmetic not in (None, FLOAT32) and spec.tensor_scale is None
+
+
+def in_arithmetic(x: jax.Array, spec: BlockFormat) -> jax.Array:
+    """float32 `x` rounded to `spec.arithmetic`; infinite on overflow."""
+    assert spec.arithmetic is not None
+    return round_values(x, spec.arithmetic, UNCLAMPED)
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The scale of the whole tensor, as it is stored, from the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
+    if spec.arithmetic is not None:
+        return to_stored(_computed_tensor_scale(amax, spec), spec.tensor_scale)
     # Not less, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
     return to_stored(scale, spec.tensor_scale)
+
+
+@elementwise
+def _computed_tensor_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """The second scale as `spec.arithmetic` has it, by which results are divided; 1 for zeros.
+
+    In float16 what it is computed by overflows for an amax below 0.041; compressed-tensors takes 1
+    then, with which the scales of blocks fall below those that E4M3 has. Here it is that of
+    float32. Source: `generate_gparam` of compressed-tensors, quantization/utils/helpers.py.
+    """
+    assert spec.scale is not None
+    largest = np.float32(float(spec.largest * spec.scale.max_finite))
+    one = jnp.ones_like(amax)
+    # Its package divides a number by a tensor, for which PyTorch multiplies by the reciprocal.
+    inverse = ieee_quotient(one, jnp.where(is_zero(amax), np.float32(np.nan), amax))
+    narrow = in_arithmetic(product(in_arithmetic(inverse, spec), largest), spec)
+    wide = product(inverse, largest)
+    return jnp.where(jnp.isfinite(narrow), narrow, jnp.where(jnp.isfinite(wide), wide, one))
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:
@@ -145,19 +205,23 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
     if tensor_scale is not None:
         assert spec.tensor_scale is not None
         second = from_stored(tensor_scale, spec.tensor_scale)
-        value = product(value, _over(second, value))
+        combine = product if spec.arithmetic is None else quotient
+        value = combine(value, _over(second, value))
     if spec.element_exponent:
         value = times_power_of_two(value, jnp.full_like(value, spec.element_exponent, jnp.int32))
     return value
 
 
-def differentiable_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
+def differentiable_scale(
+    scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
+) -> jax.Array:
     """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
     value = differentiable_widened(scale)
     if tensor_scale is None:
         return value
-    return value * _over(differentiable_widened(tensor_scale), value)
+    second = _over(differentiable_widened(tensor_scale), value)
+    return value * second if spec.arithmetic is None else value / second
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
@@ -242,11 +306,17 @@ def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
             # amax / largest > 2**e, in integers; `largest` may have more bits than float32.
             bound = int((significand - 1) * 2**23)
             e += (fraction > np.uint32(bound)).astype(jnp.int32)
+        case "below":
+            bound = math.ceil((significand - 1) * 2**23)
+            e += (fraction >= np.uint32(bound)).astype(jnp.int32)
         case "even":
             carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
             e += (fraction >= np.uint32(carries)).astype(jnp.int32)
     lowest, highest = _power_range(spec.scale)
-    return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
+    # The scale of zeros is the least one; where the arithmetic has only 0 for that, it is 2**0.
+    has_lowest = spec.arithmetic is None or spec.arithmetic.min_positive <= Fraction(2) ** lowest
+    of_zeros = np.int32(lowest if has_lowest else 0)
+    return jnp.where(is_zero(amax), of_zeros, jnp.clip(e, lowest, highest))
 
 
 def _power_range(fmt: FloatFormat) -> tuple[int, int]:

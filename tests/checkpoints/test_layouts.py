@@ -28,12 +28,13 @@ E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 SHAPE = (128, 256)
 
 
-def weights():
+def weights(dtype=np.float32):
     rng = np.random.default_rng(0)
     made = {name: rng.normal(size=SHAPE).astype(np.float32) for name in (Q, K, V)}
     made[K] *= 8  # its amax is that of q, k and v together
     made[Q][5] = 0
-    return made
+    made[V][:4, 3] = 448, -3.5, 1.75, 127  # where the powers of two of MX change
+    return {name: x.astype(dtype) for name, x in made.items()}
 
 
 def f32(x):
@@ -73,30 +74,61 @@ def fp8_oracle(x, rows, columns):
     return fp8(x, f32(spread(scale, x))), scale
 
 
+# compressed-tensors computes in the dtype of the weights: quotients are rounded to it, scales
+# stored in it, and eps of it is the scale of zeros.
+
+
+def computed(x, wide):
+    """float32 `wide` rounded to the dtype of the weight `x`."""
+    return f32(f32(wide).astype(x.dtype))
+
+
+def computed_scale(x, rows, columns, divisor):
+    scale = computed(x, np.abs(by_blocks(f32(x), rows, columns)).max(-1) / f32(divisor))
+    return np.where(scale == 0, f32(ml_dtypes.finfo(x.dtype).eps), scale)
+
+
+def computed_quotient(x, scale):
+    return computed(x, f32(x) / f32(spread(scale, x)))
+
+
 def compressed_fp8(x, rows, columns):
-    codes, scale = fp8_oracle(x, rows, columns)
-    return {"weight": codes, "weight_scale": scale.reshape(-1) if scale.size == 1 else scale}
+    scale = computed_scale(x, rows, columns, 448)
+    codes = np.clip(computed_quotient(x, scale), -448, 448).astype(E4M3)
+    stored = scale.astype(x.dtype)
+    return {"weight": codes, "weight_scale": stored.reshape(-1) if scale.size == 1 else stored}
+
+
+def integers(x, columns, bits):
+    """amax becomes half of the range, 127.5 or 7.5; -128 and -8 are used."""
+    half = 2 ** (bits - 1)
+    scale = computed_scale(x, 1, columns, half - 0.5)
+    codes = np.clip(np.rint(computed_quotient(x, scale)), -half, half - 1)
+    return codes.astype(np.int8), scale.astype(x.dtype)
 
 
 def compressed_int8(x):
-    scale = amax_scale(np.abs(x).max(1, keepdims=True), 127)
-    return {"weight": np.rint(x / scale).astype(np.int8), "weight_scale": scale}
+    return dict(zip(("weight", "weight_scale"), integers(x, x.shape[1], 8), strict=True))
 
 
 def compressed_mxfp8(x):
-    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    """2**-8 times the least power of two above amax / 1.75."""
+    amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     with np.errstate(divide="ignore"):
-        exponents = np.where(amax == 0, -127, np.ceil(np.log2(amax / 448.0))).astype(int)
-    codes = fp8(x, f32(spread(f32(2.0) ** exponents, x)))
+        exponents = np.floor(np.log2(np.float64(amax) / 448)) + 1
+    of_zeros = 0 if x.dtype == np.float16 else -127  # float16 has no 2**-127
+    exponents = np.where(amax == 0, of_zeros, exponents).astype(int)
+    codes = fp8(f32(x), f32(spread(f32(2.0) ** exponents, x)))
     return {"weight": codes, "weight_scale": e8m0(exponents)}
 
 
 def compressed_mxfp4(x):
     """Amax rounded to the two significant bits of E2M1, then floor(log2) - 2."""
-    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     rounded = (amax.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
-    exponents = np.where(amax == 0, -127, (rounded >> 23).astype(int) - 127 - 2)
-    q = np.clip(x / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
+    of_zeros = 0 if x.dtype == np.float16 else -127
+    exponents = np.where(amax == 0, of_zeros, (rounded >> 23).astype(int) - 127 - 2)
+    q = np.clip(f32(x) / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
     return {"weight_packed": nibbles(q), "weight_scale": e8m0(exponents)}
 
 
@@ -112,31 +144,27 @@ def nvfp4(x):
 
 
 def compressed_nvfp4(x):
-    codes, scale, second = nvfp4(x)
+    """The second scale divides: 6 * 448 times the reciprocal of the amax of q, k and v."""
+    amax = max(np.abs(f32(w)).max() for w in weights(x.dtype).values())
+    second = computed(x, computed(x, f32(1) / amax) * f32(6 * 448))
+    block = computed(x, np.abs(by_blocks(f32(x), 1, 16)).max(-1) / f32(6))
+    scale = (block * second).astype(E4M3)
+    scale = np.where(scale == 0, E4M3(0.125), scale)
+    q = f32(x) / f32(spread(f32(scale) / second, x))
     return {
-        "weight_packed": codes,
+        "weight_packed": nibbles(np.clip(q, -6, 6)),
         "weight_scale": scale,
-        "weight_global_scale": (f32(1) / second).reshape(1),
+        "weight_global_scale": second.reshape(1),
     }
 
 
-def compressed_int4(x, group):
-    amax = np.abs(by_blocks(x, 1, group)).max(-1)
-    scale = amax_scale(amax, 7)
-    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 8).astype(np.uint32)
-    words = sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8))
+def packed(x, columns, bits):
+    codes, scale = integers(x, columns, bits)
+    codes = (codes.astype(int) + 2 ** (bits - 1)).astype(np.uint32)
+    count = 32 // bits
+    words = sum(codes[:, i::count] << np.uint32(bits * i) for i in range(count))
     return {
         "weight_packed": words.view(np.int32),
-        "weight_scale": scale,
-        "weight_shape": np.array(x.shape, np.int64),
-    }
-
-
-def compressed_int8_groups(x):
-    scale = amax_scale(np.abs(by_blocks(x, 1, 128)).max(-1), 127)
-    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 128).astype(np.uint8)
-    return {
-        "weight_packed": codes.view(np.int32),
         "weight_scale": scale,
         "weight_shape": np.array(x.shape, np.int64),
     }
@@ -172,9 +200,9 @@ CASES = {
     (COMPRESSED, "mxfp8_e4m3", None): compressed_mxfp8,
     (COMPRESSED, "mxfp4", None): compressed_mxfp4,
     (COMPRESSED, "nvfp4", None): compressed_nvfp4,
-    (COMPRESSED, "int4_group128", None): lambda x: compressed_int4(x, 128),
-    (COMPRESSED, "int4_group32", None): lambda x: compressed_int4(x, 32),
-    (COMPRESSED, "int8_group128", None): compressed_int8_groups,
+    (COMPRESSED, "int4_group128", None): lambda x: packed(x, 128, 4),
+    (COMPRESSED, "int4_group32", None): lambda x: packed(x, 32, 4),
+    (COMPRESSED, "int8_group128", None): lambda x: packed(x, 128, 8),
     ("finegrained-fp8", "e4m3fn", None): finegrained,
     ("modelopt", "e4m3fn", "channel"): lambda x: modelopt_fp8(x, 1, (SHAPE[0],)),
     ("modelopt", "e4m3fn", "tensor"): lambda x: modelopt_fp8(x, SHAPE[0], ()),
@@ -185,9 +213,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("layout", "fmt", "scaling"), CASES)
-def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling):
-    source = weights()
+# The dtypes in which every layout but compressed-tensors computes alike are tested elsewhere.
+OF_16_BITS = [
+    (*case, dtype)
+    for case in CASES
+    for dtype in (ml_dtypes.bfloat16, np.float16)
+    if case[0] == COMPRESSED and case[1] != "int4_group32"
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scaling", "dtype"),
+    [*((*case, np.float32) for case in CASES), *OF_16_BITS],
+)
+def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, dtype):
+    source = weights(dtype)
     save(tmp_path / "src", source, {"format": "pt"})
     scales = 0.25 if layout == "modelopt" and (fmt, scaling) != ("e4m3fn", "channel") else None
     report = convert(
