@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 
 import ml_dtypes
 import numpy as np
@@ -378,6 +379,7 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         ("a/kernel", (128, 128), COMPRESSED, "e4m3fn", "expected a matrix named NAME.weight"),
         # "b.weight_packed" was written, from which "b.weight" came back.
         ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
+        ("blk.0.attn_q.weight", (128, 128), COMPRESSED, "e4m3fn", "named as in GGUF, .* no loader"),
         ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* leave it out with --skip"),
         (
             "a.weight",
@@ -535,12 +537,53 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
             dequantize_checkpoint(folder, tmp_path / "out")
 
     packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
-    refused("quant_algo W4A16_AWQ in config.json, expected FP8, ", "W4A16_AWQ", packed)
+    refused("quant_algo W4A16_AWQ in its config, expected FP8, ", "W4A16_AWQ", packed)
     refused("a.weight: U8 without the scales", "NVFP4", packed)
     experts = {"experts.up_proj": U8.reshape(4, 16, 32), "experts.up_proj_weight_scale": f32([1])}
     refused("experts.up_proj: U8 without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+
+
+PRODUCER = {"producer": {"name": "modelopt", "version": "0.15.0"}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "entries"),
+    [
+        ({"quant_algo": "FP8", "exclude_modules": ["lm_head"]}, lambda x: modelopt_fp8(x, 128, ())),
+        ({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, modelopt_nvfp4),
+    ],
+)
+def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, entries):
+    """As NVIDIA publishes them: nvidia/Llama-3.1-8B-Instruct-FP8 of 2024. Oracle: NumPy."""
+    wide = {
+        "lm_head.weight": np.ones(SHAPE, "bfloat16"),
+        "model.norm.weight": np.ones(8, "bfloat16"),
+    }
+    codes = {"model.layers.0.self_attn.k_proj.k_scale": f32(0.5)}
+    for name, x in weights().items():
+        codes |= {f"{name.removesuffix('weight')}{key}": a for key, a in entries(x).items()}
+    folder = tmp_path / "nvidia"
+    folder.mkdir()
+    save(folder / "model.safetensors", codes | wide)
+    (folder / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    about = PRODUCER | {"quantization": quantization | {"kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(about))
+    save(tmp_path / "src", weights() | wide)
+    assert verify(tmp_path / "src", folder).problems == ()
+    dequantize_checkpoint(folder, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")
+    assert found.keys() == weights().keys() | wide.keys()
+    assert os.listdir(tmp_path / "wide").count("hf_quant_config.json") == 0
+    report = convert(folder, tmp_path / "dst", layout="finegrained-fp8")
+    assert report.dequantized == "modelopt"
+    assert load(tmp_path / "dst" / "model.safetensors").keys() == found.keys() | {
+        f"{name}_scale_inv" for name in weights()
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps(PRODUCER))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: None under 'quantization'"):
+        dequantize_checkpoint(folder, tmp_path / "other")
 
 
 def test_blocks_of_modelopt_are_read(tmp_path):
