@@ -7,6 +7,8 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from qtoolkit.checkpoints._header import (
     MAX_HEADER_BYTES,
     CheckpointError,
@@ -143,6 +145,10 @@ class Folder(Closing):
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._home[name].read_into(name, start, buffer)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor. Raises: as `SafetensorsFile.read`."""
+        return self._home[name].read(name)
 
     def close(self) -> None:
         for file in self._files.values():

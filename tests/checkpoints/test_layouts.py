@@ -22,6 +22,7 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
@@ -263,6 +264,45 @@ def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, 
         assert sqnr == pytest.approx(tensor.sqnr_db, abs=1e-3)
     assert back.dequantized
     assert not back.quantized
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scaling"),
+    [
+        (COMPRESSED, "e4m3fn", "block"),
+        (COMPRESSED, "int8", None),
+        (COMPRESSED, "mxfp8_e4m3", None),
+        (COMPRESSED, "mxfp4", None),
+        (COMPRESSED, "nvfp4", None),
+        (COMPRESSED, "int4_group32", None),
+        ("modelopt", "nvfp4", None),
+        ("finegrained-fp8", "e4m3fn", None),
+        ("plain", "e4m3fn", "channel"),
+    ],
+)
+def test_a_folder_is_loaded_as_quantized_arrays(tmp_path, layout, fmt, scaling):
+    """Oracle: `dequantize_checkpoint`, whose values are NumPy's."""
+    src, dst, back = (tmp_path / name for name in ("src", "dst", "back"))
+    src.mkdir()
+    source = weights() | {"model.conv.weight": np.ones((8, 4, 3, 3), np.float32)}
+    save(src / "model.safetensors", source | {"model.norm.weight": f32(range(8))})
+    (src / "config.json").write_text("{}")
+    scales = 0.5 if layout == "modelopt" else None
+    convert(src, dst, layout=layout, format=fmt, scaling=scaling, input_scales=scales)
+    dequantize_checkpoint(dst, back)
+    found, wide = load(dst), load(back)
+    further = (
+        {f"{name.removesuffix('weight')}input_scale" for name in weights()} if scales else set()
+    )
+    assert found.keys() == wide.keys() | further == load(src).keys() | further
+    quantized = {name for name, array in found.items() if isinstance(array, QArray)}
+    assert quantized == {*weights(), *({"model.conv.weight"} if layout == "plain" else ())}
+    for name, expected in wide.items():
+        got = found[name].dequantize() if name in quantized else found[name]
+        np.testing.assert_array_equal(got, expected)
+    state = load(dst, like=wide)
+    assert state.keys() == wide.keys()
+    assert isinstance(state[Q], QArray)
 
 
 @pytest.mark.quick
@@ -648,6 +688,7 @@ def test_experts_of_nvfp4_in_one_tensor_have_a_second_scale_each(tmp_path):
     dequantize_checkpoint(stacked, tmp_path / "out")
     found = load(tmp_path / "out" / "model.safetensors")["weight"]
     np.testing.assert_array_equal(found, np.stack([wide[f"{i}.weight"] for i in range(3)]))
+    np.testing.assert_array_equal(load(stacked)["weight"].dequantize(), found)
     save(tmp_path / "source", {"weight": np.stack([*experts.values()])})
     assert not verify(tmp_path / "source", stacked).problems
     codes["weight_scale_2"] = codes["weight_scale_2"][:1]  # one for all: codes are others' now
