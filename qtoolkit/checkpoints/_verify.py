@@ -48,12 +48,13 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
     Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
     rounded to another wide dtype, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`. Static input scales must be there if the config says so, and be finite and
-    above 0; what numbers the calibration gave cannot be checked. If `convert` wrote the checkpoint,
-    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
-    If another program did, config.json must only say that weights are quantized, and must not list
-    one of these by name as ignored. Other files are not compared. Nothing is written; memory is a
-    few chunks.
+    `qtoolkit.quantize`, in layout compressed-tensors with the arithmetic of that package. Static
+    input scales must be there if the config says so, and be finite and above 0; what numbers the
+    calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
+    hf_quant_config.json must say of quantization what it writes for these weights. If another
+    program did, config.json must only say that weights are quantized, and must not list one of
+    these by name as ignored. Other files are not compared. Nothing is written; memory is a few
+    chunks.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
