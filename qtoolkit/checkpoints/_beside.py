@@ -16,7 +16,6 @@ from qtoolkit.checkpoints._config_differences import GROUPS, IGNORED, difference
 from qtoolkit.checkpoints._dequantized import (
     DequantizedSource,
     folder_of,
-    in_model,
     own_layout,
     quantization_config,
 )
@@ -98,7 +97,7 @@ def _plans(
         info = source.tensors.get(name)
         if info is None or info.shape != weight.shape:
             continue  # another check reports it
-        scheme = _scheme(in_model(source, info), weight, layout)
+        scheme = _scheme(info, weight, layout)
         if scheme is None:
             unknown.append(name)
         else:
@@ -106,7 +105,7 @@ def _plans(
     maybe = [name for name, scheme in schemes.items() if scheme in layout.static]
     if maybe and _is_static(maybe, target, config):
         schemes |= {name: layout.static[schemes[name]] for name in maybe}
-    infos = [in_model(source, info) for info in source.tensors.values()]
+    infos = source.tensors.values()
     return [_plan(info, schemes.get(info.name), layout) for info in infos], unknown
 
 

@@ -1,6 +1,5 @@
 """Reads a quantized checkpoint of any layout as if its weights were float32. No JAX here."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -14,7 +13,6 @@ from qtoolkit.checkpoints._saved import saved_arrays
 from qtoolkit.checkpoints._source import MODELOPT_CONFIG, Folder, Source
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._stored import Stored, Values
-from qtoolkit.checkpoints._targets import model_dtype
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
 
@@ -191,17 +189,6 @@ def check_quantized(opened: Source) -> Source:
             "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
         )
     return source
-
-
-def in_model(source: Source, info: TensorInfo) -> TensorInfo:
-    """A tensor of a source with the dtype of the model, if it is a weight that was quantized.
-
-    Such a weight is read as float32, but some layouts compute and store scales in the dtype of the
-    model, as its config names it.
-    """
-    if not isinstance(source, DequantizedSource) or info.name not in source.stored:
-        return info
-    return dataclasses.replace(info, dtype=model_dtype(source.config) or info.dtype)
 
 
 def _check_once(source: Source, stored: Mapping[str, Stored]) -> None:

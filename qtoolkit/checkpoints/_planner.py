@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._dequantized import folder_of, in_model
+from qtoolkit.checkpoints._dequantized import folder_of
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
@@ -343,7 +343,7 @@ class _Planner:
                 self._check_linear(info)
             axes = self.roles.axes(info) if by_channel else ()
             scale = input_scale(self.input_scales, info, scheme, self.layout)
-            return self.layout.store(in_model(self.source, info), scheme, axes, scale)
+            return self.layout.store(info, scheme, axes, scale)
         except CheckpointError as error:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 

@@ -10,7 +10,7 @@ from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._convert import entries, tasks_of
-from qtoolkit.checkpoints._dequantized import DequantizedSource, everything, in_model
+from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
@@ -129,7 +129,7 @@ class _Check:
         elif 0 in info.shape:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
-            stored = self._computed(self._written(name), in_model(self._source, info).dtype)
+            stored = self._computed(self._written(name), info.dtype)
             reader = functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks, 1), Sums())

@@ -436,23 +436,6 @@ def test_what_a_layout_cannot_hold_of_a_tensor(tmp_path, name, shape, layout, fm
         convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt)
 
 
-@pytest.mark.parametrize(("fmt", "scaling"), [("e4m3fn", "channel"), ("nvfp4", None)])
-def test_codes_and_scales_survive_another_conversion(tmp_path, fmt, scaling):
-    """Scales stay in the dtype that config.json says the model has: weights are read as float32."""
-    (tmp_path / "src").mkdir()
-    save(tmp_path / "src" / "model.safetensors", weights("bfloat16"))
-    (tmp_path / "src" / "config.json").write_text('{"torch_dtype": "bfloat16"}')
-    options = {"layout": COMPRESSED, "format": fmt, "scaling": scaling}
-    convert(tmp_path / "src", tmp_path / "once", **options)
-    convert(tmp_path / "once", tmp_path / "twice", **options)
-    once, twice = (load(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
-    assert once.keys() == twice.keys()
-    for name, array in once.items():
-        assert twice[name].dtype == array.dtype, name
-        assert twice[name].tobytes() == array.tobytes(), name
-    assert verify(tmp_path / "once", tmp_path / "twice").problems == ()
-
-
 def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
     save(tmp_path / "src", weights())
     convert(tmp_path / "src", tmp_path / "int8", layout=COMPRESSED, format="int8")
