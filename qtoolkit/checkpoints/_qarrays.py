@@ -10,7 +10,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import NUMPY_DTYPES
 from qtoolkit.checkpoints._stored import Entry, Stored, unpack_codes
-from qtoolkit.formats import FLOAT32, BlockFormat
+from qtoolkit.formats import BlockFormat
 
 
 def qarray_of(stored: Stored, read: Callable[[Entry], np.ndarray], dtype: Any) -> Any:
@@ -98,6 +98,6 @@ def _spec(stored: Stored, lengths: tuple[int, ...]) -> BlockFormat:
         fields = {"block": (1,), "axes": (outputs[0],), "other_axes": None}
     else:
         fields = {"block": lengths, "axes": tuple(range(len(shape))), "other_axes": 1}
-    if stored.second_divides:
-        fields["arithmetic"] = FLOAT32
+    if stored.second is not None and stored.second_divides:
+        fields["tensor_scale_divides"] = True
     return dataclasses.replace(spec, **fields) if fields else spec

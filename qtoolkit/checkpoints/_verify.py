@@ -48,7 +48,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
     Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
     rounded to another wide dtype, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`, in layout compressed-tensors with the arithmetic of that package. Static
+    `qtoolkit.quantize`, in layout compressed-tensors by that package's rules of scales. Static
     input scales must be there if the config says so, and be finite and above 0; what numbers the
     calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
     hf_quant_config.json must say of quantization what it writes for these weights. If another
@@ -129,7 +129,7 @@ class _Check:
         elif 0 in info.shape:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
-            stored = self._computed(self._written(name), info.dtype)
+            stored = self._written(name)
             reader = functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks, 1), Sums())
@@ -142,12 +142,16 @@ class _Check:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
     def _written(self, name: str) -> Stored:
-        """The `Stored` of a weight, with DeepSeek's least amax of 1e-4 if the scales show it.
+        """The `Stored` of a weight, with its layout's rules of scales.
 
-        No file says whether it was used. If the least scale is exactly 1e-4 / 448, it was: blocks
+        And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was used. If the least scale is exactly 1e-4 / 448, it was: blocks
         with a smaller amax have that scale then.
         """
+        assert isinstance(self._target, DequantizedSource)
         stored = self.stored[name]
+        if self._target.layout in LAYOUTS:
+            spec = LAYOUTS[self._target.layout].computed(stored.spec)
+            stored = dataclasses.replace(stored, spec=spec)
         least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
         spec = stored.spec
         if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
@@ -155,14 +159,6 @@ class _Check:
         if np.nanmin(Values(stored, self._read_stored).scales(), initial=np.inf) != least:
             return stored
         spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
-        return dataclasses.replace(stored, spec=spec)
-
-    def _computed(self, stored: Stored, dtype: str) -> Stored:
-        """The `Stored` of a weight with the arithmetic of its layout."""
-        assert isinstance(self._target, DequantizedSource)
-        if dtype not in _WIDE or self._target.layout not in LAYOUTS:
-            return stored
-        spec = LAYOUTS[self._target.layout].computed(stored.spec, dtype)
         return dataclasses.replace(stored, spec=spec)
 
     def _problem(self, name: str, what: str) -> None:

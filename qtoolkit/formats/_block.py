@@ -11,14 +11,12 @@ from qtoolkit.formats._float import FloatFormat
 from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
-    BFLOAT16,
     E2M1FN,
     E2M3FN,
     E3M2FN,
     E4M3FN,
     E5M2,
     E8M0FNU,
-    FLOAT16,
     FLOAT32,
     INT4,
     INT8,
@@ -31,7 +29,6 @@ from qtoolkit.formats._names import (
 POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
 QUOTIENT_RULES = ("amax", "range")
 RULES = (*POWER_RULES, *QUOTIENT_RULES)
-ARITHMETICS = (FLOAT32, BFLOAT16, FLOAT16)
 _WIDEST = Fraction(2) ** 100
 
 
@@ -61,15 +58,14 @@ class BlockFormat:
         the amax of the tensor over `largest` and the largest scale: amax / (6 * 448) in NVFP4. What
         the rule gives is divided by it before it is rounded to `scale`, so the block with that amax
         has the scale 448. None: no second scale.
+      tensor_scale_divides: Whether x ~ q * scale / tensor scale, with 6 * 448 / amax as the tensor
+        scale of NVFP4, as in compressed-tensors.
       zero_point: Whether integers are asymmetric: x ~ (q - zero point) * scale. Scale and zero
         point map the range of the block, widened to include 0, to that of the integers: -1 to 4.1
         in uint8 has the scale 5.1 / 255 = 0.02 and the zero point 50.
       element_exponent: An element stands for q * 2**element_exponent: -6 for MXINT8.
       narrow_range: Whether integers leave their lowest value out: MXINT8 has no -128.
       amax_epsilon: Replaces a smaller amax: with 1e-4 in E4M3FN no scale is below 1e-4 / 448.
-      arithmetic: float32, bfloat16 or float16, or any spelling of one: computes as the PyTorch
-        package compressed-tensors does with weights of that dtype; see below. None: in float32,
-        rounded once.
 
     The rules, and the scales of blocks of E4M3FN (`largest` is 448) whose amax is 300, 460 and 500:
 
@@ -82,11 +78,6 @@ class BlockFormat:
       "below"  2**(floor(log2(amax / largest)) + 1): as "rceil", but 2 for an amax of 448  1, 2, 2
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
-
-    With an `arithmetic`, amax / largest is rounded to it before it is rounded to `scale`, and so is
-    x / scale before it is rounded to the element, but not if there is a second scale. That one is
-    the reciprocal of amax times the largest element and scale, 6 * 448 in NVFP4; it divides. A
-    scale of 0 is replaced by the machine epsilon of its format: 2**-7 in bfloat16.
 
     Examples:
       >>> spec = qt.BlockFormat(element="e4m3fn", block=(2,), scale="e8m0fnu")
@@ -106,11 +97,11 @@ class BlockFormat:
     scale: FloatFormat | None = FLOAT32
     rule: str | None = None
     tensor_scale: FloatFormat | None = None
+    tensor_scale_divides: bool = False
     zero_point: bool = False
     element_exponent: int = 0
     narrow_range: bool = False
     amax_epsilon: float = 0.0
-    arithmetic: FloatFormat | None = None
 
     if TYPE_CHECKING:  # what may be given; the attributes are what `__post_init__` makes of it
 
@@ -124,23 +115,21 @@ class BlockFormat:
             scale: FormatLike | None = FLOAT32,
             rule: str | None = None,
             tensor_scale: FormatLike | None = None,
+            tensor_scale_divides: bool = False,
             zero_point: bool = False,
             element_exponent: int = 0,
             narrow_range: bool = False,
             amax_epsilon: float = 0.0,
-            arithmetic: FormatLike | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for field in ("element", "scale", "tensor_scale", "arithmetic"):
+        for field in ("element", "scale", "tensor_scale"):
             if getattr(self, field) is not None or field == "element":
                 object.__setattr__(self, field, format(getattr(self, field)))
         self._check_blocks()
         for field in ("scale", "tensor_scale"):
             self._check_scale(field)
         self._check_rule()
-        if self.arithmetic is not None:
-            self._check_arithmetic()
         if self.scale is not None:
             self._check_element()
         if self.zero_point:
@@ -323,6 +312,8 @@ class BlockFormat:
             raise self._error("narrow_range needs signed integers")
         if self.rule == "range" and not self.element.signed:
             raise self._error("rule='range' needs signed elements: the scales are symmetric")
+        if self.tensor_scale_divides and self.tensor_scale is None:
+            raise self._error("tensor_scale_divides needs a tensor_scale")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
@@ -333,17 +324,6 @@ class BlockFormat:
         is_number = isinstance(self.amax_epsilon, int | float)
         if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
             raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
-
-    def _check_arithmetic(self) -> None:
-        if self.arithmetic not in ARITHMETICS:
-            raise self._error(
-                f"arithmetic={self.arithmetic.name}, expected "  # type: ignore[union-attr]
-                f"{', '.join(fmt.name for fmt in ARITHMETICS)} or None"
-            )
-        if self.scale is None or self.zero_point or self.element_exponent or self.amax_epsilon:
-            raise self._error(
-                "arithmetic needs a scale, and no zero_point, element_exponent or amax_epsilon"
-            )
 
     def _default_rule(self) -> str:
         if not self.has_powers:

@@ -42,8 +42,6 @@ from qtoolkit.scaling._scales import (
     effective,
     exponents,
     factors,
-    in_arithmetic,
-    rounds_quotients,
     scale_from,
     tensor_scale_from,
 )
@@ -441,11 +439,7 @@ def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
 
 @elementwise
 def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
-    def divide(x: Array) -> Array:
-        u = quotient(x, scale)
-        return in_arithmetic(u, spec) if rounds_quotients(spec) else u
-
-    return compute(elements, spec, divide, lambda q: product(q, scale))
+    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: product(q, scale))
 
 
 @elementwise

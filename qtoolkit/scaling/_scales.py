@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts.internal import (
-    UNCLAMPED,
     binary_parts,
     differentiable_widened,
     elementwise,
@@ -25,7 +24,6 @@ from qtoolkit.casts.internal import (
     power_to_stored,
     product,
     quotient,
-    round_values,
     times_power_of_two,
     to_stored,
 )
@@ -100,13 +98,11 @@ def _scale_from(
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
     if spec.rule in POWER_RULES:
         return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
-    if spec.arithmetic is not None:
-        return _computed_scale(amax, spec, tensor_scale)
     least = least_scale(spec.scale)
     if tensor_scale is None:
         return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
-    scale = quotient(scale, tensor_scale)
+    scale = (product if spec.tensor_scale_divides else quotient)(scale, tensor_scale)
     return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 
@@ -117,39 +113,12 @@ def _divisor(spec: BlockFormat) -> Fraction:
     return spec.largest
 
 
-def _computed_scale(
-    amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None
-) -> jax.Array:
-    """`_scale_from` as `spec.arithmetic` has it. Source: `calculate_qparams` of compressed-tensors,
-    quantization/utils/helpers.py.
-    """
-    assert spec.scale is not None
-    # The least quotient is what XLA's CPU does not take for 0; where amax is 0 it is replaced.
-    scale = in_arithmetic(_quotient_scale(amax, _divisor(spec), _LEAST), spec)
-    if tensor_scale is not None:
-        scale = product(scale, tensor_scale)
-    value = from_stored(to_stored(scale, spec.scale), spec.scale)
-    epsilon = np.float32(2.0**-spec.scale.mantissa_bits)
-    return to_stored(jnp.where(is_zero(amax) | (value == 0), epsilon, value), spec.scale)
-
-
-def rounds_quotients(spec: BlockFormat) -> bool:
-    """Whether x / scale is rounded to `spec.arithmetic` before it is rounded to the element."""
-    return spec.arithmetic not in (None, FLOAT32) and spec.tensor_scale is None
-
-
-def in_arithmetic(x: jax.Array, spec: BlockFormat) -> jax.Array:
-    """float32 `x` rounded to `spec.arithmetic`; infinite on overflow."""
-    assert spec.arithmetic is not None
-    return round_values(x, spec.arithmetic, UNCLAMPED)
-
-
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The scale of the whole tensor, as it is stored, from the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
-    if spec.arithmetic is not None:
-        return to_stored(_computed_tensor_scale(amax, spec), spec.tensor_scale)
+    if spec.tensor_scale_divides:
+        return to_stored(_dividing_scale(amax, spec), spec.tensor_scale)
     # Not less, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
@@ -157,21 +126,16 @@ def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
 
 
 @elementwise
-def _computed_tensor_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
-    """The second scale as `spec.arithmetic` has it, by which results are divided; 1 for zeros.
-
-    In float16 what it is computed by overflows for an amax below 0.041; compressed-tensors takes 1
-    then, with which the scales of blocks fall below those that E4M3 has. Here it is that of
-    float32. Source: `generate_gparam` of compressed-tensors, quantization/utils/helpers.py.
+def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """A second scale by which results are divided, the reciprocal of `amax` times the largest
+    element and scale; 1 for zeros. Source: `generate_gparam` of compressed-tensors.
     """
     assert spec.scale is not None
     largest = np.float32(float(spec.largest * spec.scale.max_finite))
     one = jnp.ones_like(amax)
-    # Its package divides a number by a tensor, for which PyTorch multiplies by the reciprocal.
-    inverse = ieee_quotient(one, jnp.where(is_zero(amax), np.float32(np.nan), amax))
-    narrow = in_arithmetic(product(in_arithmetic(inverse, spec), largest), spec)
-    wide = product(inverse, largest)
-    return jnp.where(jnp.isfinite(narrow), narrow, jnp.where(jnp.isfinite(wide), wide, one))
+    # PyTorch divides a number by a tensor by multiplying with the reciprocal, which is rounded.
+    scale = product(ieee_quotient(one, jnp.where(is_zero(amax), largest, amax)), largest)
+    return jnp.where(is_zero(amax), one, jnp.minimum(scale, np.float32(2.0**126)))
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:
@@ -205,7 +169,7 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
     if tensor_scale is not None:
         assert spec.tensor_scale is not None
         second = from_stored(tensor_scale, spec.tensor_scale)
-        combine = product if spec.arithmetic is None else quotient
+        combine = quotient if spec.tensor_scale_divides else product
         value = combine(value, _over(second, value))
     if spec.element_exponent:
         value = times_power_of_two(value, jnp.full_like(value, spec.element_exponent, jnp.int32))
@@ -221,7 +185,7 @@ def differentiable_scale(
     if tensor_scale is None:
         return value
     second = _over(differentiable_widened(tensor_scale), value)
-    return value * second if spec.arithmetic is None else value / second
+    return value / second if spec.tensor_scale_divides else value * second
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
@@ -313,10 +277,7 @@ def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
             carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
             e += (fraction >= np.uint32(carries)).astype(jnp.int32)
     lowest, highest = _power_range(spec.scale)
-    # The scale of zeros is the least one; where the arithmetic has only 0 for that, it is 2**0.
-    has_lowest = spec.arithmetic is None or spec.arithmetic.min_positive <= Fraction(2) ** lowest
-    of_zeros = np.int32(lowest if has_lowest else 0)
-    return jnp.where(is_zero(amax), of_zeros, jnp.clip(e, lowest, highest))
+    return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
 
 
 def _power_range(fmt: FloatFormat) -> tuple[int, int]:

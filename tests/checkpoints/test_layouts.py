@@ -76,37 +76,17 @@ def fp8_oracle(x, rows, columns):
     return fp8(x, f32(spread(scale, x))), scale
 
 
-# compressed-tensors computes in the dtype of the weights: quotients are rounded to it, scales
-# stored in it, and eps of it is the scale of zeros.
-
-
-def computed(x, wide):
-    """float32 `wide` rounded to the dtype of the weight `x`."""
-    return f32(f32(wide).astype(x.dtype))
-
-
-def computed_scale(x, rows, columns, divisor):
-    scale = computed(x, np.abs(by_blocks(f32(x), rows, columns)).max(-1) / f32(divisor))
-    return np.where(scale == 0, f32(ml_dtypes.finfo(x.dtype).eps), scale)
-
-
-def computed_quotient(x, scale):
-    return computed(x, f32(x) / f32(spread(scale, x)))
-
-
 def compressed_fp8(x, rows, columns):
-    scale = computed_scale(x, rows, columns, 448)
-    codes = np.clip(computed_quotient(x, scale), -448, 448).astype(E4M3)
-    stored = scale.astype(x.dtype)
-    return {"weight": codes, "weight_scale": stored.reshape(-1) if scale.size == 1 else stored}
+    codes, scale = fp8_oracle(f32(x), rows, columns)
+    return {"weight": codes, "weight_scale": scale.reshape(-1) if scale.size == 1 else scale}
 
 
 def integers(x, columns, bits):
     """amax becomes half of the range, 127.5 or 7.5; -128 and -8 are used."""
-    half = 2 ** (bits - 1)
-    scale = computed_scale(x, 1, columns, half - 0.5)
-    codes = np.clip(np.rint(computed_quotient(x, scale)), -half, half - 1)
-    return codes.astype(np.int8), scale.astype(x.dtype)
+    half, x = 2 ** (bits - 1), f32(x)
+    scale = amax_scale(np.abs(by_blocks(x, 1, columns)).max(-1), half - 0.5)
+    codes = np.clip(np.rint(x / f32(spread(scale, x))), -half, half - 1)
+    return codes.astype(np.int8), scale
 
 
 def compressed_int8(x):
@@ -118,8 +98,7 @@ def compressed_mxfp8(x):
     amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log2(np.float64(amax) / 448)) + 1
-    of_zeros = 0 if x.dtype == np.float16 else -127  # float16 has no 2**-127
-    exponents = np.where(amax == 0, of_zeros, exponents).astype(int)
+    exponents = np.where(amax == 0, -127, exponents).astype(int)
     codes = fp8(f32(x), f32(spread(f32(2.0) ** exponents, x)))
     return {"weight": codes, "weight_scale": e8m0(exponents)}
 
@@ -128,8 +107,7 @@ def compressed_mxfp4(x):
     """Amax rounded to the two significant bits of E2M1, then floor(log2) - 2."""
     amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     rounded = (amax.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
-    of_zeros = 0 if x.dtype == np.float16 else -127
-    exponents = np.where(amax == 0, of_zeros, (rounded >> 23).astype(int) - 127 - 2)
+    exponents = np.where(amax == 0, -127, (rounded >> 23).astype(int) - 127 - 2)
     q = np.clip(f32(x) / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
     return {"weight_packed": nibbles(q), "weight_scale": e8m0(exponents)}
 
@@ -148,10 +126,9 @@ def nvfp4(x):
 def compressed_nvfp4(x):
     """The second scale divides: 6 * 448 times the reciprocal of the amax of q, k and v."""
     amax = max(np.abs(f32(w)).max() for w in weights(x.dtype).values())
-    second = computed(x, computed(x, f32(1) / amax) * f32(6 * 448))
-    block = computed(x, np.abs(by_blocks(f32(x), 1, 16)).max(-1) / f32(6))
-    scale = (block * second).astype(E4M3)
-    scale = np.where(scale == 0, E4M3(0.125), scale)
+    second = f32(1) / amax * f32(6 * 448)
+    block = np.abs(by_blocks(f32(x), 1, 16)).max(-1) / f32(6)
+    scale = np.maximum(block * second, f32(2.0**-9)).astype(E4M3)
     q = f32(x) / f32(spread(f32(scale) / second, x))
     return {
         "weight_packed": nibbles(np.clip(q, -6, 6)),
@@ -215,12 +192,11 @@ CASES = {
 }
 
 
-# The dtypes in which every layout but compressed-tensors computes alike are tested elsewhere.
 OF_16_BITS = [
     (*case, dtype)
     for case in CASES
     for dtype in (ml_dtypes.bfloat16, np.float16)
-    if case[0] == COMPRESSED and case[1] != "int4_group32"
+    if case[0] == COMPRESSED and case[1] in ("e4m3fn", "int8", "nvfp4")
 ]
 
 

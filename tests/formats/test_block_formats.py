@@ -91,11 +91,11 @@ def test_defaults():
         "scale": FLOAT32,
         "rule": "amax",
         "tensor_scale": None,
+        "tensor_scale_divides": False,
         "zero_point": False,
         "element_exponent": 0,
         "narrow_range": False,
         "amax_epsilon": 0.0,
-        "arithmetic": None,
     }
 
 
@@ -267,8 +267,7 @@ def test_along():
         ({"scale": "e8m0", "rule": "amax"}, "rule='amax' with e8m0fnu scales, .*powers of two"),
         ({"element": "uint8", "rule": "range"}, "rule='range' needs signed elements"),
         ({"scale": "e8m0", "rule": "range"}, "rule='range' with e8m0fnu scales"),
-        ({"arithmetic": "e4m3fn"}, "arithmetic=e4m3fn, expected float32, bfloat16, float16 or"),
-        ({"arithmetic": "float16", "amax_epsilon": 1.0}, "arithmetic needs a scale, and no zero"),
+        ({"tensor_scale_divides": True}, "tensor_scale_divides needs a tensor_scale"),
         ({"element": "nf4", "rule": "even"}, "rule='even' needs an element with mantissa bits"),
         ({"scale": None, "tensor_scale": "float32"}, "tensor_scale needs a scale with rule='amax'"),
         ({"scale": "e8m0", "tensor_scale": "float32"}, "tensor_scale needs a scale"),

@@ -56,7 +56,7 @@ class Blocks:
     element_exponent: int = 0
     narrow_range: bool = False
     amax_epsilon: float = 0.0
-    arithmetic: str | None = None
+    tensor_scale_divides: bool = False
 
     @property
     def spec(self) -> Float | Int | Table:
@@ -199,8 +199,8 @@ def power_limits(scale: Float) -> tuple[int, int]:
 def power_exponent(amax: Fraction, blocks: Blocks) -> int:
     """The exponent of the scale, by the rule; OCP MX 1.0, section 6.3, is "floor"."""
     least, most = power_limits(blocks.scale_spec)
-    if amax == 0:  # float16 has no 2**-127: compressed-tensors then takes 1
-        return 0 if blocks.arithmetic == "float16" else least
+    if amax == 0:
+        return least
     whole, target = floor_log2(amax), floor_log2(blocks.largest)
     match blocks.rule:
         case "floor":
@@ -272,12 +272,10 @@ def quantize(
         factor = factor * 2.0**blocks.element_exponent
         u = wide.astype(np.float64) / factor  # powers of two, far inside of float64
     else:
-        both = decoded / total if blocks.arithmetic else decoded * total
+        both = decoded / total if blocks.tensor_scale_divides else decoded * total
         factor = spread(both, blocks, shape) * F32(2.0**blocks.element_exponent)
         assert factor.dtype == F32
         u = wide / factor
-        if not blocks.tensor_scale:
-            u = _in(u, blocks)
         assert u.dtype == F32
     each_zero = None if zero is None else spread(zero, blocks, shape)
     return Quantized(
@@ -290,11 +288,6 @@ def quantize(
         poisoned_blocks=poisoned,
         factor=factor,
     )
-
-
-def _in(x, blocks: Blocks) -> np.ndarray:
-    """float32 `x` rounded to the arithmetic of compressed-tensors, the dtype of its weights."""
-    return x.astype(SOURCES[blocks.arithmetic or "float32"]).astype(F32)
 
 
 def _of_blocks(wide, blocks: Blocks) -> tuple[np.ndarray, ...]:
@@ -317,8 +310,8 @@ def _tensor_scale(wide, blocks: Blocks) -> np.float32:
     if size == 0:
         return F32(1)
     most = blocks.scale_spec.fraction(blocks.scale_spec.max_code)
-    if blocks.arithmetic:  # a number over a tensor is the reciprocal times it, in PyTorch
-        return F32(_in(_in(F32(1) / size, blocks) * F32(float(blocks.largest * most)), blocks))
+    if blocks.tensor_scale_divides:  # a number over a tensor is the reciprocal times it, in PyTorch
+        return F32(1) / size * F32(float(blocks.largest * most))
     least = F32(float(Fraction(2) ** -126 / blocks.scale_spec.fraction(1)))
     return max(size / F32(float(blocks.largest * most)), least)
 
@@ -333,11 +326,9 @@ def _scales(amax, low, high, blocks: Blocks, total) -> np.ndarray:
     divisor = F32(float(blocks.largest))
     if blocks.rule == "range" and isinstance(blocks.spec, Int):
         divisor = F32((blocks.spec.highest - blocks.spec.lowest) / 2)
-    if blocks.arithmetic:
-        decoded = rounded_scales(_in(amax / divisor, blocks) * total, scale)
-        return np.where(decoded == 0, F32(2.0**-scale.mantissa), decoded)
     if blocks.tensor_scale:
-        quotients = amax / F32(float(blocks.largest)) / total
+        quotients = amax / F32(float(blocks.largest))
+        quotients = quotients * total if blocks.tensor_scale_divides else quotients / total
         return np.maximum(rounded_scales(quotients, scale), least)
     if blocks.zero_point:
         lowest, highest = blocks.limits

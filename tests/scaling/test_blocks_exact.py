@@ -342,17 +342,10 @@ OTHERS = {
         "int8", block=(16,), amax_epsilon=0.3, scale="e8m0fnu", rule="ceil"
     ),
     "half of the range": Blocks("int8", block=(16,), rule="range"),
-    "float32 arithmetic": Blocks("int4", block=(16,), rule="range", arithmetic="float32"),
-    "bfloat16 arithmetic": Blocks(
-        "int8", block=(16,), scale="bfloat16", rule="range", arithmetic="bfloat16"
+    "a second scale that divides": Blocks(
+        "e2m1fn", block=(16,), scale="e4m3fn", tensor_scale=True, tensor_scale_divides=True
     ),
-    "float16 arithmetic": Blocks("e4m3fn", block=(16,), scale="float16", arithmetic="float16"),
-    "float16 arithmetic of powers": Blocks(
-        "e4m3fn", block=(16,), scale="e8m0fnu", rule="below", arithmetic="float16"
-    ),
-    "bfloat16 arithmetic of two scales": Blocks(
-        "e2m1fn", block=(16,), scale="e4m3fn", tensor_scale=True, arithmetic="bfloat16"
-    ),
+    "powers above": Blocks("e4m3fn", block=(16,), scale="e8m0fnu", rule="below"),
     "unscaled": Blocks("bfloat16", other_axes=None, scale=None),
     "unscaled e4m3": Blocks("e4m3fn", other_axes=None, scale=None),
 }
@@ -695,12 +688,9 @@ def test_what_a_quantized_array_says():
     same_numbers(back.dequantize(), q.dequantize())
 
 
-# The arithmetic of compressed-tensors: what is not in the tables above.
-
-
 def test_the_derivative_by_a_second_scale_that_divides():
     """y = q * scale / second, so dy/dsecond = -y / second."""
-    spec = dataclasses.replace(qt.formats.NVFP4, arithmetic="bfloat16")
+    spec = dataclasses.replace(qt.formats.NVFP4, tensor_scale_divides=True)
     q = qt.quantize(numbers((4, 64)), spec)
 
     def total(second):
@@ -708,19 +698,3 @@ def test_the_derivative_by_a_second_scale_that_divides():
 
     expected = -total(q.tensor_scale) / q.tensor_scale
     np.testing.assert_allclose(jax.grad(total)(q.tensor_scale), expected, rtol=1e-5)
-
-
-def test_the_arithmetic_of_float16_is_left_where_its_range_ends():
-    """compressed-tensors takes 1 as second scale of an amax below 0.041, for which 2688 / amax
-    overflows float16, and as scale of a block of MX with a subnormal amax, which becomes zeros.
-    """
-    x = np.full((1, 32), 0.02, np.float16)
-    nvfp4 = dataclasses.replace(qt.formats.NVFP4, arithmetic="float16")
-    mxfp8 = dataclasses.replace(qt.formats.MXFP8_E4M3, rule="below", arithmetic="float16")
-    second = np.float32(1) / np.float32(x[0, 0]) * np.float32(2688)
-    assert qt.quantize(x, nvfp4).tensor_scale == second > np.finfo(np.float16).max
-    np.testing.assert_allclose(qt.quantize(x, nvfp4).dequantize(), x, rtol=2**-11)
-    tiny = np.full((1, 32), 2.0**-16, np.float16)
-    np.testing.assert_array_equal(qt.quantize(tiny, mxfp8).dequantize(), tiny)
-    zeros = qt.quantize(np.zeros((1, 32), np.float16), mxfp8)
-    assert zeros.scale.view(np.uint8).item() == 127  # 2**0, as the package has it

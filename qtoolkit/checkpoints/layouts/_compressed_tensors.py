@@ -3,15 +3,16 @@
 Entries and configs follow the package itself: `compressors/*/base.py` and the presets in
 `quantization/quant_scheme.py`. Scales multiply, but NVFP4's `weight_global_scale` divides.
 
-So do scales and codes, byte for byte, and `BlockFormat.arithmetic` says how: the package computes
-in the dtype of the weights. Scales are stored in it. Quotients are rounded to it before they become
-codes, on CPUs; its kernels for GPUs round once. In bfloat16 that costs int8 0.5 dB and e4m3fn 0.05
-dB of SQNR. Two rules are its own. Amax of integers becomes 127.5 or 7.5, half of their range: 0.5
-dB better for int4 than 7. In MXFP8 an amax of 1.75 * 2**k, which a power of two maps to the largest
-element, 448, is mapped to 224: OCP MX leaves the choice of the scale open, and nothing clamps
-either way. Not followed is what it does where float16 ends: it flushes blocks of MX whose amax is
-subnormal, or rounds up to 2**16, to zero, and takes 1 for the second scale of NVFP4, which
-overflows if amax is below 0.041.
+Scales are those of the package for weights in float32, and codes are what it makes of a weight and
+its stored scale, byte for byte. Two rules of scales are its own. Amax of integers becomes 127.5 or
+7.5, half of their range: 0.5 dB better for int4 than 7. In MXFP8 an amax of 1.75 * 2**k, which a
+power of two maps to the largest element, 448, is mapped to 224: OCP MX leaves the choice of the
+scale open, and nothing clamps either way.
+
+Scales are float32 here whatever the weights. Of a model in bfloat16, llm-compressor stores them in
+bfloat16, and quotients are then rounded to bfloat16 before they become codes, on CPUs; its kernels
+for GPUs round once, as qtoolkit always does. Rounding twice costs int8 0.5 dB of SQNR. Blocks of
+zeros have other scales than in the package, which takes the machine epsilon.
 """
 
 import dataclasses
@@ -95,7 +96,7 @@ def store(
 ) -> Stored:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
-    spec, name = computed(scheme.spec, info.dtype), info.name
+    spec, name = computed(scheme.spec), info.name
     element = spec.element
     packing: Packing = "bytes"
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
@@ -112,7 +113,7 @@ def store(
         assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
     counts = spec.scale_shape(info.shape)
-    dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else info.dtype
+    dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
     shape = (1,) if scheme in (FP8_TENSOR, FP8_STATIC) else counts
     second = None
     if spec.tensor_scale is not None:
@@ -131,16 +132,15 @@ def store(
     )
 
 
-def computed(spec: BlockFormat, dtype: str) -> BlockFormat:
-    """`spec` with the arithmetic of the package for weights of a dtype: F32, BF16 or F16."""
-    fmt = scale_format(dtype)
-    rule = spec.rule
+def computed(spec: BlockFormat) -> BlockFormat:
+    """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
-        rule = "range"
-    elif spec.has_powers and spec.element == E4M3FN:
-        rule = "below"
-    scale = spec.scale if spec.has_powers or spec.tensor_scale is not None else fmt
-    return dataclasses.replace(spec, rule=rule, scale=scale, arithmetic=fmt)
+        return dataclasses.replace(spec, rule="range")
+    if spec.tensor_scale is not None:
+        return dataclasses.replace(spec, tensor_scale_divides=True)
+    if spec.has_powers and spec.element == E4M3FN:
+        return dataclasses.replace(spec, rule="below")
+    return spec
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
@@ -441,8 +441,8 @@ def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
-    note="Scales and codes are those of compressed-tensors itself, byte for byte, which computes "
-    "in the dtype of the weights and stores scales in it.",
+    note="Scales are those of compressed-tensors for float32 weights: amax of integers becomes 127.5 "
+    "or 7.5. Codes are what its own quantize makes of a weight and its scale, byte for byte.",
     loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),

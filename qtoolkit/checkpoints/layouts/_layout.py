@@ -59,7 +59,7 @@ class Layout:
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: (as for `config`) -> further JSON files by name.
       caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
-      computed: (spec, dtype of a weight) -> the spec as the layout's publisher computes with it.
+      computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       static: Maps schemes that work without static activation scales to those that are written
@@ -86,7 +86,7 @@ class Layout:
     files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = (
         lambda used, kept: {}
     )
-    computed: Callable[[BlockFormat, str], BlockFormat] = lambda spec, dtype: spec
+    computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
     note: str = ""
     linear_only: bool = True
     is_mixed: bool = False
