@@ -142,10 +142,11 @@ class _Check:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
     def _written(self, name: str) -> Stored:
-        """The `Stored` of a weight, with its layout's rules of scales.
+        """The `Stored` of a weight, with the rules of scales of its layout.
 
-        And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was used. If the least scale is exactly 1e-4 / 448, it was: blocks
-        with a smaller amax have that scale then.
+        And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was
+        used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
+        scale then.
         """
         assert isinstance(self._target, DequantizedSource)
         stored = self.stored[name]

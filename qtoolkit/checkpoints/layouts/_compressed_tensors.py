@@ -441,8 +441,8 @@ def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
-    note="Scales are those of compressed-tensors for float32 weights: amax of integers becomes 127.5 "
-    "or 7.5. Codes are what its own quantize makes of a weight and its scale, byte for byte.",
+    note="Scales are those of compressed-tensors for float32 weights: amax of integers becomes "
+    "127.5 or 7.5. Codes are what its own quantize makes of a weight and its scale, byte for byte.",
     loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
