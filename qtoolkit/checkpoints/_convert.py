@@ -289,7 +289,8 @@ def entries(
             assert scales.tensor_scale is not None
             second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
             with np.errstate(divide="ignore"):
-                yield stored.second.name, 1 / second if stored.second_divides else second
+                inverts = stored.second_divides and not stored.spec.tensor_scale_divides
+                yield stored.second.name, 1 / second if inverts else second
         if stored.scale is not None and scales.scale is not None:
             yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
         for piece in result.pieces:

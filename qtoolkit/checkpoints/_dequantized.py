@@ -10,8 +10,8 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._saved import saved_arrays
-from qtoolkit.checkpoints._source import Folder, Source
-from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._source import MODELOPT_CONFIG, Folder, Source
+from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
@@ -114,14 +114,31 @@ def folder_of(source: Source) -> Folder | None:
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
-    """The quantization config in a folder's config.json; empty if there is none."""
+    """The quantization config of a folder; empty if there is none.
+
+    It is in config.json, or, in many folders of NVIDIA's modelopt, only in hf_quant_config.json.
+
+    Raises:
+      CheckpointError: That file does not say how weights are quantized.
+    """
     config = source.config if isinstance(source, Folder) else {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             if isinstance(part.get(key), dict):
                 return part[key]
-    return {}
+    return _of_modelopt(source) if isinstance(source, Folder) and source.modelopt_config else {}
+
+
+def _of_modelopt(folder: Folder) -> dict[str, Any]:
+    """hf_quant_config.json as the quantization_config that modelopt writes today."""
+    found = folder.modelopt_config.get("quantization")
+    if not isinstance(found, dict) or "quant_algo" not in found:
+        raise CheckpointError(
+            f"{join(folder.path, MODELOPT_CONFIG)}: {shown(str(found)[:80])} under 'quantization', "
+            'expected {"quant_algo": "FP8", ...}; fetch it again'
+        )
+    return {"quant_method": "modelopt", "ignore": found.get("exclude_modules"), **found}
 
 
 def dequantized(source: Source) -> Source:

@@ -84,7 +84,12 @@ class NpzFile(ArraySource):
             shape, is_fortran, dtype = read(data)
             start = data.tell()
         if dtype.hasobject:
-            raise CheckpointError(f"{path}: member {shown(member)} holds Python objects: {PICKLE}")
+            raise CheckpointError(
+                f"{path}: member {shown(member)} holds Python objects, pickled, which may run any "
+                "code when they are read, expected arrays of numbers; where you trust it, read it "
+                "with numpy.load(FILE, allow_pickle=True), and write the numbers in them with "
+                "numpy.savez"
+            )
         size = info.file_size - start
         is_stored = info.compress_type == zipfile.ZIP_STORED
         is_whole = not is_stored or info.compress_size == info.file_size

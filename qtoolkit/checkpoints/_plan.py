@@ -117,7 +117,7 @@ class Plan:
         """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
         specs = dict.fromkeys(
             # Unique ones first: there are few, and finding the name of a format takes long.
-            (tensor.spec, tensor.scheme is not None)
+            (tensor.scheme.spec if tensor.scheme else tensor.spec, tensor.scheme is not None)
             for tensor in self.tensors
             if tensor.spec is not None and tensor.action == "quantize"
         )

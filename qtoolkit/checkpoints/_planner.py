@@ -41,6 +41,7 @@ from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
 _SOURCES = ("F32", "F16", "BF16")
+_OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names of layers
 _DIFFUSERS = "_class_name"  # in config.json of its models
 
 
@@ -111,6 +112,7 @@ def make_plan(
     planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
     plan = planner.plan(format, skip)
     _check_loads(folder_of(source), plan)
+    _check_known(source, plan)
     return plan
 
 
@@ -137,6 +139,20 @@ def _check_loads(folder: Folder | None, plan: Plan) -> None:
             f"{folder.path}: no {CONFIG}, and loaders of layout {plan.layout} learn from it that "
             f"weights are codes; fetch it, use --layout plain{itself}"
         )
+
+
+def _check_known(source: Source, plan: Plan) -> None:
+    """Raises where weights have llama.cpp's names, which loaders of the layout do not know."""
+    if not plan.quantization_config:
+        return
+    for tensor in plan.tensors:
+        if tensor.stored is not None and _OF_GGUF.search(tensor.name):
+            raise CheckpointError(
+                f"{source.path}: tensor {shown(tensor.name)}: named as in GGUF, and no loader of "
+                f"layout {plan.layout} finds it; convert the folder that the GGUF was made from, "
+                "or what transformers makes of it: from_pretrained(FOLDER, gguf_file=NAME) and "
+                "save_pretrained(SRC); or use --layout plain"
+            )
 
 
 class _Planner:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
+from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._qarrays import qarray_of
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
 from qtoolkit.checkpoints._source import Folder, is_orbax, kind_of_source
-from qtoolkit.checkpoints._storage import Path, join
-from qtoolkit.checkpoints._stored import Stored
+from qtoolkit.checkpoints._storage import Path
+from qtoolkit.checkpoints._stored import Entry
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._orbax import OrbaxFolder
@@ -88,26 +90,29 @@ def save(
 
 
 def load(path: Path, like: Any = None) -> Any:
-    """What a file or a checkpoint of orbax holds: arrays, 8-bit floats too, and `QArray`s.
+    """What a file, a folder or a checkpoint of orbax holds: arrays, 8-bit floats too, `QArray`s.
 
         state = qtoolkit.checkpoints.load("model.safetensors", like=nnx.state(model))
         nnx.update(model, state)
 
     Args:
-      path: A safetensors file, from `save`, `convert` or any other program, or a checkpoint of
-        orbax, as `convert(to="orbax")` writes it.
+      path: A safetensors file, from `save`, `convert` or any other program; a folder as Hugging
+        Face's, in any layout; or a checkpoint of orbax, as `convert(to="orbax")` writes it.
       like: A state with the structure of the result, such as `nnx.state(model)`, linen variables,
         or trees of `jax.ShapeDtypeStruct`. Of the file's names it expects just those that `save`
         would give it. A tensor that `convert` quantized becomes a `QArray`, whatever `like` has.
 
     Returns:
       Without `like` a dictionary of NumPy arrays by name, in the file's order, with a `QArray` for
-      each one that was saved; what `convert` quantized is as it is in the file, for `dequantize`.
+      each one that was saved. What `convert` quantized is a `QArray`, too, if a folder is given,
+      whose config says what codes are: packed if its elements are narrower than a byte. Of a file
+      it is as it is there, for `dequantize`.
       With it a tree like it, of JAX arrays and `QArray`s; dtypes are those of the file.
 
     Raises:
-      CheckpointError: The file is damaged, holds elements narrower than a byte, or is not like
-        `like`: a name is missing or left over, a shape or kind of dtype differs.
+      CheckpointError: The file is damaged, or holds elements narrower than a byte; the weights of a
+        folder are quantized in no layout that is read, or otherwise than its config says; or it is
+        not like `like`: a name is missing or left over, a shape or kind of dtype differs.
       OSError: The file cannot be read.
 
     Examples:
@@ -120,9 +125,12 @@ def load(path: Path, like: Any = None) -> Any:
       True
     """
     with _opened(path) as file:
-        arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
         described = file.metadata.get(ARRAYS_KEY)
-    loaded = _with_qarrays(path, arrays, described)
+        if isinstance(file, Folder) and described is None:
+            loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))
+        else:
+            arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
+            loaded = _with_qarrays(path, arrays, described)
     if like is None:
         return loaded
     wanted = dict(_flat(path, like))
@@ -144,15 +152,11 @@ def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
                     loaded[f"{name}.value{suffix}"] = loaded.pop(name + suffix)
 
 
-def _opened(path: Path) -> "SafetensorsFile | OrbaxFolder":
+def _opened(path: Path) -> "SafetensorsFile | Folder | OrbaxFolder":
     if kind_of_source(path, "path") != "folder":
         return SafetensorsFile(path)
     if not is_orbax(path):
-        with Folder(path) as folder:  # says what is there instead of weights
-            raise CheckpointError(
-                f"{path}: a folder, expected a file or a checkpoint of orbax; give one of its "
-                f"files: {join(path, folder.files[0])}"
-            )
+        return Folder(path)
     from qtoolkit.checkpoints._orbax import OrbaxFolder
 
     return OrbaxFolder(path)
@@ -375,45 +379,42 @@ def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
     Raises:
       CheckpointError: The scales belong to no blocks of the codes.
     """
-    import jax.numpy as jnp
-
     from qtoolkit.checkpoints.layouts import LAYOUTS
-    from qtoolkit.formats import BlockFormat, format
-    from qtoolkit.scaling import QArray
 
     if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
         return None
+    arrays = {"codes": codes, "codes_scale": scale}
     infos = {
         name: TensorInfo(name, DTYPE_OF[x.dtype.name], x.shape, 0, x.nbytes)
-        for name, x in (("codes", codes), ("codes_scale", scale))
+        for name, x in arrays.items()
     }
     (stored,) = LAYOUTS["plain"].read({}, infos, "load").values()
-    element = format(codes.dtype)
-    if scale.size == 1:
-        spec, shape = BlockFormat.tensor(element), (1,) * codes.ndim
-    else:
-        shape = scale.shape + (1,) * (codes.ndim - scale.ndim)  # [o] of [o, i]
-        lengths = _block_lengths(codes.shape, shape, stored)
-        outputs = [axis for axis, length in enumerate(lengths) if length == 1]
-        is_whole = all(length in (1, n) for n, length in zip(codes.shape, lengths, strict=True))
-        if is_whole and len(outputs) == 1:
-            spec = BlockFormat.channel(element, outputs[0])
-        else:
-            spec = BlockFormat(element=element, block=lengths, axes=tuple(range(codes.ndim)))
-    dtype = getattr(wanted, "dtype", np.dtype("float32"))
-    return QArray(
-        jnp.asarray(codes.view(np.uint8)), jnp.asarray(scale.reshape(shape)), spec, dtype=dtype
-    )
+
+    def read(entry: Entry) -> np.ndarray:
+        return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
+
+    return qarray_of(stored, read, getattr(wanted, "dtype", np.dtype("float32")))
 
 
-def _block_lengths(
-    shape: tuple[int, ...], counts: tuple[int, ...], stored: Stored
-) -> tuple[int, ...]:
-    """The length of a block along each axis, of which there are so many."""
-    _, rows, columns = stored.matrices
-    tiles = stored.spec.block_lengths((rows, columns))
-    partial = {len(shape) - 2: tiles[0], len(shape) - 1: tiles[1]}
-    return tuple(
-        n if count == 1 else 1 if count == n else partial[axis]
-        for axis, (n, count) in enumerate(zip(shape, counts, strict=True))
-    )
+def _of_folder(folder: Folder, wanted: Collection[str] | None) -> dict[str, Any]:
+    """The tensors of a folder by name; what is quantized is a `QArray`, whatever the layout.
+
+    What loaders keep beside the weights, such as input scales, is left out if it is not `wanted`.
+    """
+    source = dequantized(folder)
+
+    def read(entry: Entry) -> np.ndarray:
+        data = np.empty(entry.nbytes, np.uint8)
+        folder.read_into(entry.name, 0, data.data)
+        return data
+
+    weights = source.stored if isinstance(source, DequantizedSource) else {}
+    found: dict[str, Any] = {}
+    for name in everything(source) if wanted is None else {*source.tensors, *wanted}:
+        array = qarray_of(weights[name], read, "float32") if name in weights else None
+        if array is not None:
+            found[name] = array
+            continue
+        entries = [e.name for e in weights[name].entries] if name in weights else [name]
+        found |= {entry: folder.read(entry) for entry in entries if entry in folder.tensors}
+    return found

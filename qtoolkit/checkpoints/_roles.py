@@ -17,19 +17,28 @@ AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
 # output layers and heads, norms, routers (a bare "gate" is one in mixture-of-experts models;
 # "gate_proj" and GGUF's "ffn_gate" are not, its "ffn_gate_inp" is), biases (of two dimensions in
 # Flax attention), the state matrices and short convolutions of state-space models, the vision and
-# audio parts of language models, the scales of tensors that are quantized already, and the states
-# of optimizers (Adam divides by moments that rounding would make 0).
+# audio parts of language models with what projects their results into the model, the scales of
+# tensors that are quantized already, and the states of optimizers (Adam divides by moments that
+# rounding would make 0).
 DEFAULT_SKIP = (
     r"(^|[./])("
-    r"[^./]*embe?d[^./]*|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"
-    r"|([^./]*_)?head|([^./]*_)?classifier|score|qa_outputs|cls"
+    r"[^./]*embe?d[^./]*|([^./]*_)?emb|token_types|wte|wpe|shared(?=[./](weight|embedding)$)"
+    r"|([^./]*_)?head|([^./]*_)?classifier|score|qa_outputs|cls|output_layer|lm_loss|pred_layer"
+    r"|vocab_(transform|projector)|(generator|discriminator)_predictions|output_projection"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
     r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
     r"|a_log|([^./]*_)?conv1d|dt_bias|opt_state"
-    r"|vision_(tower|model|encoder)|visual|audio_(tower|encoder)|(multi_modal|mm)_projector"
+    r"|([^./]*_)?(vision|image|video|audio|speech)_(tower|model|encoder|backbone)|vqmodel|vpm|apm"
+    r"|vision|visual(_tokenizer)?|vision_language_adapter|patch_merger|([^./]*_)?(aligner|projector)"
+    r"|connector|([^./]*_)?resampler|qformer|query_tokens|audio_projection_layer"
+    r"|(visual|image|audio|speech|text|language)_projection"
     r"|[^./]*bias[^./]*|([^./]*_)?scales?(_inv|_\d+)?"
     r")([./]|$)"
-    r"|^output[./](weight|kernel)$"
+    # At the root, or at that of a language model in a larger one: "output" is a common name deeper
+    # down, as is "proj_out", the head of Whisper, and "decoder", that of ModernBERT; "mlp1" is
+    # InternVL's projector, "ff_out" the head of OLMo beside its layers.
+    r"|^(language_model[./])?(output|proj_out|decoder)[./](weight|kernel)$"
+    r"|^(model[./])?mlp1[./]|(^|[./])transformer[./]ff_out[./]weight$"
 )
 # Weights that are looked up, not multiplied; "embed_out" is GPT-NeoX's output layer.
 EMBEDDING = re.compile(

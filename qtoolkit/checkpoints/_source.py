@@ -7,6 +7,8 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from qtoolkit.checkpoints._header import (
     MAX_HEADER_BYTES,
     CheckpointError,
@@ -23,6 +25,7 @@ CONFIG = "config.json"
 # transformers would take codes for weights without an error.
 PARKED_CONFIG = "qtoolkit_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
 # A folder in a target behind a URL while it is written: folders cannot be renamed there.
 UNDER_WAY = ".qtoolkit-partial"
 PLAN = "plan.json"
@@ -65,6 +68,8 @@ class Folder(Closing):
       path, tensors, metadata: As `Source` says; metadata is that of the first file.
       config: The content of `config.json`, else of `qtoolkit_config.json`; empty without either.
       has_config: Whether there is either.
+      modelopt_config: The content of `hf_quant_config.json`, which NVIDIA's modelopt writes; empty
+        without it.
       base: The name of its weights without the ending, from the index or the only file: "model" of
         model.safetensors. For several files without an index also "model".
       files: Names of the files with its weights.
@@ -92,6 +97,8 @@ class Folder(Closing):
         config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
         self.config = {} if config is None else read_json(join(path, config))
         self.has_config = config is not None
+        has_modelopt = MODELOPT_CONFIG in names
+        self.modelopt_config = read_json(join(path, MODELOPT_CONFIG)) if has_modelopt else {}
         self.is_adapter = ADAPTER_CONFIG in names
         files, index = weight_files(path, [*found])
         self.files = files
@@ -99,7 +106,7 @@ class Folder(Closing):
         is_one = index is None and len(files) == 1 and not _SHARD.match(files[0])
         named = files[0] if is_one else index_name.removesuffix(".index.json")
         self.base = named.removesuffix(".safetensors")
-        made = {*files, INDEX, index_name, CONFIG, PARKED_CONFIG, "hf_quant_config.json"}
+        made = {*files, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
         copied, left = _others(path, found, _modules(path, names))
         self.copied = [name for name in copied if name not in made]
         self.left = [name for name in left if name not in made]
@@ -138,6 +145,10 @@ class Folder(Closing):
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._home[name].read_into(name, start, buffer)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor. Raises: as `SafetensorsFile.read`."""
+        return self._home[name].read(name)
 
     def close(self) -> None:
         for file in self._files.values():

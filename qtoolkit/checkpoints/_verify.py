@@ -18,6 +18,7 @@ from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 
@@ -47,12 +48,13 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
 
     Headers and index are checked as they are opened. Each tensor of `src` must be there: unchanged,
     rounded to another wide dtype, or quantized, its codes and scales being those of
-    `qtoolkit.quantize`. Static input scales must be there if the config says so, and be finite and
-    above 0; what numbers the calibration gave cannot be checked. If `convert` wrote the checkpoint,
-    config.json and hf_quant_config.json must say of quantization what it writes for these weights.
-    If another program did, config.json must only say that weights are quantized, and must not list
-    one of these by name as ignored. Other files are not compared. Nothing is written; memory is a
-    few chunks.
+    `qtoolkit.quantize`, in layout compressed-tensors by that package's rules of scales. Static
+    input scales must be there if the config says so, and be finite and above 0; what numbers the
+    calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
+    hf_quant_config.json must say of quantization what it writes for these weights. If another
+    program did, config.json must only say that weights are quantized, and must not list one of
+    these by name as ignored. Other files are not compared. Nothing is written; memory is a few
+    chunks.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
@@ -127,7 +129,8 @@ class _Check:
         elif 0 in info.shape:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
-            stored, reader = self._written(name), functools.partial(self._reader, name)
+            stored = self._written(name)
+            reader = functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks), Sums())
             self._differences(name, again, self._read_stored)
@@ -139,12 +142,17 @@ class _Check:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
     def _written(self, name: str) -> Stored:
-        """The `Stored` of a weight, with DeepSeek's least amax of 1e-4 if the scales show it.
+        """The `Stored` of a weight, with the rules of scales of its layout.
 
-        No file says whether it was used. If the least scale is exactly 1e-4 / 448, it was: blocks
-        with a smaller amax have that scale then.
+        And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was
+        used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
+        scale then.
         """
+        assert isinstance(self._target, DequantizedSource)
         stored = self.stored[name]
+        if self._target.layout in LAYOUTS:
+            spec = LAYOUTS[self._target.layout].computed(stored.spec)
+            stored = dataclasses.replace(stored, spec=spec)
         least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
         spec = stored.spec
         if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):

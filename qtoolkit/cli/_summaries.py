@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -378,6 +379,7 @@ def layout_data(layout: Layout) -> dict[str, Any]:
     return {
         "title": layout.title,
         "loaders": layout.loaders,
+        "note": layout.note,
         "schemes": [
             {
                 "format": text.split()[0],
@@ -395,7 +397,8 @@ def layout_page(layout: Layout) -> list[str]:
     """The lines that describe a layout."""
     texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
     width = max(map(len, texts))
-    lines = [f"{layout.name}: {layout.title}", f"loaded by {layout.loaders}", ""]
+    lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
+    lines += [*textwrap.wrap(layout.note, 100), ""]
     for scheme, text in zip(layout.schemes, texts, strict=True):
         needs = "needs --input-scales" if scheme.needs_input_scale else ""
         about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))

@@ -27,8 +27,9 @@ from qtoolkit.formats._names import (
     format,
 )
 
-POWER_RULES = ("floor", "ceil", "rceil", "even")
-RULES = (*POWER_RULES, "amax")
+POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
+QUOTIENT_RULES = ("amax", "range")
+RULES = (*POWER_RULES, *QUOTIENT_RULES)
 _WIDEST = Fraction(2) ** 100
 
 
@@ -58,6 +59,8 @@ class BlockFormat:
         the amax of the tensor over `largest` and the largest scale: amax / (6 * 448) in NVFP4. What
         the rule gives is divided by it before it is rounded to `scale`, so the block with that amax
         has the scale 448. None: no second scale.
+      tensor_scale_divides: Whether x ~ q * scale / tensor scale, with 6 * 448 / amax as the tensor
+        scale of NVFP4, as in compressed-tensors.
       zero_point: Whether integers are asymmetric: x ~ (q - zero point) * scale. Scale and zero
         point map the range of the block, widened to include 0, to that of the integers: -1 to 4.1
         in uint8 has the scale 5.1 / 255 = 0.02 and the zero point 50.
@@ -68,10 +71,12 @@ class BlockFormat:
     The rules, and the scales of blocks of E4M3FN (`largest` is 448) whose amax is 300, 460 and 500:
 
       "amax"   amax / largest, rounded to nearest in `scale`                  0.6696, 1.027, 1.116
+      "range"  amax over half of the range of the element, 127.5 for int8     0.6696, 1.027, 1.116
       "floor"  2**(floor(log2(amax)) - floor(log2(largest))), as OCP MX; may clamp         1, 1, 1
       "ceil"   2**(ceil(log2(amax)) - floor(log2(largest)))                                2, 2, 2
       "rceil"  2**ceil(log2(amax / largest)), the smallest power of two that never clamps  1, 2, 2
       "even"   "floor" after amax is rounded to the mantissa of the element: 448 and 512   1, 1, 2
+      "below"  2**(floor(log2(amax / largest)) + 1): as "rceil", but 2 for an amax of 448  1, 2, 2
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
 
@@ -93,6 +98,7 @@ class BlockFormat:
     scale: FloatFormat | None = FLOAT32
     rule: str | None = None
     tensor_scale: FloatFormat | None = None
+    tensor_scale_divides: bool = False
     zero_point: bool = False
     element_exponent: int = 0
     narrow_range: bool = False
@@ -110,6 +116,7 @@ class BlockFormat:
             scale: FormatLike | None = FLOAT32,
             rule: str | None = None,
             tensor_scale: FormatLike | None = None,
+            tensor_scale_divides: bool = False,
             zero_point: bool = False,
             element_exponent: int = 0,
             narrow_range: bool = False,
@@ -295,15 +302,19 @@ class BlockFormat:
             object.__setattr__(self, "rule", self._default_rule())
         if self.rule not in RULES:
             raise self._error(f"rule={self.rule!r}, expected one of {', '.join(RULES)}")
-        if self.rule == "amax" and self.has_powers:
+        if self.rule in QUOTIENT_RULES and self.has_powers:
             raise self._error(
-                f"rule='amax' with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
+                f"rule={self.rule!r} with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
                 f"expected one of {', '.join(POWER_RULES)}"
             )
         if self.rule == "even" and not isinstance(self.element, FloatFormat | IntFormat):
             raise self._error("rule='even' needs an element with mantissa bits, not a table")
         if self.narrow_range and not (isinstance(self.element, IntFormat) and self.element.signed):
             raise self._error("narrow_range needs signed integers")
+        if self.rule == "range" and not self.element.signed:
+            raise self._error("rule='range' needs signed elements: the scales are symmetric")
+        if self.tensor_scale_divides and self.tensor_scale is None:
+            raise self._error("tensor_scale_divides needs a tensor_scale")
         if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
             raise self._error("tensor_scale needs a scale with rule='amax'")
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):

@@ -120,6 +120,8 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     spec = operand.spec
     if spec is None or spec.scale is None or spec.element_exponent or not contracted:
         return 1
+    if spec.tensor_scale_divides:
+        return 1
     element, scale = _blocked_format(spec), spec.scale
     if element is None or scale.dtype is None or scale.bits != 8:
         return 1

@@ -33,7 +33,9 @@ def _dequantize_jvp(
     def product(moving: dict[str, jax.Array]) -> jax.Array:
         q = dequantized(codes, Scales(None, None, scales.zero_point), blocks, spec, jnp.float32)
         scale = differentiable_scale(
-            moving.get("scale", scales.scale), moving.get("tensor_scale", scales.tensor_scale)
+            moving.get("scale", scales.scale),
+            moving.get("tensor_scale", scales.tensor_scale),
+            spec,
         )
         return blocks.join(blocks.split(q) * blocks.spread(scale))
 

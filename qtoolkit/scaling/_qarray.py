@@ -37,7 +37,8 @@ class QArray:
       spec: The formats, and how arrays of any shape are cut into blocks; `lengths` has the lengths
         of blocks in this array.
       tensor_scale: In the dtype of `spec.tensor_scale`; a scalar, or one for each index of the
-        first axes where arrays were stacked, as `vmap` does.
+        first axes where arrays were stacked, as `vmap` does. It divides if
+        `spec.tensor_scale_divides`.
       zero_point: int32, the shape of `scale`.
       dtype: The dtype of the numbers x: float32, float16 or bfloat16.
       lengths: The length of a block along each of the last axes; axes added in front of them, as

@@ -5,6 +5,7 @@ format. Powers of two are handled as exponents, so that data, scales and results
 All other scales are float32 numbers, used by IEEE division and multiplication.
 """
 
+import math
 from fractions import Fraction
 
 import jax
@@ -31,10 +32,11 @@ from qtoolkit.formats import (
     BlockFormat,
     FloatFormat,
     FormatLike,
+    IntFormat,
     TableFormat,
     format,
 )
-from qtoolkit.formats.internal import binade
+from qtoolkit.formats.internal import POWER_RULES, binade
 
 _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads less as zero
 _SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
@@ -94,24 +96,46 @@ def _scale_from(
     assert spec.scale is not None
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
-    if spec.rule != "amax":
+    if spec.rule in POWER_RULES:
         return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
     least = least_scale(spec.scale)
     if tensor_scale is None:
-        return to_stored(_quotient_scale(amax, spec.largest, least), spec.scale)
+        return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
-    scale = quotient(scale, tensor_scale)
+    scale = (product if spec.tensor_scale_divides else quotient)(scale, tensor_scale)
     return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
+
+
+def _divisor(spec: BlockFormat) -> Fraction:
+    """What amax is divided by."""
+    if spec.rule == "range" and isinstance(spec.element, IntFormat):
+        return Fraction(spec.element.max_finite - spec.element.lowest) / 2
+    return spec.largest
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The scale of the whole tensor, as it is stored, from the amax of the whole tensor."""
     assert spec.scale is not None
     assert spec.tensor_scale is not None
+    if spec.tensor_scale_divides:
+        return to_stored(_dividing_scale(amax, spec), spec.tensor_scale)
     # Not less, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
     scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
     return to_stored(scale, spec.tensor_scale)
+
+
+@elementwise
+def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
+    """A second scale by which results are divided, the reciprocal of `amax` times the largest
+    element and scale; 1 for zeros. Source: `generate_gparam` of compressed-tensors.
+    """
+    assert spec.scale is not None
+    largest = np.float32(float(spec.largest * spec.scale.max_finite))
+    one = jnp.ones_like(amax)
+    # PyTorch divides a number by a tensor by multiplying with the reciprocal, which is rounded.
+    scale = product(ieee_quotient(one, jnp.where(is_zero(amax), largest, amax)), largest)
+    return jnp.where(is_zero(amax), one, jnp.minimum(scale, np.float32(2.0**126)))
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:
@@ -145,19 +169,23 @@ def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockForma
     if tensor_scale is not None:
         assert spec.tensor_scale is not None
         second = from_stored(tensor_scale, spec.tensor_scale)
-        value = product(value, _over(second, value))
+        combine = quotient if spec.tensor_scale_divides else product
+        value = combine(value, _over(second, value))
     if spec.element_exponent:
         value = times_power_of_two(value, jnp.full_like(value, spec.element_exponent, jnp.int32))
     return value
 
 
-def differentiable_scale(scale: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
+def differentiable_scale(
+    scale: jax.Array | None, tensor_scale: jax.Array | None, spec: BlockFormat
+) -> jax.Array:
     """`effective`, for scales of 16 bits and more, by operations that have a derivative."""
     assert scale is not None
     value = differentiable_widened(scale)
     if tensor_scale is None:
         return value
-    return value * _over(differentiable_widened(tensor_scale), value)
+    second = _over(differentiable_widened(tensor_scale), value)
+    return value / second if spec.tensor_scale_divides else value * second
 
 
 def _over(tensor_scale: jax.Array, scales: jax.Array) -> jax.Array:
@@ -242,6 +270,9 @@ def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
             # amax / largest > 2**e, in integers; `largest` may have more bits than float32.
             bound = int((significand - 1) * 2**23)
             e += (fraction > np.uint32(bound)).astype(jnp.int32)
+        case "below":
+            bound = math.ceil((significand - 1) * 2**23)
+            e += (fraction >= np.uint32(bound)).astype(jnp.int32)
         case "even":
             carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
             e += (fraction >= np.uint32(carries)).astype(jnp.int32)

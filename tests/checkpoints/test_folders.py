@@ -288,7 +288,7 @@ KINDS = [
     (as_pickle, "a pickle, which may run any code when it is read, is refused"),
     (as_torch_zip, "a pickle, which may run any code when it is read, is refused"),
     (as_other_zip, r"a zip archive with a\.txt, expected npz"),
-    (as_objects, r"member a\.npy holds Python objects: a pickle"),
+    (as_objects, r"member a\.npy holds Python objects, pickled.*allow_pickle=True.*numpy.savez"),
     (b"\x89HDF\r\n\x1a\n", "HDF5"),
     (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer.*git lfs pull"),
     (b"\x1f\x8b\x08\x00", "compressed with gzip; unpack it first"),

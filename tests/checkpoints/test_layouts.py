@@ -5,6 +5,7 @@
 
 import json
 import math
+import os
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
@@ -28,12 +30,13 @@ E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 SHAPE = (128, 256)
 
 
-def weights():
+def weights(dtype=np.float32):
     rng = np.random.default_rng(0)
     made = {name: rng.normal(size=SHAPE).astype(np.float32) for name in (Q, K, V)}
     made[K] *= 8  # its amax is that of q, k and v together
     made[Q][5] = 0
-    return made
+    made[V][:4, 3] = 448, -3.5, 1.75, 127  # where the powers of two of MX change
+    return {name: x.astype(dtype) for name, x in made.items()}
 
 
 def f32(x):
@@ -74,29 +77,38 @@ def fp8_oracle(x, rows, columns):
 
 
 def compressed_fp8(x, rows, columns):
-    codes, scale = fp8_oracle(x, rows, columns)
+    codes, scale = fp8_oracle(f32(x), rows, columns)
     return {"weight": codes, "weight_scale": scale.reshape(-1) if scale.size == 1 else scale}
 
 
+def integers(x, columns, bits):
+    """amax becomes half of the range, 127.5 or 7.5; -128 and -8 are used."""
+    half, x = 2 ** (bits - 1), f32(x)
+    scale = amax_scale(np.abs(by_blocks(x, 1, columns)).max(-1), half - 0.5)
+    codes = np.clip(np.rint(x / f32(spread(scale, x))), -half, half - 1)
+    return codes.astype(np.int8), scale
+
+
 def compressed_int8(x):
-    scale = amax_scale(np.abs(x).max(1, keepdims=True), 127)
-    return {"weight": np.rint(x / scale).astype(np.int8), "weight_scale": scale}
+    return dict(zip(("weight", "weight_scale"), integers(x, x.shape[1], 8), strict=True))
 
 
 def compressed_mxfp8(x):
-    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    """2**-8 times the least power of two above amax / 1.75."""
+    amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     with np.errstate(divide="ignore"):
-        exponents = np.where(amax == 0, -127, np.ceil(np.log2(amax / 448.0))).astype(int)
-    codes = fp8(x, f32(spread(f32(2.0) ** exponents, x)))
+        exponents = np.floor(np.log2(np.float64(amax) / 448)) + 1
+    exponents = np.where(amax == 0, -127, exponents).astype(int)
+    codes = fp8(f32(x), f32(spread(f32(2.0) ** exponents, x)))
     return {"weight": codes, "weight_scale": e8m0(exponents)}
 
 
 def compressed_mxfp4(x):
     """Amax rounded to the two significant bits of E2M1, then floor(log2) - 2."""
-    amax = np.abs(by_blocks(x, 1, 32)).max(-1)
+    amax = np.abs(by_blocks(f32(x), 1, 32)).max(-1)
     rounded = (amax.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
     exponents = np.where(amax == 0, -127, (rounded >> 23).astype(int) - 127 - 2)
-    q = np.clip(x / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
+    q = np.clip(f32(x) / f32(spread(f32(2.0) ** exponents, x)), -6, 6)
     return {"weight_packed": nibbles(q), "weight_scale": e8m0(exponents)}
 
 
@@ -112,31 +124,26 @@ def nvfp4(x):
 
 
 def compressed_nvfp4(x):
-    codes, scale, second = nvfp4(x)
+    """The second scale divides: 6 * 448 times the reciprocal of the amax of q, k and v."""
+    amax = max(np.abs(f32(w)).max() for w in weights(x.dtype).values())
+    second = f32(1) / amax * f32(6 * 448)
+    block = np.abs(by_blocks(f32(x), 1, 16)).max(-1) / f32(6)
+    scale = np.maximum(block * second, f32(2.0**-9)).astype(E4M3)
+    q = f32(x) / f32(spread(f32(scale) / second, x))
     return {
-        "weight_packed": codes,
+        "weight_packed": nibbles(np.clip(q, -6, 6)),
         "weight_scale": scale,
-        "weight_global_scale": (f32(1) / second).reshape(1),
+        "weight_global_scale": second.reshape(1),
     }
 
 
-def compressed_int4(x, group):
-    amax = np.abs(by_blocks(x, 1, group)).max(-1)
-    scale = amax_scale(amax, 7)
-    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 8).astype(np.uint32)
-    words = sum(codes[:, i::8] << np.uint32(4 * i) for i in range(8))
+def packed(x, columns, bits):
+    codes, scale = integers(x, columns, bits)
+    codes = (codes.astype(int) + 2 ** (bits - 1)).astype(np.uint32)
+    count = 32 // bits
+    words = sum(codes[:, i::count] << np.uint32(bits * i) for i in range(count))
     return {
         "weight_packed": words.view(np.int32),
-        "weight_scale": scale,
-        "weight_shape": np.array(x.shape, np.int64),
-    }
-
-
-def compressed_int8_groups(x):
-    scale = amax_scale(np.abs(by_blocks(x, 1, 128)).max(-1), 127)
-    codes = (np.rint(x / f32(spread(scale, x))).astype(int) + 128).astype(np.uint8)
-    return {
-        "weight_packed": codes.view(np.int32),
         "weight_scale": scale,
         "weight_shape": np.array(x.shape, np.int64),
     }
@@ -172,9 +179,9 @@ CASES = {
     (COMPRESSED, "mxfp8_e4m3", None): compressed_mxfp8,
     (COMPRESSED, "mxfp4", None): compressed_mxfp4,
     (COMPRESSED, "nvfp4", None): compressed_nvfp4,
-    (COMPRESSED, "int4_group128", None): lambda x: compressed_int4(x, 128),
-    (COMPRESSED, "int4_group32", None): lambda x: compressed_int4(x, 32),
-    (COMPRESSED, "int8_group128", None): compressed_int8_groups,
+    (COMPRESSED, "int4_group128", None): lambda x: packed(x, 128, 4),
+    (COMPRESSED, "int4_group32", None): lambda x: packed(x, 32, 4),
+    (COMPRESSED, "int8_group128", None): lambda x: packed(x, 128, 8),
     ("finegrained-fp8", "e4m3fn", None): finegrained,
     ("modelopt", "e4m3fn", "channel"): lambda x: modelopt_fp8(x, 1, (SHAPE[0],)),
     ("modelopt", "e4m3fn", "tensor"): lambda x: modelopt_fp8(x, SHAPE[0], ()),
@@ -185,9 +192,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("layout", "fmt", "scaling"), CASES)
-def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling):
-    source = weights()
+OF_16_BITS = [
+    (*case, dtype)
+    for case in CASES
+    for dtype in (ml_dtypes.bfloat16, np.float16)
+    if case[0] == COMPRESSED and case[1] in ("e4m3fn", "int8", "nvfp4")
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scaling", "dtype"),
+    [*((*case, np.float32) for case in CASES), *OF_16_BITS],
+)
+def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling, dtype):
+    source = weights(dtype)
     save(tmp_path / "src", source, {"format": "pt"})
     scales = 0.25 if layout == "modelopt" and (fmt, scaling) != ("e4m3fn", "channel") else None
     report = convert(
@@ -222,6 +240,45 @@ def test_bytes_equal_numpy_and_values_come_back(tmp_path, layout, fmt, scaling):
         assert sqnr == pytest.approx(tensor.sqnr_db, abs=1e-3)
     assert back.dequantized
     assert not back.quantized
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scaling"),
+    [
+        (COMPRESSED, "e4m3fn", "block"),
+        (COMPRESSED, "int8", None),
+        (COMPRESSED, "mxfp8_e4m3", None),
+        (COMPRESSED, "mxfp4", None),
+        (COMPRESSED, "nvfp4", None),
+        (COMPRESSED, "int4_group32", None),
+        ("modelopt", "nvfp4", None),
+        ("finegrained-fp8", "e4m3fn", None),
+        ("plain", "e4m3fn", "channel"),
+    ],
+)
+def test_a_folder_is_loaded_as_quantized_arrays(tmp_path, layout, fmt, scaling):
+    """Oracle: `dequantize_checkpoint`, whose values are NumPy's."""
+    src, dst, back = (tmp_path / name for name in ("src", "dst", "back"))
+    src.mkdir()
+    source = weights() | {"model.conv.weight": np.ones((8, 4, 3, 3), np.float32)}
+    save(src / "model.safetensors", source | {"model.norm.weight": f32(range(8))})
+    (src / "config.json").write_text("{}")
+    scales = 0.5 if layout == "modelopt" else None
+    convert(src, dst, layout=layout, format=fmt, scaling=scaling, input_scales=scales)
+    dequantize_checkpoint(dst, back)
+    found, wide = load(dst), load(back)
+    further = (
+        {f"{name.removesuffix('weight')}input_scale" for name in weights()} if scales else set()
+    )
+    assert found.keys() == wide.keys() | further == load(src).keys() | further
+    quantized = {name for name, array in found.items() if isinstance(array, QArray)}
+    assert quantized == {*weights(), *({"model.conv.weight"} if layout == "plain" else ())}
+    for name, expected in wide.items():
+        got = found[name].dequantize() if name in quantized else found[name]
+        np.testing.assert_array_equal(got, expected)
+    state = load(dst, like=wide)
+    assert state.keys() == wide.keys()
+    assert isinstance(state[Q], QArray)
 
 
 @pytest.mark.quick
@@ -338,6 +395,7 @@ def test_what_a_layout_cannot_hold(tmp_path, layout, options, message):
         ("a/kernel", (128, 128), COMPRESSED, "e4m3fn", "expected a matrix named NAME.weight"),
         # "b.weight_packed" was written, from which "b.weight" came back.
         ("b.c/d/weight", (128, 128), COMPRESSED, "mxfp4", "NAME.weight, .* use --layout plain"),
+        ("blk.0.attn_q.weight", (128, 128), COMPRESSED, "e4m3fn", "named as in GGUF, .* no loader"),
         ("a/weight", (128, 128), COMPRESSED, "e4m3fn", "NAME.weight, .* leave it out with --skip"),
         (
             "a.weight",
@@ -495,12 +553,53 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
             dequantize_checkpoint(folder, tmp_path / "out")
 
     packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
-    refused("quant_algo W4A16_AWQ in config.json, expected FP8, ", "W4A16_AWQ", packed)
+    refused("quant_algo W4A16_AWQ in its config, expected FP8, ", "W4A16_AWQ", packed)
     refused("a.weight: U8 without the scales", "NVFP4", packed)
     experts = {"experts.up_proj": U8.reshape(4, 16, 32), "experts.up_proj_weight_scale": f32([1])}
     refused("experts.up_proj: U8 without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
+
+
+PRODUCER = {"producer": {"name": "modelopt", "version": "0.15.0"}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "entries"),
+    [
+        ({"quant_algo": "FP8", "exclude_modules": ["lm_head"]}, lambda x: modelopt_fp8(x, 128, ())),
+        ({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, modelopt_nvfp4),
+    ],
+)
+def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, entries):
+    """As NVIDIA publishes them: nvidia/Llama-3.1-8B-Instruct-FP8 of 2024. Oracle: NumPy."""
+    wide = {
+        "lm_head.weight": np.ones(SHAPE, "bfloat16"),
+        "model.norm.weight": np.ones(8, "bfloat16"),
+    }
+    codes = {"model.layers.0.self_attn.k_proj.k_scale": f32(0.5)}
+    for name, x in weights().items():
+        codes |= {f"{name.removesuffix('weight')}{key}": a for key, a in entries(x).items()}
+    folder = tmp_path / "nvidia"
+    folder.mkdir()
+    save(folder / "model.safetensors", codes | wide)
+    (folder / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    about = PRODUCER | {"quantization": quantization | {"kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(about))
+    save(tmp_path / "src", weights() | wide)
+    assert verify(tmp_path / "src", folder).problems == ()
+    dequantize_checkpoint(folder, tmp_path / "wide")
+    found = load(tmp_path / "wide" / "model.safetensors")
+    assert found.keys() == weights().keys() | wide.keys()
+    assert os.listdir(tmp_path / "wide").count("hf_quant_config.json") == 0
+    report = convert(folder, tmp_path / "dst", layout="finegrained-fp8")
+    assert report.dequantized == "modelopt"
+    assert load(tmp_path / "dst" / "model.safetensors").keys() == found.keys() | {
+        f"{name}_scale_inv" for name in weights()
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps(PRODUCER))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: None under 'quantization'"):
+        dequantize_checkpoint(folder, tmp_path / "other")
 
 
 def test_blocks_of_modelopt_are_read(tmp_path):
@@ -565,6 +664,7 @@ def test_experts_of_nvfp4_in_one_tensor_have_a_second_scale_each(tmp_path):
     dequantize_checkpoint(stacked, tmp_path / "out")
     found = load(tmp_path / "out" / "model.safetensors")["weight"]
     np.testing.assert_array_equal(found, np.stack([wide[f"{i}.weight"] for i in range(3)]))
+    np.testing.assert_array_equal(load(stacked)["weight"].dequantize(), found)
     save(tmp_path / "source", {"weight": np.stack([*experts.values()])})
     assert not verify(tmp_path / "source", stacked).problems
     codes["weight_scale_2"] = codes["weight_scale_2"][:1]  # one for all: codes are others' now

@@ -14,8 +14,9 @@ from qtoolkit.formats import Rules
 LISTS = json.loads(Path(__file__).with_name("models.json").read_text())
 # What it does not write or wrote otherwise, some of the names: google-t5/t5-base,
 # meta-llama/Llama-2-7b (consolidated.00.pth), openai-community/gpt2, llava-hf/llava-1.5-7b-hf,
-# Qwen/Qwen2-VL, deepseek-ai/DeepSeek-V3, google-bert, sequence classifiers and reward models,
-# timm's ViT, GGUF, Flax.
+# Qwen/Qwen2-VL, THUDM's ChatGLM and GLM-4V, OpenGVLab/InternVL2, HuggingFaceM4's Idefics, Pixtral
+# as Mistral and as Hugging Face have it, openai/whisper, deepseek-ai/DeepSeek-V3, google-bert,
+# sequence classifiers and reward models, timm's ViT, GGUF, Flax.
 MODELS = {
     "t5": (
         """encoder.block.0.layer.0.SelfAttention.q.weight
@@ -44,6 +45,108 @@ MODELS = {
     "qwen2-vl": (
         "model.layers.0.mlp.down_proj.weight",
         "visual.blocks.0.attn.qkv.weight visual.merger.mlp.0.weight visual.patch_embed.proj.weight",
+    ),
+    "chatglm": (
+        """transformer.encoder.layers.0.self_attention.query_key_value.weight
+        transformer.encoder.layers.0.self_attention.dense.weight
+        transformer.encoder.layers.0.mlp.dense_h_to_4h.weight
+        transformer.encoder.layers.0.mlp.dense_4h_to_h.weight""",
+        """transformer.output_layer.weight transformer.embedding.word_embeddings.weight
+        transformer.vision.transformer.layers.0.mlp.fc1.weight
+        transformer.vision.linear_proj.linear_proj.weight""",
+    ),
+    "internvl": (
+        """language_model.model.layers.0.attention.wqkv.weight
+        language_model.model.layers.0.feed_forward.w1.weight""",
+        """vision_model.encoder.layers.0.mlp.fc1.weight mlp1.1.weight mlp1.3.weight
+        language_model.output.weight language_model.model.tok_embeddings.weight""",
+    ),
+    "idefics": (
+        "model.text_model.layers.0.mlp.up_proj.weight",
+        """model.connector.modality_projection.proj.weight
+        model.connector.modality_projection.up_proj.weight
+        model.connector.perceiver_resampler.layers.0.self_attn.q_proj.weight
+        model.perceiver_resampler.latents model.vision_model.encoder.layers.0.mlp.fc1.weight""",
+    ),
+    "phi-3-vision": (
+        "model.layers.0.self_attn.qkv_proj.weight model.layers.0.mlp.gate_up_proj.weight",
+        """model.vision_embed_tokens.img_projection.0.weight
+        model.vision_embed_tokens.img_processor.vision_model.encoder.layers.0.mlp.fc1.weight""",
+    ),
+    "gemma3": (
+        "language_model.model.layers.0.mlp.down_proj.weight",
+        """multi_modal_projector.mm_input_projection_weight
+        vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight""",
+    ),
+    "pixtral": (
+        """layers.0.attention.wq.weight layers.0.feed_forward.w2.weight
+        language_model.model.layers.0.mlp.gate_proj.weight""",
+        """vision_language_adapter.w_in.weight
+        vision_encoder.transformer.layers.0.attention.wq.weight
+        patch_merger.merging_layer.weight multi_modal_projector.patch_merger.merging_layer.weight
+        vision_tower.transformer.layers.0.feed_forward.up_proj.weight tok_embeddings.weight
+        output.weight""",
+    ),
+    "minicpm-v": (
+        "llm.model.layers.0.self_attn.q_proj.weight",
+        """vpm.encoder.layers.0.self_attn.q_proj.weight resampler.kv_proj.weight
+        apm.layers.0.fc1.weight audio_projection_layer.linear1.weight llm.lm_head.weight""",
+    ),
+    "deepseek-vl": (
+        "language_model.model.layers.0.self_attn.q_proj.weight",
+        """aligner.layers.0.weight gen_aligner.layers.0.weight projector.layers.0.weight
+        vision.blocks.0.attn.qkv.weight gen_vision_model.decoder.conv_in.weight
+        vision_model.vision_tower.blocks.0.mlp.fc1.weight gen_head.output_mlp_projector.weight""",
+    ),
+    "blip-2": (
+        "language_model.model.decoder.layers.0.self_attn.q_proj.weight",
+        """qformer.encoder.layer.0.attention.attention.query.weight language_projection.weight
+        query_tokens vision_model.encoder.layers.0.mlp.fc1.weight""",
+    ),
+    "video-llava, molmo, chameleon, clip": (
+        "language_model.model.layers.0.mlp.up_proj.weight model.transformer.blocks.0.ff_out.weight",
+        """image_tower.vision_model.encoder.layers.0.mlp.fc1.weight model.transformer.ff_out.weight
+        video_tower.vision_model.encoder.layers.0.mlp.fc1.weight text_projection.weight
+        model.vision_backbone.image_projector.w1.weight visual_projection.weight
+        model.vqmodel.quantize.embedding.weight""",
+    ),
+    "falcon": (
+        """transformer.h.0.self_attention.query_key_value.weight
+        transformer.h.0.self_attention.dense.weight transformer.h.0.mlp.dense_h_to_4h.weight""",
+        "transformer.word_embeddings.weight lm_head.weight",
+    ),
+    "whisper": (
+        """model.decoder.layers.0.encoder_attn.q_proj.weight model.encoder.layers.0.fc1.weight
+        model.decoder.layers.0.self_attn.out_proj.weight""",
+        """proj_out.weight model.decoder.embed_positions.weight
+        model.encoder.embed_positions.weight model.decoder.embed_tokens.weight""",
+    ),
+    "heads of masked language models": (
+        """distilbert.transformer.layer.0.ffn.lin1.weight transformer.attentions.0.q_lin.weight
+        electra.encoder.layer.0.intermediate.dense.weight transformer.layer.0.ff.layer_1.weight
+        biogpt.layers.0.fc1.weight model.layers.0.mlp.Wo.weight""",
+        """vocab_transform.weight vocab_projector.weight generator_lm_head.weight
+        generator_predictions.dense.weight discriminator_predictions.dense.weight
+        pred_layer.proj.weight lm_loss.weight output_projection.weight decoder.weight
+        head.dense.weight cls.predictions.decoder.weight lm_head.decoder.weight""",
+    ),
+    "mixtures": (
+        """model.layers.0.mlp.shared_mlp.gate_proj.weight model.layers.0.mlp.experts.0.w1.weight
+        model.layers.0.feed_forward.shared_expert.gate_proj.weight
+        transformer.blocks.0.ffn.experts.mlp.w1""",
+        """model.layers.0.mlp.gate.wg.weight model.layers.0.feed_forward.router.weight
+        transformer.blocks.0.ffn.router.layer.weight model.layers.0.mlp.router.classifier.weight
+        model.layers.0.mlp.shared_expert_gate.weight""",
+    ),
+    "mamba": (
+        """backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.x_proj.weight
+        backbone.layers.0.mixer.dt_proj.weight backbone.layers.0.mixer.out_proj.weight""",
+        """backbone.layers.0.mixer.A_log backbone.layers.0.mixer.conv1d.weight
+        backbone.embeddings.weight""",
+    ),
+    "rwkv": (
+        "blocks.0.att.key.weight blocks.0.ffn.value.weight",
+        "emb.weight head.weight",
     ),
     "deepseek": (
         """model.layers.3.self_attn.kv_a_proj_with_mqa.weight

@@ -29,6 +29,7 @@ from qtoolkit.formats import (
     BlockFormat,
     spec,
 )
+from qtoolkit.formats._block import QUOTIENT_RULES, RULES
 from qtoolkit.scaling import quantize
 
 pytestmark = pytest.mark.quick
@@ -90,6 +91,7 @@ def test_defaults():
         "scale": FLOAT32,
         "rule": "amax",
         "tensor_scale": None,
+        "tensor_scale_divides": False,
         "zero_point": False,
         "element_exponent": 0,
         "narrow_range": False,
@@ -116,18 +118,21 @@ def test_the_signature_for_type_checkers_is_that_of_the_class():
     assert {parameter.kind for parameter in of_class} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("rule", ["amax", "floor", "ceil", "rceil", "even"])
+@pytest.mark.parametrize("rule", RULES)
 def test_the_scales_in_the_docstring(rule):
     """Oracle: `quantize`, whose scales tests/scaling compares with the rules written out."""
     (line,) = re.findall(rf'^ *"{rule}"  .*$', BlockFormat.__doc__, re.MULTILINE)
     written = [float(number) for number in re.split(r"  +", line)[-1].split(", ")]
     fmt = BlockFormat(
-        element="e4m3fn", block=(4,), scale="float32" if rule == "amax" else "e8m0", rule=rule
+        element="e4m3fn",
+        block=(4,),
+        scale="float32" if rule in QUOTIENT_RULES else "e8m0",
+        rule=rule,
     )
     x = np.full((3, 4), 1, np.float32)
     x[:, 0] = 300, 460, 500
     scales = np.asarray(quantize(x, fmt).scale, np.float64).ravel()
-    if rule == "amax":  # four digits are written
+    if rule in QUOTIENT_RULES:  # four digits are written
         scales = [float(f"{scale:.4g}") for scale in scales]
     assert list(scales) == written
 
@@ -258,8 +263,11 @@ def test_along():
         ({"scale": "float64"}, "scale=float64 is wider than float32"),
         ({"tensor_scale": "int32"}, "tensor_scale=int32 cannot be a scale"),
         ({"tensor_scale": "float64"}, "tensor_scale=float64 is wider than float32"),
-        ({"rule": "round"}, "rule='round', expected one of floor, ceil, rceil, even, amax"),
+        ({"rule": "round"}, "rule='round', expected one of floor, ceil, rceil, even, below, amax"),
         ({"scale": "e8m0", "rule": "amax"}, "rule='amax' with e8m0fnu scales, .*powers of two"),
+        ({"element": "uint8", "rule": "range"}, "rule='range' needs signed elements"),
+        ({"scale": "e8m0", "rule": "range"}, "rule='range' with e8m0fnu scales"),
+        ({"tensor_scale_divides": True}, "tensor_scale_divides needs a tensor_scale"),
         ({"element": "nf4", "rule": "even"}, "rule='even' needs an element with mantissa bits"),
         ({"scale": None, "tensor_scale": "float32"}, "tensor_scale needs a scale with rule='amax'"),
         ({"scale": "e8m0", "tensor_scale": "float32"}, "tensor_scale needs a scale"),

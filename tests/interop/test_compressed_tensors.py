@@ -1,14 +1,17 @@
 """Codes and values against the package compressed-tensors itself."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
 
 from qtoolkit import checkpoints
-from qtoolkit.checkpoints import convert, dequantize_checkpoint, save
+from qtoolkit.checkpoints import convert, dequantize_checkpoint, save, verify
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 PREFIX = NAME.removesuffix("weight")
@@ -26,22 +29,21 @@ FORMATS = [
 ]
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def weights(dtype):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(256, 384)) * np.exp(rng.normal(size=(256, 1)))
     x[3] = 0  # a channel of zeros
     x[130, 128:256] *= 100
+    x[7, ::32] = 448 * np.exp2(np.arange(-5, 7))  # where the powers of two of MX change
+    x[8, ::32] = 447.5 * np.exp2(np.arange(-5, 7))
     return x.astype(dtype)
 
 
-def as_torch(path):
-    """The tensors of a file as the package's own loader gives them."""
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def stored(tmp_path, x, fmt, scaling):
+def converted(tmp_path, x, fmt, scaling):
+    """What we write of a weight, its scheme in the package, and the class that compresses by it."""
     save(tmp_path / "src.safetensors", {NAME: x})
     report = convert(
         tmp_path / "src.safetensors",
@@ -53,75 +55,87 @@ def stored(tmp_path, x, fmt, scaling):
     config = QuantizationConfig.model_validate(dict(report.quantization_config))
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(config.format)
-    found = as_torch(tmp_path / "dst.safetensors")
+    found = load_file(tmp_path / "dst.safetensors")
     return {name.removeprefix(PREFIX): t for name, t in found.items()}, scheme, compressor
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def compressed(weight, scheme, compressor):
+    """What the package makes of a weight: its own scales, then its own codes.
+
+    The observer is that of llm-compressor, "memoryless_minmax": `observers/min_max.py`, with
+    `_flatten_weight` in `observers/helpers.py`.
+    """
+    args = scheme.weights
+    groups = {
+        "tensor": lambda: weight.reshape(1, -1),
+        "channel": lambda: weight.unsqueeze(-2),
+        "block": lambda: _blocks(weight, *(args.block_structure or ())),
+    }.get(args.strategy, lambda: weight.unflatten(-1, (-1, args.group_size)))()
+    low, high, state = groups.amin(-1), groups.amax(-1), {"weight": weight}
+    second = None
+    if args.strategy == "tensor_group":
+        amax = weight.abs().max().reshape(1)
+        second = state["weight_global_scale"] = generate_gparam(-amax, amax)
+    scale, _ = calculate_qparams(low, high, args, global_scale=second)
+    # The parameter that holds the scales of a layer has the dtype of its weight.
+    return compressor.compress(state | {"weight_scale": scale.to(weight.dtype)}, scheme)
+
+
+def _blocks(weight, height, width):
+    rows, columns = weight.shape
+    view = weight.reshape(rows // height, height, columns // width, width)
+    return view.transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize(("fmt", "scaling"), FORMATS)
+def test_scales_and_codes_are_its_own(tmp_path, fmt, scaling):
+    """Byte for byte, from float32 weights alone; blocks of zeros have scales that do not matter."""
+    x = weights("float32")
+    x[3] = x[4]  # a channel of zeros, for which the package takes the machine epsilon
+    ours, scheme, compressor = converted(tmp_path, x, fmt, scaling)
+    theirs = compressed(torch.from_numpy(x), scheme, compressor)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (expected.dtype, expected.shape)
+        assert_same_bytes(ours[name], expected, name)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    save_file({PREFIX + name: t for name, t in theirs.items()}, folder / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert verify(tmp_path / "src.safetensors", folder).problems == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fmt", "scaling"), FORMATS)
 def test_codes_are_those_of_its_own_compress(tmp_path, fmt, scaling, dtype):
-    """Given the scales that we store, byte for byte."""
-    x = weights(dtype)
-    ours, scheme, compressor = stored(tmp_path, x, fmt, scaling)
-    scale = ours["weight_scale"]
+    """Given the scales that we store, byte for byte, whatever the dtype of the weights."""
+    ours, scheme, compressor = converted(tmp_path, weights(dtype), fmt, scaling)
+    state = {"weight": load_file(tmp_path / "src.safetensors")[NAME]}
+    assert state["weight"].dtype == DTYPES[dtype]
+    state["weight_scale"] = scale = ours["weight_scale"]
     if scale.dtype == torch.uint8:
-        scale = torch.exp2(scale.float() - 127)
-    state = {"weight": torch.from_numpy(x.astype(np.float32)), "weight_scale": scale.float()}
-    if "weight_global_scale" in ours:
+        state["weight_scale"] = torch.exp2(scale.float() - 127)
+    elif "weight_global_scale" in ours:
+        state["weight_scale"] = scale.float()
         state["weight_global_scale"] = ours["weight_global_scale"]
     theirs = compressor.compress(state, scheme)
     assert ours.keys() == theirs.keys()
-    key = "weight_packed" if "weight_packed" in ours else "weight"
-    assert ours[key].dtype == theirs[key].dtype
-    got, expected = (t[key].view(torch.uint8).numpy() for t in (ours, theirs))
-    # -0 and +0 are one number, and torch's cast to FP4 loses the sign of what rounds to 0.
-    if key == "weight_packed" and ours[key].dtype == torch.uint8:
-        assert np.mean(got != expected) <= 0.2
-        got, expected = (_without_negative_zero(codes) for codes in (got, expected))
-    np.testing.assert_array_equal(got, expected)
-    if "weight_shape" in ours:
-        assert ours["weight_shape"].tolist() == list(x.shape)
+    name = "weight_packed" if "weight_packed" in ours else "weight"
+    assert_same_bytes(ours[name], theirs[name], name)
 
 
-def _without_negative_zero(packed):
-    nibbles = np.stack([packed & 15, packed >> 4])
-    return np.where(nibbles == 8, 0, nibbles)
+def assert_same_bytes(ours, theirs, name):
+    got, wanted = (t.contiguous().view(torch.uint8).numpy() for t in (ours, theirs))
+    np.testing.assert_array_equal(got, wanted, name)
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), FORMATS)
 def test_its_decompress_gives_the_values_that_dequantize_gives(tmp_path, fmt, scaling):
-    ours, scheme, compressor = stored(tmp_path, weights("float32"), fmt, scaling)
+    ours, scheme, compressor = converted(tmp_path, weights("float32"), fmt, scaling)
     theirs = compressor.decompress(dict(ours), scheme)["weight"].float().numpy()
     dequantize_checkpoint(tmp_path / "dst.safetensors", tmp_path / "back.safetensors")
     values = checkpoints.load(tmp_path / "back.safetensors")[NAME]
     if fmt in ("nvfp4", "mxfp4"):  # it decompresses FP4 in bfloat16
         values = values.astype("bfloat16").astype(np.float32)
     np.testing.assert_array_equal(values, theirs)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "scaling"), [("e4m3fn", "tensor"), ("e4m3fn", "channel"), ("mxfp4", None)]
-)
-def test_scales_are_those_of_its_observers(tmp_path, fmt, scaling):
-    """Of a float32 weight; a channel of zeros has no scale that matters."""
-    x = weights("float32")
-    ours, scheme, _ = stored(tmp_path, x, fmt, scaling)
-    grouped = torch.from_numpy(x)
-    dims = None if scaling == "tensor" else -1
-    if fmt == "mxfp4":
-        grouped = grouped.reshape(256, -1, 32)
-    low = grouped.min() if dims is None else grouped.amin(dims, keepdim=fmt == "e4m3fn")
-    high = grouped.max() if dims is None else grouped.amax(dims, keepdim=fmt == "e4m3fn")
-    scale, _ = calculate_qparams(low, high, scheme.weights)
-    got = ours["weight_scale"]
-    if got.dtype == torch.uint8:
-        got = torch.exp2(got.float() - 127)
-    live = (grouped.abs().amax(-1) > 0).reshape(got.shape) if dims else torch.ones(1, dtype=bool)
-    torch.testing.assert_close(got[live], scale[live].float(), rtol=0, atol=0)
-
-
-def test_the_global_scale_of_nvfp4_is_its_own_to_an_ulp(tmp_path):
-    x = weights("float32")
-    ours, _, _ = stored(tmp_path, x, "nvfp4", None)
-    expected = generate_gparam(torch.tensor(x.min()), torch.tensor(x.max()))
-    torch.testing.assert_close(ours["weight_global_scale"], expected, rtol=2**-23, atol=0)

@@ -57,6 +57,16 @@ def test_converting_gguf_is_converting_those_numbers(tmp_path, source):
         assert direct[name].tobytes() == array.tobytes()
 
 
+def test_layouts_whose_loaders_do_not_know_the_names_are_refused(tmp_path, source):
+    """It was written, with a line that could not load it: transformers has no "blk.0.Q8_0"."""
+    dequantize_checkpoint(tmp_path / "model.gguf", tmp_path / "wide")
+    for path in (tmp_path / "model.gguf", tmp_path / "wide"):
+        for layout in ("compressed-tensors", "modelopt"):
+            with pytest.raises(CheckpointError, match=r"blk.0.*named as in GGUF.*gguf_file="):
+                convert(path, tmp_path / "out", layout=layout, scaling="channel")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_file_is_named(tmp_path, source):
     path = tmp_path / "model.gguf"
     path.write_bytes(path.read_bytes()[:200])

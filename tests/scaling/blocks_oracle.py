@@ -26,7 +26,7 @@ from casts_oracle import (
 
 from qtoolkit.formats import BlockFormat
 
-POWER_RULES = ("floor", "ceil", "rceil", "even")
+POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
 F32 = np.float32
 _WIDE = Int(64, True)
 LEAST_NORMAL = F32(2.0**-126)
@@ -56,6 +56,7 @@ class Blocks:
     element_exponent: int = 0
     narrow_range: bool = False
     amax_epsilon: float = 0.0
+    tensor_scale_divides: bool = False
 
     @property
     def spec(self) -> Float | Int | Table:
@@ -210,6 +211,10 @@ def power_exponent(amax: Fraction, blocks: Blocks) -> int:
             exponent = whole - target - 1
             while amax > blocks.largest * Fraction(2) ** exponent:
                 exponent += 1
+        case "below":  # the least with which amax is below the largest
+            exponent = whole - target - 1
+            while amax >= blocks.largest * Fraction(2) ** exponent:
+                exponent += 1
         case "even":  # of amax rounded to the element's mantissa, half to even
             rounded = round(amax / Fraction(2) ** (whole - blocks.mantissa))
             exponent = floor_log2(rounded * Fraction(2) ** (whole - blocks.mantissa)) - target
@@ -267,7 +272,8 @@ def quantize(
         factor = factor * 2.0**blocks.element_exponent
         u = wide.astype(np.float64) / factor  # powers of two, far inside of float64
     else:
-        factor = spread(decoded * total, blocks, shape) * F32(2.0**blocks.element_exponent)
+        both = decoded / total if blocks.tensor_scale_divides else decoded * total
+        factor = spread(both, blocks, shape) * F32(2.0**blocks.element_exponent)
         assert factor.dtype == F32
         u = wide / factor
         assert u.dtype == F32
@@ -304,6 +310,8 @@ def _tensor_scale(wide, blocks: Blocks) -> np.float32:
     if size == 0:
         return F32(1)
     most = blocks.scale_spec.fraction(blocks.scale_spec.max_code)
+    if blocks.tensor_scale_divides:  # a number over a tensor is the reciprocal times it, in PyTorch
+        return F32(1) / size * F32(float(blocks.largest * most))
     least = F32(float(Fraction(2) ** -126 / blocks.scale_spec.fraction(1)))
     return max(size / F32(float(blocks.largest * most)), least)
 
@@ -315,15 +323,19 @@ def _scales(amax, low, high, blocks: Blocks, total) -> np.ndarray:
         exponents = [power_exponent(Fraction(float(a)), blocks) for a in amax.ravel()]
         return np.ldexp(1.0, exponents).astype(F32).reshape(amax.shape)
     least = F32(float(scale.fraction(1)))
+    divisor = F32(float(blocks.largest))
+    if blocks.rule == "range" and isinstance(blocks.spec, Int):
+        divisor = F32((blocks.spec.highest - blocks.spec.lowest) / 2)
     if blocks.tensor_scale:
-        quotients = amax / F32(float(blocks.largest)) / total
+        quotients = amax / F32(float(blocks.largest))
+        quotients = quotients * total if blocks.tensor_scale_divides else quotients / total
         return np.maximum(rounded_scales(quotients, scale), least)
     if blocks.zero_point:
         lowest, highest = blocks.limits
         reach = high - low
         quotients = np.where(reach == 0, F32(1), reach / F32(highest - lowest))
     else:
-        quotients = np.where(amax == 0, F32(1), amax / F32(float(blocks.largest)))
+        quotients = np.where(amax == 0, F32(1), amax / divisor)
     assert quotients.dtype == F32
     return np.maximum(rounded_scales(quotients, scale), max(least, LEAST_NORMAL))
 

@@ -92,24 +92,29 @@ def test_the_oracle_agrees_with_rational_arithmetic(name):
 
 def test_the_rules_of_the_oracle_by_hand():
     e4m3, e2m1, int8 = (PRESETS[name] for name in ("mxfp8_e4m3", "mxfp4", "mxint8"))
-    table = {  # (amax, floor, ceil, rceil, even); the largest are 448, 6 and 127/64
+    table = {  # (amax, floor, ceil, rceil, even, below); the largest are 448, 6 and 127/64
         e4m3: [
-            (150, -1, 0, -1, -1),  # pytorch/ao#2035
-            (448, 0, 1, 0, 0),
-            (449, 0, 1, 1, 0),
-            (479.9, 0, 1, 1, 0),
-            (496, 0, 1, 1, 1),
-            (256, 0, 0, 0, 0),
-            (2.0**-149, -127, -127, -127, -127),
+            (150, -1, 0, -1, -1, -1),  # pytorch/ao#2035
+            (448, 0, 1, 0, 0, 1),
+            (449, 0, 1, 1, 0, 1),
+            (479.9, 0, 1, 1, 0, 1),
+            (496, 0, 1, 1, 1, 1),
+            (256, 0, 0, 0, 0, 0),
+            (2.0**-149, -127, -127, -127, -127, -127),
         ],
         e2m1: [
-            (6, 0, 1, 0, 0),
-            (6.5, 0, 1, 1, 0),
-            (7, 0, 1, 1, 1),
-            (4, 0, 0, 0, 0),
-            (0, -127, -127, -127, -127),
+            (6, 0, 1, 0, 0, 1),
+            (6.5, 0, 1, 1, 0, 1),
+            (7, 0, 1, 1, 1, 1),
+            (4, 0, 0, 0, 0, 0),
+            (0, -127, -127, -127, -127, -127),
         ],
-        int8: [(127 / 64, 0, 1, 0, 0), (2 - 2**-8, 0, 1, 1, 1), (1, 0, 0, 0, 0), (1.5, 0, 1, 0, 0)],
+        int8: [
+            (127 / 64, 0, 1, 0, 0, 1),
+            (2 - 2**-8, 0, 1, 1, 1, 1),
+            (1, 0, 0, 0, 0, 0),
+            (1.5, 0, 1, 0, 0, 0),
+        ],
     }
     for blocks, rows in table.items():
         for amax, *exponents in rows:
@@ -336,6 +341,11 @@ OTHERS = {
     "least amax of powers": Blocks(
         "int8", block=(16,), amax_epsilon=0.3, scale="e8m0fnu", rule="ceil"
     ),
+    "half of the range": Blocks("int8", block=(16,), rule="range"),
+    "a second scale that divides": Blocks(
+        "e2m1fn", block=(16,), scale="e4m3fn", tensor_scale=True, tensor_scale_divides=True
+    ),
+    "powers above": Blocks("e4m3fn", block=(16,), scale="e8m0fnu", rule="below"),
     "unscaled": Blocks("bfloat16", other_axes=None, scale=None),
     "unscaled e4m3": Blocks("e4m3fn", other_axes=None, scale=None),
 }
@@ -676,3 +686,15 @@ def test_what_a_quantized_array_says():
     assert [leaf.shape for leaf in leaves] == [(60, 48), (60, 3), ()]
     back = jax.tree.unflatten(jax.tree.structure(q), leaves)
     same_numbers(back.dequantize(), q.dequantize())
+
+
+def test_the_derivative_by_a_second_scale_that_divides():
+    """y = q * scale / second, so dy/dsecond = -y / second."""
+    spec = dataclasses.replace(qt.formats.NVFP4, tensor_scale_divides=True)
+    q = qt.quantize(numbers((4, 64)), spec)
+
+    def total(second):
+        return jnp.sum(jnp.abs(dataclasses.replace(q, tensor_scale=second).dequantize()))
+
+    expected = -total(q.tensor_scale) / q.tensor_scale
+    np.testing.assert_allclose(jax.grad(total)(q.tensor_scale), expected, rtol=1e-5)

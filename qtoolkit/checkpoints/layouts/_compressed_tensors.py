@@ -2,6 +2,17 @@
 
 Entries and configs follow the package itself: `compressors/*/base.py` and the presets in
 `quantization/quant_scheme.py`. Scales multiply, but NVFP4's `weight_global_scale` divides.
+
+Scales are those of the package for weights in float32, and codes are what it makes of a weight and
+its stored scale, byte for byte. Two rules of scales are its own. Amax of integers becomes 127.5 or
+7.5, half of their range: 0.5 dB better for int4 than 7. In MXFP8 an amax of 1.75 * 2**k, which a
+power of two maps to the largest element, 448, is mapped to 224: OCP MX leaves the choice of the
+scale open, and nothing clamps either way.
+
+Scales are float32 here whatever the weights. Of a model in bfloat16, llm-compressor stores them in
+bfloat16, and quotients are then rounded to bfloat16 before they become codes, on CPUs; its kernels
+for GPUs round once, as qtoolkit always does. Rounding twice costs int8 0.5 dB of SQNR. Blocks of
+zeros have other scales than in the package, which takes the machine epsilon.
 """
 
 import dataclasses
@@ -85,7 +96,7 @@ def store(
 ) -> Stored:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
-    spec, name = scheme.spec, info.name
+    spec, name = computed(scheme.spec), info.name
     element = spec.element
     packing: Packing = "bytes"
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
@@ -119,6 +130,17 @@ def store(
         packing=packing,
         constants=tuple(constants),
     )
+
+
+def computed(spec: BlockFormat) -> BlockFormat:
+    """`spec` with the package's own rules of scales."""
+    if isinstance(spec.element, IntFormat):
+        return dataclasses.replace(spec, rule="range")
+    if spec.tensor_scale is not None:
+        return dataclasses.replace(spec, tensor_scale_divides=True)
+    if spec.has_powers and spec.element == E4M3FN:
+        return dataclasses.replace(spec, rule="below")
+    return spec
 
 
 def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
@@ -419,6 +441,8 @@ def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
 LAYOUT = Layout(
     name="compressed-tensors",
     title="that of llm-compressor: weight or weight_packed, weight_scale",
+    note="Scales are those of compressed-tensors for float32 weights: amax of integers becomes "
+    "127.5 or 7.5. Codes are what its own quantize makes of a weight and its scale, byte for byte.",
     loaders="transformers with compressed-tensors; by their documentation (untested): vLLM, SGLang",
     schemes=(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
@@ -429,6 +453,7 @@ LAYOUT = Layout(
     config=config,
     is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
+    computed=computed,
     caution=caution,
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "

@@ -51,6 +51,7 @@ class Layout:
       name: As given to `--layout`.
       title: A description in one line.
       loaders: Who loads it.
+      note: What else a reader should know of all schemes.
       schemes: What it can store, the default first.
       store: (info, scheme, output axes, input scale) -> how the weight is stored.
       read: (quantization config or {}, tensors, path for messages) -> the quantized weights that
@@ -58,6 +59,7 @@ class Layout:
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: (as for `config`) -> further JSON files by name.
       caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
+      computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       static: Maps schemes that work without static activation scales to those that are written
@@ -84,6 +86,8 @@ class Layout:
     files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = (
         lambda used, kept: {}
     )
+    computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
+    note: str = ""
     linear_only: bool = True
     is_mixed: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)

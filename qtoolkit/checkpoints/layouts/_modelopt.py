@@ -92,7 +92,7 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
         raise CheckpointError(
-            f"{where}: quant_algo {shown(str(algorithm))} in config.json, expected "
+            f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
     found = {}
