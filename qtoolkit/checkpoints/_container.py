@@ -1,11 +1,14 @@
 """What holds a target: a folder as Hugging Face's, a safetensors file, or orbax. No JAX here."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
 from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._partial import reserved
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
 from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax, kind_of_source
@@ -65,16 +68,40 @@ def check_destination(
       ValueError: There is no such container.
     """
     _check_container(to, shard)
-    kind = kind_of_source(src, "src")
+    kind_of_source(src, "src")
     check_path(dst, "dst")
     check_paths(src, dst)
     if to == "orbax":
         check_orbax_folder(dst, overwrite)
-    elif kind == "folder" and not is_orbax(src):
+    elif _writes_folder(src, to):
         found = storage(src).entries(src)
         check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
     else:
         check_target(dst, overwrite)
+
+
+def _writes_folder(src: Path, to: ContainerName) -> bool:
+    return to == "orbax" or (storage(src).kind(src) == "folder" and not is_orbax(src))
+
+
+@contextlib.contextmanager
+def destination(
+    src: Path, dst: Path, overwrite: bool, to: ContainerName, shard: tuple[int, int] | None
+) -> Iterator[None]:
+    """Checks as `check_destination` does, and holds the lock of `dst` for the conversion.
+
+    For commands, which so have it before they load JAX: of two with one `dst` the second fails at
+    once. Behind a URL there is no lock.
+    """
+    check_destination(src, dst, overwrite, to, shard)
+    if is_url(dst):
+        yield
+        return
+    folder = _writes_folder(src, to)
+    target = os.path.realpath(dst)
+    with reserved(target, dst, folder=folder, shared=shard is not None, overwrite=overwrite):
+        check_destination(src, dst, overwrite, to, shard)  # it may have been written meanwhile
+        yield
 
 
 def check_orbax_folder(path: Path, overwrite: bool) -> None:

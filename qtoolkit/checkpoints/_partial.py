@@ -1,24 +1,41 @@
-"""A file that is being written: under a temporary name that a later run finds, and locked."""
+"""What is being written: under a temporary name that a later run finds, and locked. No JAX here.
+
+The name is that of a file until it is whole, or of the folder of parts in which a checkpoint folder
+grows. So a target has one lock, whatever is written there, and a run of any kind finds what one of
+another kind has left when it was killed.
+"""
 
 import collections
 import concurrent.futures
 import contextlib
+import contextvars
 import fcntl
 import hashlib
+import json
 import os
+import shlex
+import shutil
 import stat
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from qtoolkit.checkpoints._header import CheckpointError
+from qtoolkit.checkpoints._storage import Path, join, naming, read_file
 
 PARTIAL = ".qtoolkit-partial"
-_FLAGS = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+PLAN = "plan.json"
+_PLAN_KEYS = {"made", "files", "copied", "json", "report"}
+_MAX_PLAN = 2**30
+_FLAGS = os.O_RDWR | os.O_NOFOLLOW
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _LONGEST = 200  # bytes of a name, so that there is room for more
 _SMALL = 2**16  # bytes that are written at once: to hand them to the thread takes longer
 _AHEAD = 8  # writes that may wait
 _FLUSH = 2**25  # bytes after which the system is asked to begin with storing them
+# What `reserved` holds in this thread, by its temporary name.
+_RESERVED: contextvars.ContextVar[dict[str, int] | None]
+_RESERVED = contextvars.ContextVar("_RESERVED", default=None)
 
 
 def partial_name(target: str) -> str:
@@ -34,41 +51,149 @@ def old_name(target: str) -> str:
     return f"{partial_name(target)}-old"
 
 
-@contextlib.contextmanager
-def partial_file(target: str, path: object) -> Iterator[tuple[int, str]]:
-    """A new file beside `target`, open and locked, and its name. It is removed at the end.
+def replaced_name(target: str) -> str:
+    """The path to which the old folder is moved after that, until it is removed."""
+    return f"{partial_name(target)}-replaced"
 
-    What a run that was killed has left under this name is overwritten: its lock went with it.
+
+def restore(target: str) -> None:
+    """Renames an old folder back to its name if no new one has that name."""
+    shutil.rmtree(replaced_name(target), ignore_errors=True)
+    if not os.path.lexists(target):
+        # There is none, or another process was faster.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(old_name(target), target)
+
+
+def plan_in(parts: Path) -> dict[str, Any] | None:
+    """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
 
     Raises:
-      CheckpointError: Another process is writing `target`; the message calls it `path`.
-      OSError: It cannot be made.
+      CheckpointError, OSError: It cannot be read.
+    """
+    try:
+        value = json.loads(read_file(join(parts, PLAN), _MAX_PLAN))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) and value.keys() >= _PLAN_KEYS else None
+
+
+def check_no_shards(parts: str, path: object, overwrite: bool) -> None:
+    """Refuses to remove what shards of a folder have written, unless it may be replaced."""
+    there = plan_in(parts)
+    if there is not None and there.get("shards") and not overwrite:
+        raise CheckpointError(
+            f"{path}: files of a conversion in shards are there; finalize it, or remove them: "
+            f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+        )
+
+
+@contextlib.contextmanager
+def locked(
+    target: str, path: Path, *, folder: bool, shared: bool = False, overwrite: bool = False
+) -> Iterator[int]:
+    """Holds the lock of a target: an open file beside it, or an open folder of parts.
+
+    At the end the file is removed, unless it was renamed, and the folder if it is empty. What a run
+    that was killed has left there is removed at the start if it is of the other kind.
+
+    Args:
+      target: Its real path.
+      path: What messages call it.
+      folder: Whether a folder is written.
+      shared: Whether others may hold it, too, who say the same. Only of folders.
+      overwrite: Whether what shards of a folder have written may be removed.
+
+    Raises:
+      CheckpointError: Another process is writing `target`, or shards have.
+      OSError: The file or folder cannot be made.
     """
     name = partial_name(target)
+    reserved = (_RESERVED.get() or {}).pop(name, None)
+    if reserved is not None:
+        yield reserved
+        return
     # A list that `_open_locked` fills: an interrupt could lose a descriptor that it returns.
     opened: list[int] = []
     try:
-        _open_locked(name, path, opened)
-        os.ftruncate(opened[0], 0)
-        yield opened[0], name
+        with naming(path, PARTIAL):
+            _open_locked(name, path, opened, folder=folder, shared=shared, overwrite=overwrite)
+            restore(target)  # after a run that was killed between two renames
+        yield opened[0]
     finally:
         with contextlib.suppress(OSError, CheckpointError):
-            if not opened:  # an interrupt came between the system's opening it and Python's
-                opened.append(os.open(name, _FLAGS))
-                check_lock(opened[0], path)
-            if is_at(opened[0], name):  # not after it was renamed
-                os.unlink(name)
+            _remove_own(name, path, opened, folder)
         for descriptor in opened:
             os.close(descriptor)
 
 
-def _open_locked(name: str, path: object, opened: list[int]) -> None:
-    """Makes the file and locks it; its descriptor is in `opened` as soon as there is one."""
-    while True:
-        # Not tempfile: its files are private, these get the mode that the umask says.
-        opened.append(os.open(name, _FLAGS | os.O_CREAT, 0o666))
+def _remove_own(name: str, path: Path, opened: list[int], folder: bool) -> None:
+    """Removes what `_open_locked` made: the file, unless it was renamed; the folder if empty."""
+    if folder:
+        if opened:
+            os.rmdir(name)
+        return
+    if not opened:  # an interrupt came between the system's opening it and Python's
+        opened.append(os.open(name, _FLAGS))
+        check_lock(opened[0], path)
+    if is_at(opened[0], name):
+        os.unlink(name)
+
+
+@contextlib.contextmanager
+def reserved(
+    target: str, path: Path, *, folder: bool, shared: bool = False, overwrite: bool = False
+) -> Iterator[None]:
+    """Holds the lock of a target for the next `locked` of this thread that asks for it.
+
+    So a conversion can have it before what takes long begins, such as importing JAX.
+    """
+    with locked(target, path, folder=folder, shared=shared, overwrite=overwrite) as descriptor:
+        token = _RESERVED.set({partial_name(target): descriptor})
         try:
-            check_lock(opened[0], path)
+            yield
+        finally:
+            _RESERVED.reset(token)
+
+
+@contextlib.contextmanager
+def partial_file(target: str, path: Path, overwrite: bool = False) -> Iterator[tuple[int, str]]:
+    """An empty file beside `target`, open and locked, and its name. It is removed at the end.
+
+    What a run that was killed has left under this name is overwritten: its lock went with it.
+
+    Raises:
+      CheckpointError, OSError: As `locked`.
+    """
+    with locked(target, path, folder=False, overwrite=overwrite) as descriptor:
+        os.ftruncate(descriptor, 0)
+        yield descriptor, partial_name(target)
+
+
+def _open_locked(
+    name: str, path: Path, opened: list[int], *, folder: bool, shared: bool, overwrite: bool
+) -> None:
+    """Makes the file or folder and locks it; its descriptor is in `opened` as soon as there is one.
+
+    The arguments are those of `locked`.
+    """
+    while True:
+        try:
+            if folder:
+                os.makedirs(name, exist_ok=True)
+                opened.append(os.open(name, _FOLDER_FLAGS))
+            else:
+                # Not tempfile: its files are private, these get the mode that the umask says.
+                opened.append(os.open(name, _FLAGS | os.O_CREAT, 0o666))
+        except FileNotFoundError:  # whoever had the folder until now has removed it
+            if folder:
+                continue
+            raise
+        except (FileExistsError, IsADirectoryError, NotADirectoryError):
+            _remove_other(name, path, shared, overwrite)
+            continue
+        try:
+            check_lock(opened[0], path, shared=shared)
             # Whoever held the lock until now may have given the file its final name meanwhile.
             if is_at(opened[0], name):
                 return
@@ -76,6 +201,31 @@ def _open_locked(name: str, path: object, opened: list[int]) -> None:
             os.close(opened.pop())
             raise
         os.close(opened.pop())
+
+
+def _remove_other(name: str, path: Path, shared: bool, overwrite: bool) -> None:
+    """Removes a file, or folder of parts, that a run which was killed has left.
+
+    Raises:
+      CheckpointError: It is locked, so that run goes on; or shards have written it.
+    """
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(name).st_mode)
+        # On NFS a file must be open for writing to be locked.
+        lock = os.open(name, _FOLDER_FLAGS if is_folder else _FLAGS)
+    except FileNotFoundError:
+        return
+    try:
+        # Shared by shards, which begin at the same time and must not take each other for a run.
+        check_lock(lock, path, shared=shared)
+        if is_folder and is_at(lock, name):
+            check_no_shards(name, path, overwrite)
+            shutil.rmtree(name)
+        elif is_at(lock, name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+    finally:
+        os.close(lock)
 
 
 def keep_mode(old: str, new: str) -> None:

@@ -21,11 +21,12 @@ from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._job import difference, make_job, own_names
+from qtoolkit.checkpoints._partial import PLAN
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import PLAN, Folder, is_under_way
+from qtoolkit.checkpoints._source import Folder, is_under_way
 from qtoolkit.checkpoints._storage import Path, check_path, copy, is_url, join, naming, storage
 
 Shard = tuple[int, int]
@@ -189,10 +190,9 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
     """
     check_path(dst, "dst")
     place = Place.of(dst)
-    with place.sweeping():
-        _check_parts(place)
-        with naming(dst, place.parts), place.locked(shared=False):
-            return _finalized(place, _check_parts(place), overwrite)
+    _check_parts(place)
+    with naming(dst, place.parts), place.locked(shared=False):
+        return _finalized(place, _check_parts(place), overwrite)
 
 
 def discard(dst: Path) -> None:
@@ -224,6 +224,9 @@ def _check_parts(place: Place) -> dict[str, Any]:
     job = place.plan()
     if job is not None and storage(place.path).kind(place.content) == "folder":
         return job
+    if not is_url(place.path) and os.path.lexists(place.parts):
+        with naming(place.path, place.parts), place.locked(shared=False):
+            place.clear()  # of another kind, left by a run that was killed
     there = storage(place.path).kind(place.target) == "folder"
     raise CheckpointError(
         f"{place.path}: no parts of a conversion"

@@ -4,13 +4,22 @@ import contextlib
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError
-from qtoolkit.checkpoints._partial import check_lock, is_at, keep_mode, old_name, partial_name
-from qtoolkit.checkpoints._source import PLAN, UNDER_WAY, plan_in
+from qtoolkit.checkpoints._partial import (
+    PLAN,
+    check_no_shards,
+    keep_mode,
+    locked,
+    old_name,
+    partial_name,
+    plan_in,
+    replaced_name,
+    restore,
+)
+from qtoolkit.checkpoints._source import UNDER_WAY
 from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
 
 _MAX_JSON = 2**30
@@ -62,7 +71,7 @@ class Place:
     @property
     def replaced(self) -> str:
         """Where the old target is moved after that, until it is removed."""
-        return f"{self.parts}-replaced"
+        return replaced_name(self.target)
 
     def plan(self) -> dict[str, Any] | None:
         return plan_in(self.parts)
@@ -121,30 +130,8 @@ class Place:
         if is_url(self.path):
             yield
             return
-        lock = self._open_locked(shared)
-        try:
-            self._restore()  # after a run that was killed between two renames
+        with locked(self.target, self.path, folder=True, shared=shared):
             yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.parts)  # where it is empty
-            os.close(lock)
-
-    def _open_locked(self, shared: bool) -> int:
-        while True:
-            os.makedirs(self.parts, exist_ok=True)
-            try:
-                lock = os.open(self.parts, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
-            try:
-                check_lock(lock, self.path, shared=shared)
-                if is_at(lock, self.parts):  # whoever had the lock may have removed it
-                    return lock
-            except BaseException:
-                os.close(lock)
-                raise
-            os.close(lock)
 
     def remove(self, job: Mapping[str, Any]) -> None:
         """Removes all files of a conversion that is not complete."""
@@ -155,35 +142,19 @@ class Place:
 
     def check_no_shards(self, overwrite: bool) -> None:
         """Refuses to remove what shards of a folder have written, unless it may be replaced."""
-        there = self.plan()
-        if there is not None and there.get("shards") and not overwrite:
-            raise CheckpointError(
-                f"{self.path}: files of a conversion in shards are there; finalize it, or remove "
-                f"them: qtoolkit finalize --discard {shlex.quote(str(self.path))}"
-            )
+        check_no_shards(self.parts, self.path, overwrite)
 
     def clear(self) -> None:
         """Empties the folder of parts on this machine: what runs that were killed have left."""
         for entry in os.scandir(self.parts):
-            if entry.is_dir(follow_symlinks=False):
-                storage(entry.path).remove_folder(entry.path)
-            else:
-                os.unlink(entry.path)
+            _remove(entry)
 
     def remove_strays(self, files: Sequence[str]) -> None:
         """Removes half-written files that a killed process has left beside the finished ones."""
         expected = {name.partition("/")[0] for name in files}
-        for name in os.listdir(self.content):
-            if name not in expected:
-                os.unlink(os.path.join(self.content, name))
-
-    def _restore(self) -> None:
-        """Renames an old target back to its name if no new one has that name."""
-        storage(self.replaced).remove_folder(self.replaced)
-        if not os.path.lexists(self.target):
-            # There is none, or another process was faster.
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self.old, self.target)
+        for entry in os.scandir(self.content):
+            if entry.name not in expected:
+                _remove(entry)
 
     def replace(self) -> None:
         """Renames the content to the target, and removes an old target."""
@@ -193,7 +164,7 @@ class Place:
         try:
             os.rename(self.content, self.target)
         except BaseException:
-            self._restore()
+            restore(self.target)
             raise
         with whole(str(self.path)):
             keep_mode(self.old, self.target)
@@ -202,3 +173,10 @@ class Place:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(self.old, self.replaced)
             storage(self.replaced).remove_folder(self.replaced)
+
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    if entry.is_dir(follow_symlinks=False):
+        storage(entry.path).remove_folder(entry.path)
+    else:
+        os.unlink(entry.path)

@@ -180,7 +180,7 @@ def write_safetensors(
             check_target(path, overwrite)
             storage(path).upload(scratch, path)
         return
-    with naming(path, PARTIAL), partial_file(target, path) as (file, temporary):
+    with naming(path, PARTIAL), partial_file(target, path, overwrite) as (file, temporary):
         keep_mode(target, temporary)  # before anybody could read what is in it
         _write_all(file, path, tensors, chunks, metadata)
         os.fsync(file)

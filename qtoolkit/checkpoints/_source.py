@@ -15,7 +15,7 @@ from qtoolkit.checkpoints._header import (
     TensorInfo,
     shown,
 )
-from qtoolkit.checkpoints._partial import old_name
+from qtoolkit.checkpoints._partial import old_name, plan_in
 from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
 from qtoolkit.checkpoints._storage import Kind, Path, check_path, is_url, join, read_file, storage
 
@@ -28,11 +28,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
 # A folder in a target behind a URL while it is written: folders cannot be renamed there.
 UNDER_WAY = ".qtoolkit-partial"
-PLAN = "plan.json"
-_PLAN_KEYS = {"made", "files", "copied", "json", "report"}
 ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in folders of orbax
 _MAX_JSON = 256 * 2**20
-_MAX_PLAN = 2**30
 _SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
 # Never copied: weights in other containers, and files that describe the source's own weights.
 _WEIGHTS = re.compile(
@@ -170,19 +167,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: a JSON {type(value).__name__}, expected an object")
     return value
-
-
-def plan_in(parts: Path) -> dict[str, Any] | None:
-    """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
-
-    Raises:
-      CheckpointError, OSError: It cannot be read.
-    """
-    try:
-        value = json.loads(read_file(join(parts, PLAN), _MAX_PLAN))
-    except (FileNotFoundError, ValueError):
-        return None
-    return value if isinstance(value, dict) and value.keys() >= _PLAN_KEYS else None
 
 
 def is_under_way(path: Path, found: Container[str]) -> bool:

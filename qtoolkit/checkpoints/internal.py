@@ -3,6 +3,7 @@
 from qtoolkit.checkpoints._container import (
     check_destination,
     check_holds,
+    destination,
     layout_in,
 )
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
@@ -36,6 +37,7 @@ __all__ = [
     "check_quantized",
     "check_target",
     "dequantized",
+    "destination",
     "join",
     "layout_in",
     "part_names",

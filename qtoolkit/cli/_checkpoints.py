@@ -22,6 +22,7 @@ from qtoolkit.checkpoints.internal import (
     check_holds,
     check_quantized,
     dequantized,
+    destination,
     layout_in,
     part_names,
     read_json,
@@ -266,7 +267,10 @@ def convert(
         if dry_run:
             _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
-        with _progress("converting", quiet) as callback:
+        with (
+            destination(src, dst, overwrite, to, shard),
+            _progress("converting", quiet) as callback,
+        ):
             done = checkpoints.convert(
                 src,
                 dst,
@@ -319,7 +323,10 @@ def dequantize(
             options = {"format": None, "keep_dtype": dtype}
             _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
-        with _progress("dequantizing", quiet) as callback:
+        with (
+            destination(src, dst, overwrite, to, shard),
+            _progress("dequantizing", quiet) as callback,
+        ):
             done = checkpoints.dequantize_checkpoint(
                 src,
                 dst,

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
+from qtoolkit.checkpoints._partial import locked
 from qtoolkit.cli._app import app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
@@ -214,19 +215,30 @@ def test_inspecting_and_a_dry_run_do_not_either(source):
         assert not loaded_by(arguments) & HEAVY
 
 
+def test_of_two_conversions_the_second_fails_before_it_loads_jax(source, tmp_path):
+    """Loading JAX takes a second, in which both would go on."""
+    target = tmp_path / "dst"
+    for arguments in (["convert"], ["dequantize"], ["convert", "--to", "orbax"]):
+        with locked(str(target), target, folder=False):
+            assert not loaded_by([*arguments, str(source), str(target)], code=1) & HEAVY
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
 
 
-def loaded_by(arguments):
-    code = (
+def loaded_by(arguments, code=0):
+    """The modules that a command loads which exits with `code`."""
+    program = (
         "import sys; sys.argv[0] = 'qtoolkit'\n"
         "from qtoolkit.cli import main\n"
         "try: main()\n"
         "finally: print('MODULES', *sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
     )
+    assert done.returncode == code, done.stderr
     return set(done.stdout.split("MODULES ")[1].split())
 
 

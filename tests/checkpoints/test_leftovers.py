@@ -1,0 +1,188 @@
+"""A name at which a run was killed, or still writes, and another run, of whatever kind, for it.
+
+Oracle: what the second run writes where none was before.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import CheckpointError, convert, discard, finalize, open_source, save
+from qtoolkit.checkpoints._partial import locked, partial_name
+
+SIZE = "40KB"  # two matrices of codes to a file
+KINDS = ("file", "folder", "orbax", "shard")
+# Forks, since loading JAX and orbax takes longer than all else here.
+KILLED = f"""
+import os, signal, sys
+import orbax.checkpoint
+from qtoolkit.checkpoints import convert
+from qtoolkit.checkpoints._place import Place
+
+source, root = sys.argv[1:]
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def kill_late(name, done, total):
+    if 2 * done > total:
+        kill()
+
+def folder(kind, **options):
+    convert(source, f"{{root}}/{{kind}}/dst", max_shard_size="{SIZE}", **options)
+
+def saved():
+    Place.replace = kill
+    folder("orbax, saved", to="orbax")
+
+RUNS = {{
+    "file": lambda: convert(
+        f"{{source}}/model.safetensors", f"{{root}}/file/dst", progress=kill_late
+    ),
+    "folder": lambda: folder("folder", progress=kill_late),
+    "orbax": lambda: folder("orbax", to="orbax", progress=kill_late),
+    "orbax, saved": saved,
+    "shard": lambda: folder("shard", shard=(0, 2), progress=kill_late),
+}}
+for kind, run in RUNS.items():
+    os.mkdir(f"{{root}}/{{kind}}")
+    child = os.fork()
+    if not child:
+        run()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, kind
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "src"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    weights = {f"{i}.weight": rng.normal(size=(128, 128)).astype(np.float32) for i in range(6)}
+    save(folder / "model.safetensors", weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(source, tmp_path_factory):
+    """A folder for each kind of run, with what one has left that was killed."""
+    root = tmp_path_factory.mktemp("killed")
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(source), str(root)], check=True
+    )
+    return root
+
+
+def run(kind, source, target):
+    if kind in ("finalize", "discard"):
+        {"finalize": finalize, "discard": discard}[kind](target)
+    elif kind == "file":
+        convert(source / "model.safetensors", target)
+    elif kind == "shard":
+        for index in (0, 1):
+            convert(source, target, max_shard_size=SIZE, shard=(index, 2))
+        finalize(target)
+    else:
+        to = "orbax" if kind == "orbax" else "safetensors"
+        convert(source, target, max_shard_size=SIZE, to=to)
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory):
+    root = tmp_path_factory.mktemp("expected")
+    for kind in KINDS:
+        run(kind, source, root / kind)
+    return {kind: contents(root / kind) for kind in KINDS}
+
+
+def contents(path):
+    found = {}
+    with open_source(path) as source:
+        for name, tensor in source.tensors.items():
+            data = bytearray(tensor.nbytes)
+            source.read_into(name, 0, data)
+            found[name] = (tensor.dtype, tensor.shape, data)
+    return found
+
+
+@pytest.mark.parametrize("second", KINDS)
+@pytest.mark.parametrize("first", [*KINDS, "orbax, saved"])
+def test_a_rerun_of_any_kind_takes_the_name_of_a_killed_run(
+    source, killed, expected, tmp_path, first, second
+):
+    shutil.copytree(killed / first, tmp_path, dirs_exist_ok=True)
+    target = tmp_path / "dst"
+    assert os.listdir(tmp_path) == [os.path.basename(partial_name(str(target)))]
+    if first == "shard" and second in ("file", "orbax"):
+        # Of shards one may be killed and the others go on: their files are not removed unasked.
+        with pytest.raises(CheckpointError) as caught:
+            run(second, source, target)
+        assert str(caught.value) == (
+            f"{target}: files of a conversion in shards are there; finalize it, or remove them: "
+            f"qtoolkit finalize --discard {target}"
+        )
+        discard(target)
+    run(second, source, target)
+    assert contents(target) == expected[second]
+    assert os.listdir(tmp_path) == ["dst"]
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_overwrite_removes_what_a_killed_run_left_too(source, killed, tmp_path, first):
+    shutil.copytree(killed / first, tmp_path, dirs_exist_ok=True)
+    convert(source / "model.safetensors", tmp_path / "dst", overwrite=True)
+    assert os.listdir(tmp_path) == ["dst"]
+
+
+@pytest.mark.parametrize("second", [*KINDS, "finalize", "discard"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_run_under_way_is_left_alone_by_those_of_any_kind(source, tmp_path, folder, second):
+    target = tmp_path / "dst"
+    with locked(str(target), target, folder=folder):
+        found = os.listdir(tmp_path)
+        with pytest.raises(CheckpointError) as caught:
+            run(second, source, target)
+        assert str(caught.value) == (
+            f"{target}: another conversion is writing it; wait for it, or choose another name"
+        )
+        assert os.listdir(tmp_path) == found
+    assert os.listdir(tmp_path) == []
+
+
+def test_shards_that_begin_at_once_remove_what_a_killed_run_left(source, killed, tmp_path, start):
+    """None of them may take another, which removes it just now, for the run that wrote it."""
+    shutil.copytree(killed / "file", tmp_path, dirs_exist_ok=True)
+    program = (
+        "import sys\n"
+        "from qtoolkit.checkpoints._partial import locked\n"
+        "print(flush=True); input()\n"
+        "with locked(sys.argv[1], 'dst', folder=True, shared=True):\n"
+        "    print('locked', flush=True); input()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "dst")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    shards = [start(command, **pipes) for _ in range(3)]
+    for step in ("\n", "locked\n"):
+        for shard in shards:
+            assert shard.stdout.readline() == step
+        for shard in shards:
+            shard.stdin.write("\n")
+            shard.stdin.flush()
+    assert [shard.wait(timeout=60) for shard in shards] == [0, 0, 0]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("second", ["finalize", "discard"])
+def test_what_a_killed_run_left_is_no_conversion_in_shards(tmp_path, second):
+    target = tmp_path / "dst"
+    with open(partial_name(str(target)), "wb") as file:
+        file.write(b"x" * 1000)
+    with pytest.raises(CheckpointError, match=r"dst: no parts of a conversion; expected what"):
+        run(second, None, target)
+    assert os.listdir(tmp_path) == []
