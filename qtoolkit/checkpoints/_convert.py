@@ -438,10 +438,6 @@ class _Work:
     def _report(self, tensor: TensorPlan, sums: Sums) -> None:
         """Adds the report of a tensor that is written."""
         is_quantized = tensor.action == "quantize"
-        weights = getattr(self._source, "stored", {})
-        before = tensor.source.nbytes
-        if tensor.name in weights:
-            before = sum(entry.nbytes for entry in weights[tensor.name].entries)
         has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
             TensorReport(
@@ -450,7 +446,7 @@ class _Work:
                 reason=tensor.reason,
                 dtype=tensor.dtype,
                 format=tensor.format.name if is_quantized and tensor.format else "",
-                bytes_before=before,
+                bytes_before=self.plan.before(tensor).nbytes,
                 bytes_after=tensor.nbytes,
                 max_scale=sums.max_scale if has_scale else None,
                 sqnr_db=sums.sqnr_db if is_quantized else None,

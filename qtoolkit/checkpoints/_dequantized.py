@@ -10,7 +10,13 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._saved import saved_arrays
-from qtoolkit.checkpoints._source import MODELOPT_CONFIG, Folder, Source
+from qtoolkit.checkpoints._source import (
+    MODELOPT_CONFIG,
+    Folder,
+    Source,
+    StoredAs,
+    stored_as,
+)
 from qtoolkit.checkpoints._storage import Path, join
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
@@ -45,6 +51,7 @@ class DequantizedSource:
       path, tensors, metadata: As in `Source`.
       layout: The layout of the quantized weights, for messages.
       stored: How each quantized weight is stored in `source`, by name.
+      stored_as: The same in short.
       beside: What loaders keep beside the weights, such as input scales; no tensors of the model.
       source: The underlying, quantized source.
     """
@@ -55,6 +62,10 @@ class DequantizedSource:
         self.config = getattr(source, "config", {})
         self.layout = layout
         self.stored = dict(stored)
+        self.stored_as = {
+            name: StoredAs(weight.codes.dtype, sum(entry.nbytes for entry in weight.entries))
+            for name, weight in stored.items()
+        }
         self.source = source
         # Scales of a weight are read once and kept while its values are read. Two weights, since
         # one thread may begin with the next weight while another is still at the end of this one.
@@ -183,7 +194,7 @@ def check_quantized(opened: Source) -> Source:
       CheckpointError: Nothing is quantized; or as in `dequantized`.
     """
     source = dequantized(opened)
-    if not isinstance(source, DequantizedSource) and not getattr(opened, "is_quantized", False):
+    if not stored_as(source):
         raise CheckpointError(
             f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
             "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"

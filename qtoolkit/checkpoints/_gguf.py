@@ -7,11 +7,16 @@ import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
+from qtoolkit.checkpoints._source import StoredAs
 from qtoolkit.checkpoints._storage import File, Path, fill, naming
 
 
 class GgufFile(ArraySource):
     """An open GGUF file; names are those of the file.
+
+    Attributes:
+      layout: "GGUF" where tensors are in blocks, else "".
+      stored_as: How those are stored.
 
     Raises:
       CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order
@@ -60,7 +65,12 @@ class GgufFile(ArraySource):
         except BaseException:
             file.close()
             raise
-        self.is_quantized = any(_plain_dtype(tensor) is None for tensor in reader.tensors)
+        self.stored_as = {
+            name: StoredAs(tensor.tensor_type.name, int(tensor.n_bytes))
+            for name, tensor in found.items()
+            if _plain_dtype(tensor) is None
+        }
+        self.layout = "GGUF" if self.stored_as else ""
 
 
 def _opened(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from qtoolkit.checkpoints._header import TensorInfo
 from qtoolkit.checkpoints._header import layout as placed
+from qtoolkit.checkpoints._source import StoredAs
 from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints._targets import is_named
 from qtoolkit.checkpoints.layouts import Scheme
@@ -89,6 +90,7 @@ class Plan:
       quantization_config: Written to config.json for loaders; empty: nothing is written.
       files: Further JSON files, by name.
       dequantizes: The layout of a quantized source; "" if the source is not quantized.
+      stored_as: How its quantized tensors are stored, by name.
       caution: What one of the layout's loaders is known to misread; "" if nothing.
     """
 
@@ -100,7 +102,13 @@ class Plan:
     quantization_config: Mapping[str, Any]
     files: Mapping[str, Any]
     dequantizes: str = ""
+    stored_as: Mapping[str, StoredAs] = dataclasses.field(default_factory=dict)
     caution: str = ""
+
+    def before(self, tensor: TensorPlan) -> StoredAs:
+        """How one of `tensors` is stored in the source."""
+        source = tensor.source
+        return self.stored_as.get(source.name) or StoredAs(source.dtype, source.nbytes)
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:

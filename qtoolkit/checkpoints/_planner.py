@@ -22,7 +22,14 @@ from qtoolkit.checkpoints._roles import (
     module_of,
     unused_patterns,
 )
-from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder, Source
+from qtoolkit.checkpoints._source import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Folder,
+    Source,
+    layout_of,
+    stored_as,
+)
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import (
@@ -200,7 +207,8 @@ class _Planner:
             metadata=self._metadata(given, word, tensors),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
-            dequantizes=getattr(self.source, "layout", ""),
+            dequantizes=layout_of(self.source),
+            stored_as=stored_as(self.source),
             caution=self.layout.caution(used, kept) if used else "",
         )
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Container, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,6 +56,24 @@ class Source(Protocol):
         """Fills `buffer` from byte `start` of tensor `name` on."""
 
     def close(self) -> None: ...
+
+
+class StoredAs(NamedTuple):
+    """How a tensor lies in its file: the dtype of its codes or blocks; bytes, with its scales."""
+
+    dtype: str
+    nbytes: int
+
+
+def stored_as(source: Source) -> Mapping[str, StoredAs]:
+    """How those tensors are stored that are quantized, of which `source.tensors` has the values."""
+    found: Mapping[str, StoredAs] = getattr(source, "stored_as", {})
+    return found
+
+
+def layout_of(source: Source) -> str:
+    """The layout of those tensors; "" where none is quantized."""
+    return str(getattr(source, "layout", ""))
 
 
 class Folder(Closing):

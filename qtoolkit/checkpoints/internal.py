@@ -14,7 +14,7 @@ from qtoolkit.checkpoints._place import WHOLE, whole
 from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._source import Folder, Source, read_json
+from qtoolkit.checkpoints._source import Folder, Source, StoredAs, layout_of, read_json, stored_as
 from qtoolkit.checkpoints._statistics import Statistics, statistics
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
@@ -31,6 +31,7 @@ __all__ = [
     "Source",
     "Statistics",
     "Stored",
+    "StoredAs",
     "byte_count",
     "check_destination",
     "check_holds",
@@ -40,11 +41,13 @@ __all__ = [
     "destination",
     "join",
     "layout_in",
+    "layout_of",
     "part_names",
     "read_json",
     "resolve_target",
     "shown",
     "statistics",
+    "stored_as",
     "target_names",
     "whole",
     "worker_count",

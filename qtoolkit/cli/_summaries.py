@@ -9,17 +9,28 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout, Plan, Report, TensorPlan
+from qtoolkit.checkpoints import (
+    LAYOUTS,
+    CheckpointError,
+    Layout,
+    Plan,
+    Report,
+    TensorInfo,
+    TensorPlan,
+)
 from qtoolkit.checkpoints.internal import (
     DequantizedSource,
     Source,
     Statistics,
     Stored,
+    StoredAs,
     dequantized,
     join,
+    layout_of,
     read_json,
     shown,
     statistics,
+    stored_as,
 )
 
 PLAN_HEADER = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
@@ -34,7 +45,7 @@ def plan_rows(plan: Plan) -> list[list[str]]:
     return [
         [
             shown(tensor.name),
-            tensor.source.dtype,
+            plan.before(tensor).dtype,
             tensor.dtype,
             _scale_shape(tensor),
             f"{tensor.nbytes:,}",
@@ -56,7 +67,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "format": plan.format_names,
         "scaling": plan.scaling,
         "dequantized": plan.dequantizes,
-        "bytes_before": sum(tensor.source.nbytes for tensor in plan.tensors),
+        "bytes_before": sum(plan.before(tensor).nbytes for tensor in plan.tensors),
         "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
         "quantization_config": plan.quantization_config,
         "caution": plan.caution,
@@ -66,7 +77,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
                 "action": tensor.action,
                 "reason": tensor.reason,
                 "dtype": tensor.dtype,
-                "bytes_before": tensor.source.nbytes,
+                "bytes_before": plan.before(tensor).nbytes,
                 "bytes_after": tensor.nbytes,
                 "entries": [entry._asdict() for entry in tensor.entries],
             }
@@ -77,16 +88,19 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
     """The lines under the table of a plan; `part` says what a shard writes, "" without one."""
+    title, *lines = _outcome(
+        plan.format_names,
+        plan.scaling,
+        plan.layout,
+        plan.dequantizes,
+        [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
+        sum(tensor.action == "quantize" for tensor in plan.tensors),
+        sum(plan.before(tensor).nbytes for tensor in plan.tensors),
+        sum(tensor.nbytes for tensor in plan.tensors),
+    )
     return [
-        f"{dst}: {plan.format_names}{_scaling(plan.scaling)}{_layout(plan.layout)}; a dry run, "
-        "nothing was written",
-        *_dequantized(plan.dequantizes),
-        *_counts(
-            [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
-            sum(tensor.action == "quantize" for tensor in plan.tensors),
-            sum(tensor.source.nbytes for tensor in plan.tensors),
-            sum(tensor.nbytes for tensor in plan.tensors),
-        ),
+        f"{dst}: {title}; a dry run, nothing was written",
+        *lines,
         *([f"  note       {plan.caution}"] if plan.caution else []),
         *([f"  shard      {part}"] if part else []),
     ]
@@ -100,24 +114,17 @@ def report_summary(report: Report) -> list[str]:
             "than files; a smaller --max-shard-size makes more of these"
         ]
     part = f" shard {report.shard}, {file_count(len(report.files))}:" if report.shard else ""
-    lines = [
-        f"{report.target}:{part} {report.format}{_scaling(report.scaling)}{_layout(report.layout)}",
-        *_dequantized(report.dequantized),
-    ]
-    counts = _counts(
+    title, *lines = _outcome(
+        report.format,
+        report.scaling,
+        report.layout,
+        report.dequantized,
         [tensor.reason for tensor in report.kept],
         len(report.quantized),
         report.bytes_before,
         report.bytes_after,
     )
-    if report.format == "nothing" and report.dequantized:
-        lines = [
-            f"{report.target}:{part} {tensor_count(len(report.tensors))}, those in layout "
-            f"{report.dequantized} dequantized"
-        ]
-        counts = counts[-1:]
-    lines += counts
-    lines += [*_errors(report), *_notes(report)]
+    lines = [f"{report.target}:{part} {title}", *lines, *_errors(report), *_notes(report)]
     if report.resumed:
         lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
     if report.left and not report.shard:
@@ -255,18 +262,23 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
     for tensor in source.tensors.values():
         if tensor.name in beside:
             continue
-        weight = weights.get(tensor.name)
+        weight, saved = weights.get(tensor.name), _saved(source, tensor)
         rows.append(
             [
                 shown(tensor.name),
-                tensor.dtype,
+                saved.dtype,
                 dimensions(tensor.shape),
-                f"{tensor.nbytes:,}",
+                f"{saved.nbytes:,}",
                 "" if weight is None else _scales(weight),
             ]
         )
     count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
     return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
+
+
+def _saved(source: Source, tensor: TensorInfo) -> StoredAs:
+    """How a tensor lies in the file: as it is, but for GGUF, whose blocks are read as float32."""
+    return stored_as(source).get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
 
 
 def _quantized_weights(source: Source) -> dict[str, Stored]:
@@ -292,16 +304,16 @@ def inspect_summary(source: Source) -> list[str]:
     tensors = source.tensors.values()
     lines = [
         f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
-        f"{sum(t.nbytes for t in tensors):,} bytes"
+        f"{sum(_saved(source, t).nbytes for t in tensors):,} bytes"
     ]
     try:
         wide = dequantized(source)
     except CheckpointError as error:
         lines.append(f"not readable as quantized: {error}")
     else:
-        if isinstance(wide, DequantizedSource):
+        if quantized := stored_as(wide):
             lines.append(
-                f"layout {wide.layout}: {tensor_count(len(wide.stored))} quantized; "
+                f"layout {layout_of(wide)}: {tensor_count(len(quantized))} quantized; "
                 "`qtoolkit dequantize` writes what they stand for"
             )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
@@ -318,8 +330,9 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
         "path": str(source.path),
         "metadata": source.metadata,
         "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes}
+            {"name": t.name, "dtype": saved.dtype, "shape": list(t.shape), "bytes": saved.nbytes}
             for t in source.tensors.values()
+            for saved in [_saved(source, t)]
         ],
         "quantized": {
             name: {
@@ -406,30 +419,40 @@ def layout_page(layout: Layout) -> list[str]:
     return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]
 
 
-def _layout(name: str) -> str:
-    return "" if name == "plain" else f", layout {name}"
-
-
-def _dequantized(layout: str) -> list[str]:
-    return [f"  source     quantized (layout {layout}), dequantized first"] if layout else []
-
-
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("`", "\\`")
 
 
-def _scaling(scaling: str) -> str:
-    return "" if scaling == "none" else f", a scale per {scaling}"
+def _outcome(
+    formats: str,
+    scaling: str,
+    layout: str,
+    dequantized: str,
+    reasons: Sequence[str],
+    quantized: int,
+    before: int,
+    after: int,
+) -> list[str]:
+    """A title and the lines that count tensors and bytes.
 
-
-def _counts(reasons: Sequence[str], quantized: int, before: int, after: int) -> list[str]:
-    """How many tensors and bytes; `reasons` has one for each tensor that is kept."""
+    Args:
+      formats, scaling, layout, dequantized: As `Report` has them.
+      reasons: One for each tensor that is kept.
+      quantized: How many tensors are not.
+      before, after: Bytes of all.
+    """
+    size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
+    if formats == "nothing" and dequantized:
+        return [f"{tensor_count(len(reasons))}, those in layout {dequantized} dequantized", size]
+    scales = "" if scaling == "none" else f", a scale per {scaling}"
+    source = f"  source     quantized (layout {dequantized}), dequantized first"
     counted = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
-    share = 100 * after / max(before, 1)
     return [
+        formats + scales + ("" if layout == "plain" else f", layout {layout}"),
+        *([source] if dequantized else []),
         f"  quantized  {tensor_count(quantized)}",
         f"  kept       {tensor_count(len(reasons))}" + (f" ({counted})" if counted else ""),
-        f"  bytes      {before:,} -> {after:,} ({share:.1f} %)",
+        size,
     ]
 
 

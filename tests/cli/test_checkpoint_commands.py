@@ -136,11 +136,32 @@ def test_a_dry_run_of_a_dequantization(source, tmp_path):
     planned = run(*line, "--dry-run")
     assert planned.exit_code == 0, planned.output
     rows = [line.split()[:3] for line in planned.stdout.splitlines()[1:3]]
-    assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F32", "BF16"]]
+    assert rows == [["model.norm.weight", "BF16", "BF16"], [WEIGHT, "F8_E4M3", "BF16"]]
+    title, size = planned.stdout.splitlines()[3:]
+    assert title.endswith("compressed-tensors dequantized; a dry run, nothing was written")
     plan = json.loads(run(*line, "--dry-run", "--json").stdout)
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     done = json.loads(run(*line, "--workers", "1", "--json").stdout)
-    assert plan["bytes_after"] == done["bytes_after"]
+    assert size in run(*line, "--overwrite").stdout.splitlines()
+    codes_and_scales = 128 * 128 + 128 * 4
+    for data in (plan, done):
+        assert (data["bytes_before"], data["bytes_after"]) == (
+            256 + codes_and_scales,
+            256 + 128 * 128 * 2,
+        )
+
+
+def test_a_dry_run_of_a_quantized_source_counts_what_is_stored(source, tmp_path):
+    """Not the float32 that its weights are read as, four times as many bytes."""
+    run("convert", source, tmp_path / "dst", *CT, "--format", "nvfp4")
+    options = ("--format", "e5m2", "--layout", "plain")
+    line = ["convert", tmp_path / "dst", tmp_path / "again", *options]
+    planned = run(*line, "--dry-run").stdout.splitlines()
+    assert planned[2].split()[:3] == [WEIGHT, "U8", "F8_E5M2"]
+    done = run(*line).stdout.splitlines()
+    assert planned[-4:] == done[1:5]
+    stored = 128 * 64 + 128 * 8 + 4 + 256  # codes, scales of 16, their scale, the norm
+    assert planned[-1].startswith(f"  bytes      {stored:,} -> ")
 
 
 def test_inspect_pairs_weights_with_their_scales(source, tmp_path):

@@ -1,8 +1,11 @@
 """GGUF files, written by the package gguf and read as a source."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -12,6 +15,7 @@ from qtoolkit.checkpoints import (
     open_source,
     save,
 )
+from qtoolkit.cli._app import app
 
 NAMES = {"Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_0": gguf.GGMLQuantizationType.Q4_0}
 
@@ -65,6 +69,44 @@ def test_layouts_whose_loaders_do_not_know_the_names_are_refused(tmp_path, sourc
             with pytest.raises(CheckpointError, match=r"blk.0.*named as in GGUF.*gguf_file="):
                 convert(path, tmp_path / "out", layout=layout, scaling="channel")
     assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_those_of_the_file(tmp_path, source):
+    """Not of the float32 that blocks are read as. Oracle: 34 and 18 bytes for 32 numbers."""
+    path, out = tmp_path / "model.gguf", tmp_path / "out"
+    expected = {
+        "blk.0.Q8_0.weight": ("Q8_0", 64 * 96 // 32 * 34),
+        "blk.0.Q4_0.weight": ("Q4_0", 64 * 96 // 32 * 18),
+        "blk.0.BF16.weight": ("BF16", 64 * 96 * 2),
+        "output_norm.weight": ("F32", 96 * 4),
+        "half.weight": ("F16", 64 * 96 * 2),
+    }
+    total = sum(size for _, size in expected.values())
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    tensors = json.loads(run("inspect", path, "--json"))["tensors"]
+    assert {t["name"]: (t["dtype"], t["bytes"]) for t in tensors} == expected
+    listed = run("inspect", path)
+    assert f"{total:,} bytes\nlayout GGUF: 2 tensors quantized; " in listed
+    for command, title in (
+        ("convert", f"{out}: e4m3fn, a scale per tensor"),
+        ("dequantize", f"{out}: 5 tensors, those in layout GGUF dequantized"),
+    ):
+        planned = run(command, path, out, "--dry-run", "--overwrite")
+        assert f"\n{title}; a dry run, nothing was written\n" in planned
+        done = run(command, path, out, "--overwrite")
+        assert done.startswith(f"{title}\n")
+        for text in (planned, done):
+            assert f"\n  bytes      {total:,} -> " in text
+    plan = json.loads(run("convert", path, out, "--overwrite", "--dry-run", "--json"))
+    assert {t["name"]: t["bytes_before"] for t in plan["tensors"]} == {
+        name: size for name, (_, size) in expected.items()
+    }
+    assert (plan["bytes_before"], plan["dequantized"]) == (total, "GGUF")
 
 
 def test_a_damaged_file_is_named(tmp_path, source):
