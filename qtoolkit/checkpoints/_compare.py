@@ -78,7 +78,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 
     Args:
       a, b: Folders or files of any kind that `convert` reads.
-      progress: Called with (name, elements compared, elements in all).
+      progress: Called with (name, bytes compared, bytes in all) of `a`.
 
     Returns:
       The difference of each tensor that both have, input scales as well, and the names that only
@@ -108,11 +108,11 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        total = sum(all_a[name].size for name in names)
+        total = sum(all_a[name].nbytes for name in names)
         done, compared = 0, []
         for name in names:
             compared.append(_compared(first, second, all_a[name], all_b[name]))
-            done += all_a[name].size
+            done += all_a[name].nbytes
             if progress is not None:
                 progress(shown(name), done, total)
         return Comparison(

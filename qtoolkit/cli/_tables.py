@@ -1,8 +1,10 @@
 """Tables and progress: rich on a terminal, plain lines that survive a pipe elsewhere."""
 
 import contextlib
+import datetime as dt
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import typer
@@ -63,7 +65,10 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a callback (name, done, total): a bar on a terminal, else a line every tenth."""
+    """Gives a callback (name, bytes done, bytes in all): a bar on a terminal, else lines.
+
+    Both show the bytes, how many a second, and the time that is left.
+    """
     if sys.stderr.isatty():
         with _rich_progress(title) as callback:
             yield callback
@@ -71,33 +76,68 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         yield _plain_progress(title)
 
 
-def _plain_progress(title: str) -> Callable[[str, int, int], None]:
+def _plain_progress(title: str, clock: Callable[[], float] = time.monotonic) -> Callable[..., None]:
+    """Prints a line at every tenth."""
     printed = 0
+    # Of the first call: what comes before it, such as loading JAX, says nothing about the rest.
+    first: tuple[float, int] | None = None
 
     def callback(name: str, done: int, total: int) -> None:
-        nonlocal printed
+        nonlocal printed, first
+        now = clock()
+        first = first or (now, done)
         tenths = 10 * done // max(total, 1)
         if tenths > printed:
             printed = tenths
-            note(f"{title}: {10 * tenths:3} %  {name}")
+            seconds, count = now - first[0], done - first[1]
+            rate = count / seconds if count and seconds > 0 else None
+            note(f"{title}: {10 * tenths:3} %, {_amount(done, total, rate)}  {name}")
 
     return callback
+
+
+def _amount(done: int, total: int, rate: float | None) -> str:
+    """Bytes, and if the rate is known bytes a second and the time that is left."""
+    size, unit = next((s, u) for s, u in _UNITS if total >= s or s == 1)
+    text = f"{done / size:.{int(size > 1)}f}/{total / size:.{int(size > 1)}f} {unit}"
+    if rate is None:
+        return text
+    size, unit = next((s, u) for s, u in _UNITS if rate >= s or s == 1)
+    left = dt.timedelta(seconds=round((total - done) / rate))
+    return f"{text}, {rate / size:.1f} {unit}/s, {left} left"
+
+
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 
 
 @contextlib.contextmanager
 def _rich_progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.table import Column
 
+    # On 80 columns all of these fit, and the name of the tensor is cut: lines that wrap would stay.
     columns = (
         TextColumn(escape(title)),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[tensor]}", markup=False),
+        BarColumn(bar_width=12),
+        DownloadColumn(table_column=Column(no_wrap=True, min_width=len("999.9/999.9 GB"))),
+        TransferSpeedColumn(table_column=Column(no_wrap=True, min_width=len("999.9 MB/s"))),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00"))),
+        TextColumn(
+            "{task.fields[tensor]}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+        ),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, tensor="")
 
         def callback(name: str, done: int, total: int) -> None:

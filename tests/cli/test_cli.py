@@ -18,6 +18,7 @@ import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
 from qtoolkit.checkpoints._partial import locked
+from qtoolkit.cli import _tables
 from qtoolkit.cli._app import app
 
 COMMAND = (sys.executable, "-m", "qtoolkit")
@@ -61,7 +62,7 @@ def test_convert_writes_and_sums_up(source, tmp_path):
     assert "quantized  1 tensor\n" in result.stdout
     assert "kept       2 tensors" in result.stdout
     assert "mean SQNR" in result.stdout
-    assert "converting: 100 %" in result.stderr
+    assert "converting: 100 %, 1.7/1.7 kB" in result.stderr
     found = load(tmp_path / "out")
     assert found["layers/0/kernel"].dtype == ml_dtypes.float8_e5m2
     assert found["layers/0/kernel_scale"].shape == (1, 16)
@@ -418,12 +419,47 @@ def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
     assert "e4m3fnuz" in parts[2]
 
 
-def in_terminal(start, arguments):
-    """What the command writes to a terminal of 100 columns."""
+LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
+
+
+def test_progress_has_bytes_rate_and_time_left_and_does_not_wrap(start):
+    """A line that wraps cannot be replaced by the next one: it moves the cursor up, "ESC [1A"."""
+    program = (
+        "import time\n"
+        "from qtoolkit.cli._tables import progress\n"
+        "with progress('dequantizing') as callback:\n"
+        "    for i in range(1, 8):\n"
+        f"        callback({LONG!r}.format(i), i * 10**8, 1234567890)\n"
+        "        time.sleep(0.1)\n"
+    )
+    output = in_terminal(start, command=[sys.executable, "-c", program], columns=80)
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zK-Z]", "", output))
+    assert max(map(len, lines)) == 80
+    assert output.count("\x1b[1A") == 1  # the end, which removes the bar
+    shown = re.compile(r"━ [\d.]+/1\.2 GB +[\d.]+ [MG]B/s +0:00:\d\d model\.layers\.\d")
+    assert any(map(shown.search, lines))
+
+
+def test_lines_of_progress_have_bytes_rate_and_time_left(monkeypatch, capsys):
+    """For logs. The rate is that from the first call on, before which JAX is loaded."""
+    times = iter([100, 101, 101, 104])
+    callback = _tables._plain_progress("converting", clock=lambda: next(times))
+    for name, done in (("a", 1), ("b", 10**8), ("c", 10**8 + 1), ("d", 4 * 10**8 + 1)):
+        callback(name, done * 5, 25 * 10**8)
+    assert capsys.readouterr().err.splitlines() == [
+        "converting:  20 %, 0.5/2.5 GB, 500.0 MB/s, 0:00:04 left  b",
+        "converting:  80 %, 2.0/2.5 GB, 500.0 MB/s, 0:00:01 left  d",
+    ]
+    _tables._plain_progress("converting")("a", 700, 700)
+    assert capsys.readouterr().err == "converting: 100 %, 700/700 bytes  a\n"
+
+
+def in_terminal(start, arguments=(), columns=100, command=COMMAND):
+    """What a command writes to a terminal."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     process = start(
-        [*COMMAND, *arguments], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+        [*command, *arguments], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
     )
     os.close(theirs)
     output = b""
