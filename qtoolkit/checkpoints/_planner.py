@@ -214,7 +214,7 @@ class _Planner:
 
     def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
-        patterns = [_compiled(p) for p in _strings(skip)]
+        patterns = [compiled(p) for p in _strings(skip)]
         names = list(self.source.tensors)
         unused = unused_patterns(patterns, self.source.tensors)
         if unused:
@@ -476,7 +476,8 @@ def _strings(skip: Any) -> list[Any]:
     return given
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of `skip`; raises CheckpointError, with the position, where it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:

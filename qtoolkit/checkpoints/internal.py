@@ -12,6 +12,7 @@ from qtoolkit.checkpoints._limits import byte_count, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._place import WHOLE, whole
 from qtoolkit.checkpoints._plan import ContainerName
+from qtoolkit.checkpoints._planner import compiled
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
 from qtoolkit.checkpoints._source import Folder, Source, StoredAs, layout_of, read_json, stored_as
@@ -37,6 +38,7 @@ __all__ = [
     "check_holds",
     "check_quantized",
     "check_target",
+    "compiled",
     "dequantized",
     "destination",
     "join",

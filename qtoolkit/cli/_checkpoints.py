@@ -21,6 +21,7 @@ from qtoolkit.checkpoints.internal import (
     check_destination,
     check_holds,
     check_quantized,
+    compiled,
     dequantized,
     destination,
     layout_in,
@@ -104,6 +105,15 @@ def _shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _regexes(patterns: list[str] | None) -> list[str] | None:
+    for pattern in patterns or ():
+        try:
+            compiled(pattern)
+        except CheckpointError as error:
+            raise failure(str(error), 2) from error
+    return patterns
+
+
 def _complete(choices: Sequence[str]) -> Any:
     return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
 
@@ -156,6 +166,7 @@ _SCALING = typer.Option(
 )
 _SKIP = typer.Option(
     metavar="REGEX",
+    callback=_regexes,
     help="Leave out tensors in whose names this is found; may be given more than once. "
     "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
     "and complex numbers are left out anyway; weights in float64 are refused.",
