@@ -230,7 +230,12 @@ def parse_header(
         raise CheckpointError(
             f"{path}: __metadata__ is not an object of strings, as it has to be; {_DAMAGED}"
         )
-    tensors = [_tensor(f"{path}: tensor {shown(name)}", name, e) for name, e in header.items()]
+    tensors = []
+    for name, entry in header.items():
+        try:
+            tensors.append(_tensor(name, entry))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: tensor {shown(name)}: {error}; {_DAMAGED}") from None
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     end = 0
     for tensor in tensors:
@@ -268,29 +273,25 @@ def _json_object(path: str | os.PathLike[str], text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{path}: header: {shown(str(error))}; {_DAMAGED}") from error
 
 
-def _tensor(where: str, name: str, entry: Any) -> TensorInfo:
+def _tensor(name: str, entry: Any) -> TensorInfo:
+    """A tensor of a header; raises CheckpointError with what is wrong with its entry."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: {_brief(entry)}, expected an object; {_DAMAGED}")
+        raise CheckpointError(f"{_brief(entry)}, expected an object")
     dtype: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(
-            f"{where}: dtype {_brief(dtype)}, expected one of {', '.join(DTYPE_BITS)}; {_DAMAGED}"
-        )
+        raise CheckpointError(f"dtype {_brief(dtype)}, expected one of {', '.join(DTYPE_BITS)}")
     if not _are_counts(shape):
-        raise CheckpointError(
-            f"{where}: shape {_brief(shape)}, expected a list of integers >= 0; {_DAMAGED}"
-        )
+        raise CheckpointError(f"shape {_brief(shape)}, expected a list of integers >= 0")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{where}: data_offsets {_brief(offsets)}, expected [start, stop] with "
-            f"0 <= start <= stop; {_DAMAGED}"
+            f"data_offsets {_brief(offsets)}, expected [start, stop] with 0 <= start <= stop"
         )
     if len(shape) > 32 or math.prod(max(length, 1) for length in shape) >= 2**60:
         raise CheckpointError(
-            f"{where}: shape {_brief(shape)}, expected at most 32 dimensions and 2**60 "
-            f"elements, lengths of 0 left out; {_DAMAGED}"
+            f"shape {_brief(shape)}, expected at most 32 dimensions and 2**60 "
+            f"elements, lengths of 0 left out"
         )
     bits = DTYPE_BITS[dtype]
     for length in shape:
@@ -299,8 +300,8 @@ def _tensor(where: str, name: str, entry: Any) -> TensorInfo:
             break
     if bits != 8 * (offsets[1] - offsets[0]):
         raise CheckpointError(
-            f"{where}: {offsets[1] - offsets[0]} bytes of data, expected {_brief(bits / 8)} for "
-            f"shape {_brief(shape)} of {dtype}; {_DAMAGED}"
+            f"{offsets[1] - offsets[0]} bytes of data, expected {_brief(bits / 8)} for "
+            f"shape {_brief(shape)} of {dtype}"
         )
     return TensorInfo(name, dtype, tuple(shape), *offsets)
 

@@ -1,6 +1,7 @@
 """The plan of a conversion: what is done to each tensor. Data only, no JAX here."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -64,14 +65,14 @@ class TensorPlan:
         """The element format; None where it is kept."""
         return None if self.spec is None else self.spec.element
 
-    @property
+    @functools.cached_property
     def entries(self) -> tuple[Entry, ...]:
         """The tensors of the target that are written for it: name, dtype and shape of each."""
         if self.stored is not None:
             return self.stored.entries
         return (Entry(self.name, self.dtype, self.source.shape),)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of what is written for it."""
         return sum(entry.nbytes for entry in self.entries)

@@ -100,12 +100,18 @@ class Roles:
         self._config = config
         self._choice = choice
         self._has_conv1d = self._finds_conv1d()
+        self._last: dict[str, bool | None] = {}  # by name: each weight is asked for several times
 
     def outputs_last(self, info: TensorInfo) -> bool | None:
         """Whether the last axes of a weight hold its outputs, not the first; None if not known.
 
         A bias decides if its length is that of only one of the axes; else the naming convention.
         """
+        if info.name not in self._last:
+            self._last[info.name] = self._outputs_last(info)
+        return self._last[info.name]
+
+    def _outputs_last(self, info: TensorInfo) -> bool | None:
         if self._choice != "auto":
             return self._choice == "last"
         last = re.split(r"[./]", info.name)[-1]

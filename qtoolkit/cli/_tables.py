@@ -22,8 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     if sys.stdout.isatty() and drawn_width <= shutil.get_terminal_size().columns:
         _rich_table(header, rows, right)
     else:
-        for line in lines:
-            typer.echo(line)
+        typer.echo("\n".join(lines))  # at once: 15,000 calls take a fifth of a second
 
 
 def page_width() -> int:
