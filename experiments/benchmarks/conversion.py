@@ -8,8 +8,10 @@ tensors at most 3 times as long as copying them with the same program. Dequantiz
 
 Each run is a new process, imports and compilation included, as a user starts it. The turns
 alternate; one before them fills the system's file cache. Where torch and safetensors are installed,
-a program that does the same with them is timed beside. A source is a folder's only file: it is made
-anew, from a fixed seed, in a temporary folder on the disk of the system's, see TMPDIR.
+a program that does the same with them is timed beside; where llm-compressor is, its
+`model_free_ptq`. (`pip install llmcompressor`: it is not in the extra `bench`, since it asks for
+certain versions of torch and transformers.) A source is a folder's only file: it is made anew, from
+a fixed seed, in a temporary folder on the disk of the system's, see TMPDIR.
 """
 
 import dataclasses
@@ -31,6 +33,8 @@ from qtoolkit.checkpoints import layout, write_safetensors
 
 DD = "dd conv=fsync"
 BY_TORCH = "torch, by channel"
+BY_LLM_COMPRESSOR = "llm-compressor, by channel"
+OTHERS = (DD, BY_TORCH, BY_LLM_COMPRESSOR)
 MOST_MIB = 400
 CONVERT = [sys.executable, "-m", "qtoolkit", "convert", "-q", "--overwrite"]
 DEQUANTIZE = [sys.executable, "-m", "qtoolkit", "dequantize", "-q", "--overwrite"]
@@ -47,6 +51,21 @@ with safe_open(sys.argv[1], "pt") as file:
         done[name] = (x / scale).to(torch.float8_e4m3fn)
         done[name + "_scale"] = scale
 save_file(done, sys.argv[2])
+"""
+
+# E4M3 by channel, with scales in bfloat16, of a folder, in which the file is a link to the source.
+LLM_COMPRESSOR = """
+import os, sys, tempfile
+from llmcompressor import model_free_ptq
+source, target = map(os.path.abspath, sys.argv[1:])
+with tempfile.TemporaryDirectory(dir=os.path.dirname(source)) as folder:
+    os.mkdir(f"{folder}/in")
+    os.link(source, f"{folder}/in/model.safetensors")
+    with open(f"{folder}/in/config.json", "w") as file:
+        file.write('{"model_type": "llama"}')
+    options = {"scheme": "FP8_DYNAMIC", "max_workers": os.cpu_count(), "device": "cpu"}
+    model_free_ptq(f"{folder}/in", f"{folder}/out", **options)
+    os.replace(f"{folder}/out/model.safetensors", target)
 """
 
 
@@ -116,7 +135,7 @@ class Bench:
         names = {name.replace("_", " "): factor for name, factor in promised.items()}
         promises = {name: [at_most(factor, yardstick)] for name, factor in names.items()}
         self.recorder.table(title, seconds, yardstick, promises)
-        peaks = {name: peak for name, peak in peaks.items() if name not in (DD, BY_TORCH)}
+        peaks = {name: peak for name, peak in peaks.items() if name not in OTHERS}
         self.recorder.peaks(f"{title}: peak of memory", peaks, MOST_MIB)
 
 
@@ -147,6 +166,10 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         commands["by column"] = [*by("channel", "large"), "--channel-axis", "last"]
         if all(map(importlib.util.find_spec, ("torch", "safetensors"))):
             commands[BY_TORCH] = bench.ours([sys.executable, "-c", TORCH], "large")
+        if importlib.util.find_spec("llmcompressor"):
+            commands[BY_LLM_COMPRESSOR] = bench.ours(
+                [sys.executable, "-c", LLM_COMPRESSOR], "large"
+            )
         bench.table(f"{mib} MiB of bfloat16", commands, DD, by_channel=1.0)
 
         # What a process takes to start, to import and to compile is a smaller part of this one.
