@@ -7,13 +7,18 @@ import sys
 
 def main() -> None:
     """Runs the command; exits with 0, with 1 after a failure, with 2 after misuse."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in caught:
+        signal.signal(number, _leave)
     _open_closed_streams()
     from qtoolkit.cli import main as run
 
-    run()
+    try:
+        run()
+    finally:  # Python's own exit takes a while, and then it is not true that nothing was written
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:

@@ -201,6 +201,11 @@ def check_target(path: Path, overwrite: bool) -> str:
             f"{path}: what is written is a safetensors file, which readers of {ending} refuse; "
             f"name it {stem}.safetensors"
         )
+    if str(path).endswith("/") and not os.path.isdir(path):
+        raise CheckpointError(
+            f"{path}: ends with a slash, as names of folders do, and what is written is a file; "
+            f"name it {str(path).rstrip('/')}.safetensors"
+        )
     if is_url(path):
         kind = storage(path).kind(path)
         if kind == "folder":

@@ -180,6 +180,8 @@ def read_json(path: Path) -> dict[str, Any]:
     data = read_file(path, _MAX_JSON)
     try:
         value = json.loads(data)
+    except UnicodeDecodeError as error:  # whose text is about an encoding that JSON may have
+        raise CheckpointError(f"{path}: no text, expected a JSON object") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {shown(str(error))}, expected a JSON object") from error
     if not isinstance(value, dict):

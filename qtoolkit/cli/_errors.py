@@ -195,4 +195,5 @@ _HINTS = {
     errno.ENOSPC: "make room or choose another disk",
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "check its permissions",
+    errno.EEXIST: "choose another name",
 }

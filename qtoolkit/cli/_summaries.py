@@ -197,8 +197,9 @@ def report_markdown(report: Report) -> str:
 
 def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
-    target = shown(report.target)
+    literal = _literal(report.target)
     if report.shard:
+        target = shown(report.target)
         return [f"when all shards are done: qtoolkit finalize {shlex.quote(target)}"]
     if report.loads_nowhere:
         if report.files:
@@ -210,18 +211,18 @@ def loading_lines(report: Report) -> list[str]:
             ]
         if report.container == "orbax":
             return [
-                f'load it: qtoolkit.checkpoints.load("{target}"), with like=nnx.state(model) or '
+                f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
                 "linen variables for a model; orbax restores it with scales beside the codes"
             ]
-        return [f'load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load("{target}"))']
+        return [f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"]
     if not report.quantization_config:
         return []
     loaders = LAYOUTS[report.layout].loaders
     by_transformers = "transformers" in loaders and not report.caution
     if report.files:
         if not by_transformers:
-            return [f'load it (by its documentation, untested here): vllm.LLM("{target}")']
-        return [f'load it: transformers.{_model_class(report)}.from_pretrained("{target}")']
+            return [f"load it (by its documentation, untested here): vllm.LLM({literal})"]
+        return [f"load it: transformers.{_model_class(report)}.from_pretrained({literal})"]
     if not by_transformers:
         loading = (
             "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it writes "
@@ -239,6 +240,11 @@ def loading_lines(report: Report) -> list[str]:
         json.dumps({"quantization_config": report.quantization_config}, indent=2),
         loading,
     ]
+
+
+def _literal(text: str) -> str:
+    """A string of Python, in one line whatever is in it."""
+    return f'"{text}"' if text.isprintable() and not set('"\\') & set(text) else ascii(text)
 
 
 def _model_class(report: Report) -> str:

@@ -265,6 +265,22 @@ def test_a_signal_while_the_command_loads_is_one_line(sent, code, word):
     assert done.stderr == f"qtoolkit: {word}; nothing was written\n"
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_command_does_not_say_that_nothing_was_written(sent):
+    """While Python ends, which takes longest where JAX was loaded."""
+    program = (
+        "import atexit, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"atexit.register(os.kill, os.getpid(), {int(sent)})\n"
+        "from qtoolkit.__main__ import main\n"
+        "sys.argv[1:] = ['layouts']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-sent, "")
+    assert done.stdout
+
+
 @pytest.mark.exhaustive  # two minutes
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import qtoolkit
 from qtoolkit.checkpoints import load, save
 from qtoolkit.cli._app import app
 
@@ -310,6 +311,16 @@ def test_the_line_that_loads_a_folder_names_its_class(tmp_path, names, expected)
     assert f"load it: transformers.{expected}.from_pretrained" in out
     out = run("dequantize", tmp_path / "dst", tmp_path / "wide").stdout
     assert "1 tensor, those in layout compressed-tensors dequantized" in out
+
+
+@pytest.mark.parametrize("name", ['a "quoted" \\ name', os.fsdecode(b"no utf-8 \xff")])
+def test_the_line_that_loads_is_python(tmp_path, name):
+    """Not such as load("'no utf-8 \\udcff'"), a name in two pairs of quotes."""
+    save(tmp_path / "src", {"w": np.ones((2, 2), np.float32)})
+    out = run("convert", tmp_path / "src", tmp_path / name).stdout
+    (line,) = [line for line in out.splitlines() if line.startswith("load it: ")]
+    loaded = eval(line.removeprefix("load it: "), {"qtoolkit": qtoolkit})
+    np.testing.assert_array_equal(loaded["w"], np.ones((2, 2)))
 
 
 def test_statistics_of_numbers_whose_squares_are_infinite(tmp_path):
