@@ -90,8 +90,8 @@ def destination(
 ) -> Iterator[None]:
     """Checks as `check_destination` does, and holds the lock of `dst` for the conversion.
 
-    For commands, which so have it before they load JAX: of two with one `dst` the second fails at
-    once. Behind a URL there is no lock.
+    Commands enter it before they load JAX, and `convert` again: of two conversions with one `dst`
+    the second fails at once. Behind a URL there is no lock.
     """
     check_destination(src, dst, overwrite, to, shard)
     if is_url(dst):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
-from qtoolkit.checkpoints._container import check_destination, layout_in, tree_of
+from qtoolkit.checkpoints._container import destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
@@ -125,8 +125,11 @@ def convert(
     check_shard(shard)
     count = worker_count(workers, max_memory)
     _check_progress(progress)
-    check_destination(src, dst, overwrite, to, shard)
-    with contextlib.closing(open_source(src)) as opened, Workers(count) as threads:
+    with (
+        destination(src, dst, overwrite, to, shard),
+        contextlib.closing(open_source(src)) as opened,
+        Workers(count) as threads,
+    ):
         source = dequantized(opened)
         plan = make_plan(
             source,
@@ -181,8 +184,11 @@ def dequantize_checkpoint(
     check_shard(shard)
     count = worker_count(workers, max_memory)
     _check_progress(progress)
-    check_destination(src, dst, overwrite, to, shard)
-    with contextlib.closing(open_source(src)) as opened, Workers(count) as threads:
+    with (
+        destination(src, dst, overwrite, to, shard),
+        contextlib.closing(open_source(src)) as opened,
+        Workers(count) as threads,
+    ):
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
         work = _Work(source, plan, True, progress, threads)

@@ -11,7 +11,15 @@ import sys
 import numpy as np
 import pytest
 
-from qtoolkit.checkpoints import CheckpointError, convert, discard, finalize, open_source, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    convert,
+    dequantize_checkpoint,
+    discard,
+    finalize,
+    open_source,
+    save,
+)
 from qtoolkit.checkpoints._partial import locked, partial_name
 
 SIZE = "40KB"  # two matrices of codes to a file
@@ -152,6 +160,22 @@ def test_a_run_under_way_is_left_alone_by_those_of_any_kind(source, tmp_path, fo
         )
         assert os.listdir(tmp_path) == found
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", [convert, dequantize_checkpoint])
+def test_the_lock_is_taken_before_the_source_is_read(tmp_path, function):
+    """A plan of many tensors takes seconds; here reading the source would be an error."""
+    (tmp_path / "src").write_bytes(b"damaged")
+    target = tmp_path / "dst"
+    with (
+        locked(str(target), target, folder=False),
+        pytest.raises(CheckpointError, match="another conversion is writing it"),
+    ):
+        function(tmp_path / "src", target)
+    with pytest.raises(CheckpointError, match="src: "):
+        function(tmp_path / "src", target)
+    assert os.listdir(tmp_path) == ["src"]
 
 
 def test_shards_that_begin_at_once_remove_what_a_killed_run_left(source, killed, tmp_path, start):
