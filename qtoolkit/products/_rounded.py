@@ -42,6 +42,7 @@ from qtoolkit.scaling.internal import (
 Array = jax.Array
 
 CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
+_LARGEST = 2**52  # 2**23 products of two such numbers sum to 2**127, which float32 holds
 
 
 @jax.tree_util.register_dataclass
@@ -65,9 +66,12 @@ class Rounded:
     def scale(self) -> Array | None:
         """The scale of the whole operand, float32 scalar, if it may multiply the result instead.
 
-        None if the operand is wide, or has several scales or powers of two.
+        None if the operand is wide, has several scales or powers of two, or has elements so large
+        that sums of their products might leave float32's range.
         """
         if self.spec is None or self.spec.block or self.spec.has_powers:
+            return None
+        if self.spec.element.max_finite > _LARGEST:
             return None
         return None if self.spec.scale is None else single_scale(self.scales, self.spec)
 

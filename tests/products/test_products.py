@@ -373,6 +373,29 @@ def test_no_step_overflows_or_underflows_where_the_result_does_not(exponents, gr
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2 * 2.0**-4)
 
 
+P1 = qt.p3109(8, 1)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("arithmetic", ["emulate", "native"])
+@pytest.mark.parametrize(
+    "forward",
+    [P1, qt.p3109(8, 1, extended=False), (qt.p3109(8, 2, signed=False), P1)],
+    ids=["extended", "finite", "unsigned"],
+)
+def test_no_step_overflows_beside_elements_of_which_float32_does_not_hold_squares(
+    forward, arithmetic
+):
+    """Elements up to 2**62 and more. Oracle: float64, since every format holds powers of two.
+
+    The bound: 31 sums, and two scales and q * scale that are rounded to float32.
+    """
+    (x, w), g = 2.0 ** np.random.default_rng(2).integers(-1, 1, (2, 32, 32)), np.ones((32, 32))
+    run = jax.jit(products_of(Recipe(forward, P1, arithmetic=arithmetic)))
+    for got, exact in zip(run(*np.float32([x, w, g])), (x @ w, g @ w.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=(31 + 4) * 2.0**-24)
+
+
 def test_products_of_the_largest_and_the_smallest_numbers():
     for pair in ((1e36, 1.0), (1.0, 1e36), (3e38, 1e-35), (1e-35, 3e38), (1e-30, 1e-5)):
         x, w = (jnp.full((1, 1), value, jnp.float32) for value in pair)
