@@ -29,6 +29,7 @@ from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
+    Blocks,
     Scales,
     amax_of,
     computed_now,
@@ -352,13 +353,24 @@ def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
 def code_values(q: Array, fmt: Format) -> Array:
     """The codes of an array that holds values of `fmt`, infinities and NaNs.
 
-    If the format has no infinity, infinities become NaN: either makes a sum non-finite.
+    If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
+    without a NaN give a finite number for it; their scales must say so, see `marked`.
     """
     wide = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
         wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
     return codes_of(wide, fmt, UNCLAMPED)
+
+
+def marked(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
+    """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
+
+    For elements whose format has neither: a product with such a block is still not finite.
+    """
+    is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
+    nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
+    return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
 def restored(operand: Kept | Rounded) -> Rounded:

@@ -309,7 +309,20 @@ def test_errors():
 
 # What is not finite, and scales beyond float32's range in the middle.
 
-FORMATS_OF_PRODUCTS = ("e4m3fn", "e5m2", "e4m3fnuz", "int8", "e2m1fn", "e2m3fn", "bfloat16")
+# The ways in which derivatives keep infinities and NaNs in codes: the format has both or a NaN, it
+# takes infinities for its largest number, or it has neither and its numbers are kept in E4M3FN.
+FORMATS_OF_PRODUCTS = {
+    "p3109 finite": qt.p3109(8, 3, extended=False),
+    "p3109": qt.p3109(8, 3),
+    **{
+        name: qt.spec(name)
+        for name in (
+            *("e4m3fnuz", "e4m3fn", "e5m2", "int8", "e2m1fn", "e2m3fn", "nf4", "bfloat16"),
+            *("mxfp4", "mxfp8_e4m3", "mxfp6_e2m3", "nvfp4", "mxfp8_e5m2", "mxint8"),
+            "deepseek_1x128",
+        )
+    },
+}
 
 
 def products_of(recipe):
@@ -327,8 +340,8 @@ def plain_products(x, w, ct):
     return y, *back(ct)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS.values(), ids=FORMATS_OF_PRODUCTS)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are_not(fmt):
     """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""
     rng = np.random.default_rng(0)
