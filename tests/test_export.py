@@ -165,3 +165,34 @@ def test_pack_where_ranks_are_not_promoted():
         for bits, packed in expected.items():
             assert_same_bits(qt.pack(codes[..., :], bits), packed)
             assert_same_bits(qt.unpack(packed, bits, 4), codes & np.uint8((1 << bits) - 1))
+
+
+# Of data and two vectors, each with a number for every column.
+LEARNED = {
+    "lsq_plus": lambda x, s, z: gradients.lsq_plus(x, s, z, "int4"),
+    "lsq": lambda x, s, z: gradients.lsq(x, s, "int4"),
+    "fake_convert": lambda x, s, z: qt.fake_convert(x, s, z, fmt="int4"),
+    "fake_convert EWGS": lambda x, s, z: qt.fake_convert(
+        x, s, z, fmt="int4", gradient=gradients.EWGS(delta=1.0)
+    ),
+    "equalize": lambda x, s, z: scaling.equalize(x, x, s, w_axis=1)[1],
+    "pact": lambda x, s, z: gradients.pact(x, s, 4),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", LEARNED)
+def test_vectors_of_parameters_where_ranks_are_not_promoted(name):
+    """Oracle: the gradients without the flag, by parameters that have the axes of the data."""
+
+    def gradient(function, *parameters):
+        return jax.grad(lambda *a: jnp.sum(function(*a) ** 2), (0, 1, 2))(x, *parameters)
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64)), jnp.float32)
+    vectors = jnp.linspace(0.1, 0.5, 64), jnp.linspace(-0.2, 0.2, 64)
+    expected = gradient(
+        lambda x, *rows: LEARNED[name](x, *(r[0] for r in rows)), *(v[None] for v in vectors)
+    )
+    with jax.numpy_rank_promotion("raise"):
+        got = gradient(LEARNED[name], *vectors)
+    assert_same_bits(got, [expected[0], expected[1][0], expected[2][0]])

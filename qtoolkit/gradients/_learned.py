@@ -36,6 +36,7 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
 from qtoolkit.gradients._estimators import times_slope
+from qtoolkit.gradients._linear import ranked
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
@@ -303,7 +304,13 @@ def _times(
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)
-_learned_jitted = jax.jit(_learned, static_argnums=(3, 4))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _learned_jitted(
+    x: jax.Array, scale: jax.Array, offset: jax.Array | None, *options: Any
+) -> jax.Array:
+    return _learned(x, ranked(scale, x.ndim), ranked(offset, x.ndim), *options)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -336,4 +343,8 @@ def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
 
 
 _pact.defjvp(_pact_jvp, symbolic_zeros=True)
-_pact_jitted = jax.jit(_pact, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _pact_jitted(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
+    return _pact(x, ranked(alpha, x.ndim), bits)
