@@ -146,6 +146,35 @@ def test_blocks_of_several_rows_say_that_a_symbolic_batch_may_be_too_short():
     np.testing.assert_array_equal(exported(rows).call(x), quantized(x))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "least"), [("nvfp4", 1), ("mxfp8", 32), ("deepseek_v3", 128)])
+def test_gradients_by_blocks_along_a_symbolic_batch(name, least):
+    """wgrad sums over the batch and cuts blocks along it; only NVFP4's transform pads it itself."""
+
+    def products(x, w, cotangent):
+        recipe = getattr(qt.recipes, name)
+        y, back = jax.vjp(lambda x, w: qt.dot_general(x, w, MATMUL, recipe=recipe), x, w)
+        return y, *back(cotangent)
+
+    def exported(*constraints):
+        (rows,) = export.symbolic_shape("b", constraints=constraints)
+        shapes = (rows, 64), (64, 48), (rows, 48)
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return export.export(jax.jit(products))(*structs)
+
+    if least > 1:
+        wanted = rf"{least} elements along axis 0.*has b, expected .* known to be {least} or more"
+        with pytest.raises(ValueError, match=wanted):
+            exported()
+    rng = np.random.default_rng(0)
+    shapes = (least + 3, 64), (64, 48), (least + 3, 48)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    results = exported(f"b >= {least}").call(*arrays)
+    for got, expected in zip(results, jax.jit(products)(*arrays), strict=True):
+        # float32 sums in another order, of up to 131 terms.
+        np.testing.assert_allclose(got, expected, atol=131 * 2.0**-24 * np.abs(expected).max())
+
+
 def test_stochastic_bits_with_symbolic_axes_in_the_middle():
     """The index of an element needs products of sizes that are not known."""
     b, c = export.symbolic_shape("b, c")

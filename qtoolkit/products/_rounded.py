@@ -223,15 +223,26 @@ def cut(
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """`fmt` with one block along each axis that is shorter than its block length."""
+    """`fmt` with one block along each axis that is known to be shorter than its block length.
+
+    Where a symbolic size might be, `BlockFormat.block_lengths` raises and says what to export for.
+    """
     assert fmt.axes is not None
     lengths = [
-        length
-        if length is None or not -len(shape) <= axis < len(shape) or length <= shape[axis]
-        else None
+        None
+        if length is not None and -len(shape) <= axis < len(shape) and _is_less(shape[axis], length)
+        else length
         for axis, length in zip(fmt.axes, fmt.block, strict=True)
     ]
     return fmt if tuple(lengths) == fmt.block else dataclasses.replace(fmt, block=tuple(lengths))
+
+
+def _is_less(size: Any, length: int) -> bool:
+    """Whether `size` is known to be less than `length`; False if it is symbolic and may be both."""
+    try:
+        return bool(size < length)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 @functools.partial(jax.jit, static_argnums=(3,))
@@ -276,7 +287,8 @@ def _zero_tangent(x: Array) -> Any:
 def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
     """The Hadamard transform along `axis`, which is padded with zeros; float32."""
     wide = differentiable_widened(x)
-    missing = -x.shape[axis] % transform.block
+    # In this form JAX sees that the length is a multiple of a block, even if the size is symbolic.
+    missing = -(-x.shape[axis] // transform.block) * transform.block - x.shape[axis]
     if missing:
         wide = jnp.pad(wide, [(0, missing if i == axis else 0) for i in range(x.ndim)])
     return hadamard_transform(wide, block=transform.block, axis=axis, key=_sign_key(transform))
