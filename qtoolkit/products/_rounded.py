@@ -366,7 +366,7 @@ def code_values(q: Array, fmt: Format) -> Array:
     """The codes of an array that holds values of `fmt`, infinities and NaNs.
 
     If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
-    without a NaN give a finite number for it; their scales must say so, see `marked`.
+    without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
     wide = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
@@ -375,7 +375,7 @@ def code_values(q: Array, fmt: Format) -> Array:
     return codes_of(wide, fmt, UNCLAMPED)
 
 
-def marked(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
+def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
     """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
 
     For elements whose format has neither: a product with such a block is still not finite.

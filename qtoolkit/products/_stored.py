@@ -14,7 +14,7 @@ from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Rounded, code_values, cut, marked
+from qtoolkit.products._rounded import Rounded, code_values, cut, poisoned
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
@@ -114,7 +114,7 @@ def _stored_jitted(
         if array.scale is None or array.spec.scale is None:
             return array
         return dataclasses.replace(
-            array, scale=marked(array.scale, x, array.blocks, array.spec.scale)
+            array, scale=poisoned(array.scale, x, array.blocks, array.spec.scale)
         )
 
     for _ in range(stacked):
