@@ -27,6 +27,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     inside,
     linear_in_dtype,
+    linear_product,
     ordinal,
     parameter,
     product,
@@ -35,7 +36,6 @@ from qtoolkit.casts.internal import (
     settled,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
-from qtoolkit.gradients._estimators import times_slope
 from qtoolkit.gradients._linear import ranked
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
@@ -298,9 +298,13 @@ def _known(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format
 def _times(
     slope: jax.Array, dot: jax.Array, factor: float | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """Their product in `dtype`; cotangents are multiplied and summed in float32."""
-    wide = jnp.broadcast_to(linear_in_dtype(dot, jnp.float32) * factor, slope.shape)
-    return linear_in_dtype(times_slope(slope, wide), dtype)
+    """Their product in `dtype`; cotangents are multiplied and summed in float32.
+
+    Both multiplications round by themselves, or XLA would merge the factor with a neighbour's.
+    """
+    by_factor = linear_product(jnp.asarray(factor, jnp.float32), linear_in_dtype(dot, jnp.float32))
+    wide = jnp.broadcast_to(by_factor, slope.shape)
+    return linear_in_dtype(linear_product(slope, wide), dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)
