@@ -143,7 +143,7 @@ def lsq_plus(
       ...     y = qt.gradients.lsq_plus(x, 0.25, offset, "uint4", offset_gradient_factor=1.0)
       ...     return y.sum()
       >>> jax.grad(total)(-0.25)  # of what is clipped, -0.3 and 4
-      Array(2., dtype=float32, weak_type=True)
+      Array(2., dtype=float32)
     """
     x, fmt = check_data_format("lsq_plus", x, fmt)
     scale = _parameter("lsq_plus", "scale", scale, x)
@@ -189,7 +189,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
       >>> qt.gradients.pact(x, 3.0, bits=2)  # 0, 1, 2 or 3
       Array([0., 0., 2., 3.], dtype=float32)
       >>> jax.grad(lambda alpha: qt.gradients.pact(x, alpha, bits=2).sum())(3.0)  # by 7 alone
-      Array(1., dtype=float32, weak_type=True)
+      Array(1., dtype=float32)
     """
     x = _checked_data("pact", x)
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:
