@@ -146,6 +146,35 @@ def test_blocks_of_several_rows_say_that_a_symbolic_batch_may_be_too_short():
     np.testing.assert_array_equal(exported(rows).call(x), quantized(x))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "least"), [("nvfp4", 1), ("mxfp8", 32), ("deepseek_v3", 128)])
+def test_gradients_by_blocks_along_a_symbolic_batch(name, least):
+    """wgrad sums over the batch and cuts blocks along it; only NVFP4's transform pads it itself."""
+
+    def products(x, w, cotangent):
+        recipe = getattr(qt.recipes, name)
+        y, back = jax.vjp(lambda x, w: qt.dot_general(x, w, MATMUL, recipe=recipe), x, w)
+        return y, *back(cotangent)
+
+    def exported(*constraints):
+        (rows,) = export.symbolic_shape("b", constraints=constraints)
+        shapes = (rows, 64), (64, 48), (rows, 48)
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return export.export(jax.jit(products))(*structs)
+
+    if least > 1:
+        wanted = rf"{least} elements along axis 0.*has b, expected .* known to be {least} or more"
+        with pytest.raises(ValueError, match=wanted):
+            exported()
+    rng = np.random.default_rng(0)
+    shapes = (least + 3, 64), (64, 48), (least + 3, 48)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    results = exported(f"b >= {least}").call(*arrays)
+    for got, expected in zip(results, jax.jit(products)(*arrays), strict=True):
+        # float32 sums in another order, of up to 131 terms.
+        np.testing.assert_allclose(got, expected, atol=131 * 2.0**-24 * np.abs(expected).max())
+
+
 def test_stochastic_bits_with_symbolic_axes_in_the_middle():
     """The index of an element needs products of sizes that are not known."""
     b, c = export.symbolic_shape("b, c")
@@ -165,3 +194,34 @@ def test_pack_where_ranks_are_not_promoted():
         for bits, packed in expected.items():
             assert_same_bits(qt.pack(codes[..., :], bits), packed)
             assert_same_bits(qt.unpack(packed, bits, 4), codes & np.uint8((1 << bits) - 1))
+
+
+# Of data and two vectors, each with a number for every column.
+LEARNED = {
+    "lsq_plus": lambda x, s, z: gradients.lsq_plus(x, s, z, "int4"),
+    "lsq": lambda x, s, z: gradients.lsq(x, s, "int4"),
+    "fake_convert": lambda x, s, z: qt.fake_convert(x, s, z, fmt="int4"),
+    "fake_convert EWGS": lambda x, s, z: qt.fake_convert(
+        x, s, z, fmt="int4", gradient=gradients.EWGS(delta=1.0)
+    ),
+    "equalize": lambda x, s, z: scaling.equalize(x, x, s, w_axis=1)[1],
+    "pact": lambda x, s, z: gradients.pact(x, s, 4),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", LEARNED)
+def test_vectors_of_parameters_where_ranks_are_not_promoted(name):
+    """Oracle: the gradients without the flag, by parameters that have the axes of the data."""
+
+    def gradient(function, *parameters):
+        return jax.grad(lambda *a: jnp.sum(function(*a) ** 2), (0, 1, 2))(x, *parameters)
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64)), jnp.float32)
+    vectors = jnp.linspace(0.1, 0.5, 64), jnp.linspace(-0.2, 0.2, 64)
+    expected = gradient(
+        lambda x, *rows: LEARNED[name](x, *(r[0] for r in rows)), *(v[None] for v in vectors)
+    )
+    with jax.numpy_rank_promotion("raise"):
+        got = gradient(LEARNED[name], *vectors)
+    assert_same_bits(got, [expected[0], expected[1][0], expected[2][0]])

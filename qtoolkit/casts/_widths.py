@@ -49,7 +49,8 @@ def _in_dtype_jvp(dtype: DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Ar
 @jax.custom_jvp
 def differentiable_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a * b` rounded once to the dtype of `b`; `a` may be wider. Both of one shape."""
-    return in_dtype(product(widened(a), widened(b)), b.dtype)
+    # b first: that `product` settles. XLA would merge a uniform coefficient with what makes b.
+    return in_dtype(product(widened(b), widened(a)), b.dtype)
 
 
 @differentiable_product.defjvp

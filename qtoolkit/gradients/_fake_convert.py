@@ -38,7 +38,7 @@ from qtoolkit.gradients._estimators import (
     slope_times_tangent,
     tangent,
 )
-from qtoolkit.gradients._linear import broadcast_product
+from qtoolkit.gradients._linear import broadcast_product, ranked
 
 
 def fake_convert(
@@ -104,11 +104,6 @@ def fake_convert(
     scale = check("scale", scale, x, NONZERO)
     shift = None if shift is None else check("shift", shift, x, FINITE)
     return _fake_convert_jitted(x, scale, shift, projection, fmt, rule)
-
-
-def _ranked(array: jax.Array | None, ndim: int) -> jax.Array | None:
-    """With so many axes: what strict promotion of ranks wants written."""
-    return None if array is None else lax.expand_dims(array, range(ndim - array.ndim))
 
 
 @jax.custom_jvp
@@ -207,4 +202,4 @@ _fake_convert.defjvp(_fake_convert_jvp, symbolic_zeros=True)
 def _fake_convert_jitted(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, projection: Projection, *options: Any
 ) -> jax.Array:
-    return _fake_convert(x, _ranked(scale, x.ndim), _ranked(shift, x.ndim), projection, *options)
+    return _fake_convert(x, ranked(scale, x.ndim), ranked(shift, x.ndim), projection, *options)

@@ -27,6 +27,7 @@ from qtoolkit.casts.internal import (
     in_dtype,
     inside,
     linear_in_dtype,
+    linear_product,
     ordinal,
     parameter,
     product,
@@ -35,7 +36,7 @@ from qtoolkit.casts.internal import (
     settled,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
-from qtoolkit.gradients._estimators import times_slope
+from qtoolkit.gradients._linear import ranked
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
@@ -142,7 +143,7 @@ def lsq_plus(
       ...     y = qt.gradients.lsq_plus(x, 0.25, offset, "uint4", offset_gradient_factor=1.0)
       ...     return y.sum()
       >>> jax.grad(total)(-0.25)  # of what is clipped, -0.3 and 4
-      Array(2., dtype=float32, weak_type=True)
+      Array(2., dtype=float32)
     """
     x, fmt = check_data_format("lsq_plus", x, fmt)
     scale = _parameter("lsq_plus", "scale", scale, x)
@@ -188,7 +189,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
       >>> qt.gradients.pact(x, 3.0, bits=2)  # 0, 1, 2 or 3
       Array([0., 0., 2., 3.], dtype=float32)
       >>> jax.grad(lambda alpha: qt.gradients.pact(x, alpha, bits=2).sum())(3.0)  # by 7 alone
-      Array(1., dtype=float32, weak_type=True)
+      Array(1., dtype=float32)
     """
     x = _checked_data("pact", x)
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:
@@ -297,13 +298,23 @@ def _known(factor: float | None, x: jax.Array, parameter: jax.Array, fmt: Format
 def _times(
     slope: jax.Array, dot: jax.Array, factor: float | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """Their product in `dtype`; cotangents are multiplied and summed in float32."""
-    wide = jnp.broadcast_to(linear_in_dtype(dot, jnp.float32) * factor, slope.shape)
-    return linear_in_dtype(times_slope(slope, wide), dtype)
+    """Their product in `dtype`; cotangents are multiplied and summed in float32.
+
+    Both multiplications round by themselves, or XLA would merge the factor with a neighbour's.
+    """
+    by_factor = linear_product(jnp.asarray(factor, jnp.float32), linear_in_dtype(dot, jnp.float32))
+    wide = jnp.broadcast_to(by_factor, slope.shape)
+    return linear_in_dtype(linear_product(slope, wide), dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)
-_learned_jitted = jax.jit(_learned, static_argnums=(3, 4))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _learned_jitted(
+    x: jax.Array, scale: jax.Array, offset: jax.Array | None, *options: Any
+) -> jax.Array:
+    return _learned(x, ranked(scale, x.ndim), ranked(offset, x.ndim), *options)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -336,4 +347,8 @@ def _pact_jvp(bits: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Ar
 
 
 _pact.defjvp(_pact_jvp, symbolic_zeros=True)
-_pact_jitted = jax.jit(_pact, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _pact_jitted(x: jax.Array, alpha: jax.Array, bits: int) -> jax.Array:
+    return _pact(x, ranked(alpha, x.ndim), bits)

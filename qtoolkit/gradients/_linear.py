@@ -1,10 +1,11 @@
-"""A product with a parameter that broadcasts, linear in it, whose transpose sums in float32."""
+"""Parameters that broadcast: products, linear in them, whose transposes sum in float32."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts.internal import (
@@ -13,6 +14,13 @@ from qtoolkit.casts.internal import (
     linear_with_transpose,
     widened,
 )
+
+
+def ranked(parameter: jax.Array | None, ndim: int) -> jax.Array | None:
+    """With so many axes, as `jax_numpy_rank_promotion="raise"` wants them beside others."""
+    if parameter is None or parameter.ndim == ndim:
+        return parameter
+    return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -29,6 +29,7 @@ class Fp8Dense(nn.Dense):
     It keeps this recipe even in a model that is wrapped with another one. `Delayed` scaling and
     stochastic rounding keep their state in the collection "qtoolkit", in the scope of the layer.
     Under `nn.scan` and `nn.vmap` that collection needs an axis: variable_axes={"qtoolkit": 0}.
+    Under `jax.vmap` and `nn.vmap` each example is scaled by itself, as in `qtoolkit.dot_general`.
 
     Examples:
       >>> layer = qt.linen.Fp8Dense(1, use_bias=False, recipe=qt.recipes.te_current)
@@ -44,6 +45,8 @@ class Fp8Dense(nn.Dense):
 class Fp8Conv(nn.Conv):
     """`nn.Conv` whose convolution is quantized by `recipe`; see `Fp8Dense`.
 
+    Under `vmap` each example is scaled by itself.
+
     Examples:
       >>> layer = qt.linen.Fp8Conv(1, kernel_size=(2,), recipe=qt.Recipe("mxfp8"))
       >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 5, 1)))
@@ -57,6 +60,8 @@ class Fp8Conv(nn.Conv):
 
 class Fp8Einsum(nn.Einsum):
     """`nn.Einsum` whose product is quantized by `recipe`; see `Fp8Dense`.
+
+    Under `vmap` each example is scaled by itself.
 
     Examples:
       >>> recipe = qt.recipes.te_current

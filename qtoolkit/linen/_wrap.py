@@ -45,7 +45,8 @@ def wrap(
     values come from `start_scales`. Random keys come from the rng collection "qtoolkit" if `apply`
     is given one, else from the state; without both they follow from the values that are rounded.
     Layers under `nn.jit` keep no state, since its traces outlive a call: they use current scales,
-    and cannot have learned ones.
+    and cannot have learned ones. Under `jax.vmap` and `nn.vmap` each product scales each example by
+    itself, as `qtoolkit.dot_general` does.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is

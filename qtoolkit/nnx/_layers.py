@@ -21,6 +21,8 @@ _DEFAULT = Recipe()
 class Fp8Linear(nnx.Linear):
     """`nnx.Linear` whose product is by a recipe, as in a wrapped model.
 
+    Under `jax.vmap` and `nnx.vmap` each example is scaled by itself, as in `qtoolkit.dot_general`.
+
     Args:
       recipe: What its products round.
       args, kwargs: As for `nnx.Linear`. Parameters are the same, and stay wide.
@@ -38,7 +40,7 @@ class Fp8Linear(nnx.Linear):
 
 
 class Fp8Conv(nnx.Conv):
-    """`nnx.Conv` by a recipe, as `Fp8Linear`.
+    """`nnx.Conv` by a recipe, as `Fp8Linear`: under `vmap` each example is scaled by itself.
 
     Examples:
       >>> layer = qt.nnx.Fp8Conv(1, 1, kernel_size=2, rngs=nnx.Rngs(0), recipe=qt.Recipe("mxfp8"))
@@ -54,7 +56,7 @@ class Fp8Conv(nnx.Conv):
 
 
 class Fp8Einsum(nnx.Einsum):
-    """`nnx.Einsum` by a recipe, as `Fp8Linear`.
+    """`nnx.Einsum` by a recipe, as `Fp8Linear`: under `vmap` each example is scaled by itself.
 
     Examples:
       >>> recipe = qt.recipes.te_current

@@ -37,11 +37,16 @@ def dot_general(
     `lhs`. `rhs` may have another dtype and is rounded from that: float32 weights beside bfloat16
     activations are rounded once, not first to bfloat16.
 
-    No step overflows or underflows unless the result does. The exception are formats with an
-    `amax_epsilon` (DeepSeek's): numbers far below it become 0. Infinities and NaNs of operands make
-    the same elements of the result and of the gradients non-finite as in the plain product. Only
-    if a result comes as close to float32's largest number as the rounding of its operands may move
-    it, one of the two products may overflow and the other not.
+    No step overflows or underflows unless the result does, with two exceptions. In formats with an
+    `amax_epsilon` (DeepSeek's) numbers far below it become 0. And no scale is below 2**-126
+    (2**-127 in MX): an operand without numbers above the product of that and the format's largest
+    number (5e-36 for E4M3, 7e-34 for E5M2; for NVFP4, with its two scales, 2e-32) is rounded more
+    coarsely, as subnormal numbers are, and its smallest numbers become 0.
+
+    Infinities and NaNs of operands make the same elements of the result and of the gradients
+    non-finite as in the plain product. Only if a result comes as close to float32's largest number
+    as the rounding of its operands may move it, one of the two products may overflow and the other
+    not.
 
     Each call has its own scales. So under `jax.vmap` each example is scaled by itself, while one
     call with a batch dimension has one scale for all examples. See `Recipe` for what that means for
@@ -97,6 +102,9 @@ def einsum(
 ) -> jax.Array:
     """`jax.numpy.einsum` of two operands rounded by `recipe`.
 
+    As in `dot_general`, each call has its own scales: under `jax.vmap` each example is scaled by
+    itself.
+
     Args:
       subscripts: As for `jax.numpy.einsum`, of two operands.
       lhs, rhs, preferred_element_type, recipe, key: As in `dot_general`.
@@ -138,6 +146,9 @@ def conv_general_dilated(
 
     Blocks are cut along the input features, over which the product sums; in wgrad, which sums over
     positions and examples, along the examples.
+
+    As in `dot_general`, each call has its own scales: under `jax.vmap` each example is scaled by
+    itself.
 
     Args:
       lhs, rhs, preferred_element_type, recipe, key: As in `dot_general`.
@@ -185,6 +196,9 @@ def ragged_dot(
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of operands rounded by `recipe`.
+
+    As in `dot_general`, each call has its own scales: under `jax.vmap` each example is scaled by
+    itself.
 
     Args:
       lhs: [m, k], the rows of all groups after one another.

@@ -117,7 +117,7 @@ def check_storable(where: str, operand: Operand, scale: Array | None) -> None:
             "Learned(offset=False), as LSQ+ does, or serve the model from wrap"
         )
     is_known = not isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct)
-    if scale is None or (is_known and not bool(jnp.all(jnp.isfinite(scale)))):
+    if scale is None or (is_known and not np.isfinite(np.asarray(scale)).all()):
         raise ValueError(
             f"{where} has a learned scale that has not been started, or is not finite, expected "
             "a number: write start_scales, train the model, and quantize it then; to store a model "

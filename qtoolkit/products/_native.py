@@ -18,7 +18,7 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import E4M3FN, E8M0FNU, BlockFormat, FloatFormat, Format
 from qtoolkit.products._bilinear import Blocked
-from qtoolkit.products._rounded import Rounded, code_values
+from qtoolkit.products._rounded import Rounded, code_values, poisoned
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
 
 Array = jax.Array
@@ -184,8 +184,7 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
         codes = None
         scale = power_to_stored(jnp.maximum(exponent, _LEAST), is_nan, spec.scale)
     if codes is None and not fmt.has_nan:
-        is_bad = jnp.any(~jnp.isfinite(rows.split(q)), axis=rows.places, keepdims=True)
-        scale = jnp.where(rows.gather(is_bad), jnp.full_like(scale, np.nan), scale)
+        scale = poisoned(scale, q, rows, spec.scale)
     return Blocked(_elements(q, codes, fmt), scale)
 
 

@@ -29,6 +29,7 @@ from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
+    Blocks,
     Scales,
     amax_of,
     computed_now,
@@ -42,6 +43,7 @@ from qtoolkit.scaling.internal import (
 Array = jax.Array
 
 CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
+_LARGEST = 2**52  # 2**23 products of two such numbers sum to 2**127, which float32 holds
 
 
 @jax.tree_util.register_dataclass
@@ -65,9 +67,12 @@ class Rounded:
     def scale(self) -> Array | None:
         """The scale of the whole operand, float32 scalar, if it may multiply the result instead.
 
-        None if the operand is wide, or has several scales or powers of two.
+        None if the operand is wide, has several scales or powers of two, or has elements so large
+        that sums of their products might leave float32's range.
         """
         if self.spec is None or self.spec.block or self.spec.has_powers:
+            return None
+        if self.spec.element.max_finite > _LARGEST:
             return None
         return None if self.spec.scale is None else single_scale(self.scales, self.spec)
 
@@ -218,15 +223,26 @@ def cut(
 
 
 def _clipped(fmt: BlockFormat, shape: tuple[int, ...]) -> BlockFormat:
-    """`fmt` with one block along each axis that is shorter than its block length."""
+    """`fmt` with one block along each axis that is known to be shorter than its block length.
+
+    Where a symbolic size might be, `BlockFormat.block_lengths` raises and says what to export for.
+    """
     assert fmt.axes is not None
     lengths = [
-        length
-        if length is None or not -len(shape) <= axis < len(shape) or length <= shape[axis]
-        else None
+        None
+        if length is not None and -len(shape) <= axis < len(shape) and _is_less(shape[axis], length)
+        else length
         for axis, length in zip(fmt.axes, fmt.block, strict=True)
     ]
     return fmt if tuple(lengths) == fmt.block else dataclasses.replace(fmt, block=tuple(lengths))
+
+
+def _is_less(size: Any, length: int) -> bool:
+    """Whether `size` is known to be less than `length`; False if it is symbolic and may be both."""
+    try:
+        return bool(size < length)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 @functools.partial(jax.jit, static_argnums=(3,))
@@ -271,7 +287,8 @@ def _zero_tangent(x: Array) -> Any:
 def _transformed(x: Array, axis: int, transform: Hadamard) -> Array:
     """The Hadamard transform along `axis`, which is padded with zeros; float32."""
     wide = differentiable_widened(x)
-    missing = -x.shape[axis] % transform.block
+    # In this form JAX sees that the length is a multiple of a block, even if the size is symbolic.
+    missing = -(-x.shape[axis] // transform.block) * transform.block - x.shape[axis]
     if missing:
         wide = jnp.pad(wide, [(0, missing if i == axis else 0) for i in range(x.ndim)])
     return hadamard_transform(wide, block=transform.block, axis=axis, key=_sign_key(transform))
@@ -348,13 +365,24 @@ def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
 def code_values(q: Array, fmt: Format) -> Array:
     """The codes of an array that holds values of `fmt`, infinities and NaNs.
 
-    If the format has no infinity, infinities become NaN: either makes a sum non-finite.
+    If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
+    without a NaN give a finite number for it; their scales must say so, see `poisoned`.
     """
     wide = exact_float32(q)
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
         wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
     return codes_of(wide, fmt, UNCLAMPED)
+
+
+def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
+    """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
+
+    For elements whose format has neither: a product with such a block is still not finite.
+    """
+    is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
+    nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
+    return jnp.where(blocks.gather(is_bad), nan, scale)
 
 
 def restored(operand: Kept | Rounded) -> Rounded:

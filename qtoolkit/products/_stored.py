@@ -14,7 +14,7 @@ from qtoolkit.products._bilinear import Axes, Einsum
 from qtoolkit.products._learned import check_storable, stored_by_learned_scale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Rounded, code_values, cut
+from qtoolkit.products._rounded import Rounded, code_values, cut, poisoned
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales
 
@@ -58,7 +58,8 @@ def stored_kernel(
     """Rounds a kernel to codes and scales, as products would; codes below 8 bits are packed.
 
     A product with the result equals, bit for bit, one with `x` by a recipe that rounds it as
-    `operand` says.
+    `operand` says. Inside of a trace, where nobody can refuse infinities and NaNs, they become
+    NaNs, of their block's scale if elements have none. Without a scale such elements clamp.
 
     Args:
       x: One kernel, or a stack of them.
@@ -105,8 +106,16 @@ def _stored_jitted(
     def store(x: Array, amax: Array | None, key: Array | None, scale: Array | None) -> QArray:
         if operand.is_learned:
             assert scale is not None  # `check_storable` made sure
-            return stored_by_learned_scale(x, operand, scale)
-        return _by_own_scale(x, operand, axes, amax, key)
+            array = stored_by_learned_scale(x, operand, scale)
+        else:
+            array = _by_own_scale(x, operand, axes, amax, key)
+            if array.spec.element.has_nan:
+                return array
+        if array.scale is None or array.spec.scale is None:
+            return array
+        return dataclasses.replace(
+            array, scale=poisoned(array.scale, x, array.blocks, array.spec.scale)
+        )
 
     for _ in range(stacked):
         store = jax.vmap(store)

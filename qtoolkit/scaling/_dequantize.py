@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from qtoolkit.casts.internal import FLOATS, linear_in_dtype
+from qtoolkit.casts.internal import FLOATS, linear_in_dtype, linear_product
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._engine import Scales, dequantized
@@ -37,7 +37,8 @@ def _dequantize_jvp(
             moving.get("tensor_scale", scales.tensor_scale),
             spec,
         )
-        return blocks.join(blocks.split(q) * blocks.spread(scale))
+        view = blocks.split(q)
+        return blocks.join(linear_product(view, jnp.broadcast_to(blocks.spread(scale), view.shape)))
 
     _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
     return y, linear_in_dtype(y_dot, y.dtype)

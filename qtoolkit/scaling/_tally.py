@@ -11,7 +11,9 @@ from jax import lax
 
 from qtoolkit.casts.internal import (
     exact_float32,
+    floor_log2,
     from_magnitude_ordinal,
+    is_zero,
     magnitude_ordinal,
     power_of_two,
 )
@@ -209,10 +211,8 @@ def _slots(sums: Array, exponents: Array) -> tuple[Array, Array]:
 
 def _binade(x: Array) -> Array:
     """int32, the bin of `exponents` that each element belongs to; _BINS where it is not finite."""
-    place = magnitude_ordinal(x)
-    field = place >> np.uint32(23)
-    subnormal = np.uint32(32) - lax.clz(place)  # 0 for zero
-    return jnp.where(field > 0, field + np.uint32(23), subnormal).astype(jnp.int32)
+    found = jnp.where(is_zero(x), 0, floor_log2(x) - np.int32(LOWEST_EXPONENT - 1))
+    return jnp.where(jnp.isfinite(x), found, _BINS)
 
 
 def _marks(extremes: list[Array]) -> tuple[Array, Array]:

@@ -309,7 +309,20 @@ def test_errors():
 
 # What is not finite, and scales beyond float32's range in the middle.
 
-FORMATS_OF_PRODUCTS = ("e4m3fn", "e5m2", "e4m3fnuz", "int8", "e2m1fn", "e2m3fn", "bfloat16")
+# The ways in which derivatives keep infinities and NaNs in codes: the format has both or a NaN, it
+# takes infinities for its largest number, or it has neither and its numbers are kept in E4M3FN.
+FORMATS_OF_PRODUCTS = {
+    "p3109 finite": qt.p3109(8, 3, extended=False),
+    "p3109": qt.p3109(8, 3),
+    **{
+        name: qt.spec(name)
+        for name in (
+            *("e4m3fnuz", "e4m3fn", "e5m2", "int8", "e2m1fn", "e2m3fn", "nf4", "bfloat16"),
+            *("mxfp4", "mxfp8_e4m3", "mxfp6_e2m3", "nvfp4", "mxfp8_e5m2", "mxint8"),
+            "deepseek_1x128",
+        )
+    },
+}
 
 
 def products_of(recipe):
@@ -327,8 +340,8 @@ def plain_products(x, w, ct):
     return y, *back(ct)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("fmt", FORMATS_OF_PRODUCTS.values(), ids=FORMATS_OF_PRODUCTS)
 def test_results_are_not_finite_exactly_where_those_of_the_plain_product_are_not(fmt):
     """Oracle: the plain product's own NaNs and infinities, of one bad value in each operand."""
     rng = np.random.default_rng(0)
@@ -371,6 +384,29 @@ def test_no_step_overflows_or_underflows_where_the_result_does_not(exponents, gr
     expected = (wide[0] @ wide[1], np.ones((3, 2)) @ wide[1].T, wide[0].T @ np.ones((3, 2)))
     for got, exact in zip((y, dx, dw), expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2 * 2.0**-4)
+
+
+P1 = qt.p3109(8, 1)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("arithmetic", ["emulate", "native"])
+@pytest.mark.parametrize(
+    "forward",
+    [P1, qt.p3109(8, 1, extended=False), (qt.p3109(8, 2, signed=False), P1)],
+    ids=["extended", "finite", "unsigned"],
+)
+def test_no_step_overflows_beside_elements_of_which_float32_does_not_hold_squares(
+    forward, arithmetic
+):
+    """Elements up to 2**62 and more. Oracle: float64, since every format holds powers of two.
+
+    The bound: 31 sums, and two scales and q * scale that are rounded to float32.
+    """
+    (x, w), g = 2.0 ** np.random.default_rng(2).integers(-1, 1, (2, 32, 32)), np.ones((32, 32))
+    run = jax.jit(products_of(Recipe(forward, P1, arithmetic=arithmetic)))
+    for got, exact in zip(run(*np.float32([x, w, g])), (x @ w, g @ w.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=(31 + 4) * 2.0**-24)
 
 
 def test_products_of_the_largest_and_the_smallest_numbers():

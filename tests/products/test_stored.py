@@ -136,6 +136,42 @@ def test_native_einsum_where_one_operand_alone_sums_a_label():
     np.testing.assert_allclose(native, emulated, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    "operand",
+    [
+        Operand("int8"),
+        Operand("mxfp4"),
+        Operand(qt.p3109(8, 3, extended=False)),
+        Operand("nvfp4"),
+        Operand("e2m1fn"),
+        Operand("int4", scaling=qt.products.Learned()),
+        Operand("mxint8"),
+        Operand("e5m2"),
+    ],
+    ids=str,
+)
+def test_what_is_stored_inside_a_trace_keeps_infinities_and_nans(operand):
+    """Nobody can refuse them there. Oracle: which results of the plain product are finite."""
+    x, scale = jnp.ones((3, 80)), jnp.full((), 0.25)
+
+    @jax.jit
+    def product(w):
+        kernel = stored_kernel("test", w, operand, Axes((0,), (1,)), 0, scale=scale)
+        return qt.dot_general(x, kernel, MATMUL, recipe=Recipe((None, None)))
+
+    good = RNG.uniform(1, 2, (80, 6)).astype(np.float32)
+    assert np.isfinite(product(good)).all()
+    for bad in (np.inf, -np.inf, np.nan):
+        w = good.copy()
+        w[70, 2] = bad
+        finite = np.isfinite(product(w))
+        if operand.has_one_scale and not operand.spec.element.has_nan:
+            assert not finite.any()  # the scale of the tensor is NaN
+        else:
+            np.testing.assert_array_equal(finite, np.isfinite(np.ones((3, 80)) @ w))
+
+
 def test_what_cannot_be_stored():
     transformed = Operand("e4m3fn", transform=qt.products.Hadamard(16))
     with pytest.raises(ValueError, match="transforms the operand by Hadamard"):

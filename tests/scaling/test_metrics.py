@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import hadamard_transform, metrics, quantize, sqnr_db
+from qtoolkit.scaling.internal import Scales, tally_of, tally_vector
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ASYMMETRIC = BlockFormat.channel("uint8", axis=0, zero_point=True)
@@ -342,3 +343,12 @@ def test_on_auto_and_explicit_meshes(kind):
     for (path, a), b in leaves:
         exact = a.dtype == np.uint32 or "hadamard" in str(path) or "flushed" in str(path)
         np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-6, err_msg=str(path))
+
+
+def test_a_tally_counts_the_binades_of_subnormal_and_infinite_numbers():
+    """Oracle: NumPy's frexp in float64. Zeros have the first bin; infinities and NaNs have none."""
+    x = np.float32([0, -0.0, 1e-45, -3e-45, 1e-40, 1.1754942e-38, 2.0**-126, -1.5, 3.4e38])
+    bins = np.where(x == 0, 0, np.frexp(x.astype(np.float64))[1] - 1 + 150)
+    given = jnp.asarray([*x, np.inf, -np.inf, np.nan], jnp.float32)
+    tally = tally_of(jax.jit(lambda x: tally_vector(x, x, None, Scales()))(given))
+    np.testing.assert_array_equal(tally.exponents, np.bincount(bins, minlength=278))
