@@ -24,6 +24,7 @@ from qtoolkit.nnx._products import (
 from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
+    is_left,
     leave,
     methods_of,
     named_states,
@@ -83,8 +84,10 @@ def wrap(
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
-        so does a missing default. A type means layers of that type and layers inside of modules of
-        that type. A layer that is shared has several paths; a rule has to match one of them.
+        so does a missing default. None for any other module leaves the products that `wrap` does
+        not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
+        means layers of that type and layers inside of modules of that type. A layer that is shared
+        has several paths; a rule has to match one of them.
       strict: Inputs of the model, to trace it with. Raises if a product is not quantized though no
         rule says so.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
@@ -142,7 +145,9 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
-        if shown in recipes and isinstance(node, nnx.Module):
+        if not isinstance(node, nnx.Module):
+            return node
+        if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
                 attach(node, recipe, found, where)
@@ -150,6 +155,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 if site_of(node) is not None:
                     detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
+        elif rules is not None and is_left(node):  # by an earlier wrap
+            _reset(node, ())
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
@@ -196,7 +203,11 @@ def _recipes(
     layers: "list[FoundModule]",
     modules: "list[FoundModule]",
 ) -> "dict[str, tuple[FoundModule, Recipe | None]]":
-    """Maps each path to its layer and its recipe by the rules; None: leave the layer as it is."""
+    """Maps each path to its module and its recipe by the rules; None: leave the module as it is.
+
+    Of modules that are no layers only those are there that the rules leave. What they call may
+    compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example.
+    """
     _check_rules(where, rules, layers, modules)
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
@@ -211,6 +222,11 @@ def _recipes(
             f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
+    for found in modules:
+        is_container = isinstance(found.module, nnx.List | nnx.Dict)
+        if found.has_products or is_container or rules.lookup(found.paths, found.kinds) is not None:
+            continue
+        recipes.update(dict.fromkeys(found.paths, (found, None)))
     return recipes
 
 
@@ -284,7 +300,7 @@ def detach(layer: Any) -> None:
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:
     """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
-    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot", "qtoolkit_path"):
+    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
     kind: Any = original_class(type(layer))

@@ -11,7 +11,8 @@ _PRODUCTS = frozenset(
     {
         *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
         *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
-        *("dot_product_attention", "batch_matmul", "convolve", "outer"),
+        *("dot_product_attention", "batch_matmul", "convolve", "correlate", "outer"),
+        *("vecdot", "matvec", "vecmat", "multi_dot"),
     }
 )
 _METHODS = frozenset({"dot"})  # methods of arrays that are products: x.dot(w)
@@ -36,12 +37,13 @@ def computes_product(
     if not depth:
         return False
     names = {name for code in codes for name in code.co_names}
+    called = map(_undecorated, _called(function, kind, names))
+    others = (x for x in called if isinstance(x, types.FunctionType) and x is not function)
     return any(
-        isinstance(other, types.FunctionType)
-        and not _is_of_library(other.__module__)
-        and other is not function
-        and computes_product(other, kind, attributes, depth - 1)
-        for other in _called(function, kind, names)
+        other.__name__ in _PRODUCTS  # `from jax.numpy import dot as multiply`
+        if _is_of_library(other.__module__)
+        else computes_product(other, kind, attributes, depth - 1)
+        for other in others
     )
 
 
@@ -54,12 +56,20 @@ def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _is_product(value: Any) -> bool:
-    while isinstance(value, functools.partial):
-        value = value.func
-    function = inspect.unwrap(value) if callable(value) else None
+    function = _undecorated(value)
     if not isinstance(function, types.FunctionType):
         return False
     return function.__name__ in _PRODUCTS or computes_product(function, object)
+
+
+def _undecorated(x: Any) -> Any:
+    """What `jax.jit`, `nnx.jit`, `functools.partial` and the like have made a callable of."""
+    while callable(x):
+        inner = x.func if isinstance(x, functools.partial) else inspect.unwrap(x)
+        if inner is x:
+            break
+        x = inner
+    return x
 
 
 def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
@@ -85,7 +95,7 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
 def _names_a_product(
     code: types.CodeType, attributes: frozenset[str], names: Mapping[str, Any]
 ) -> bool:
-    """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`.
+    """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)`, `x.dot(w)` or imports `dot`.
 
     An attribute counts if it is looked up in a module such as `jnp`, or if arrays have it: `dot`.
     Others do not, and after `self.` only `attributes`: `self.dot` or `block.conv` may be a layer.
@@ -100,6 +110,8 @@ def _names_a_product(
             return True
         # From Python 3.13 on one instruction stores or loads two locals.
         stored, name = (name[0], name[-1]) if isinstance(name, tuple) and name else (name, name)
+        if operation == "IMPORT_FROM" and name in _PRODUCTS:
+            return True
         if operation.startswith("STORE_FAST") and last.startswith("IMPORT_"):
             locals_[stored] = _PRODUCTS
         if operation.startswith("LOAD_GLOBAL"):

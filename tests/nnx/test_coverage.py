@@ -5,14 +5,17 @@ Comments say what the code before this one, and qwix 0.1.8, reached of all forwa
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.numpy import dot as multiply
 
 import qtoolkit as qt
 from qtoolkit.products import Recipe
@@ -527,6 +530,104 @@ def test_a_product_in_a_function_that_is_run_as_it_is(function, within, kind, do
     assert forward.reason.startswith(f"inside of {within}: call qtoolkit.dot_general there")
     assert sum(p.count for p in report.left) == 3
     assert all(p.where.startswith("test_coverage.py:") for p in report.left)
+
+
+@nnx.jit
+def jitted_helper(model, x):
+    model.calls[...] += 1
+    return x @ model.kernel[...]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def jitted_product(x, kernel, repeat):
+    return jnp.matvec(kernel.T, x) * repeat
+
+
+class Helped(nnx.Module):
+    def __init__(self, helper):
+        self.kernel, self.calls = nnx.Param(jnp.eye(16) * 0.3), nnx.Variable(jnp.zeros(()))
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.helper = helper
+
+    def __call__(self, x):
+        y = self.linear(x)
+        if self.helper is None:
+            return jitted_product(y, self.kernel[...], 1)
+        return jitted_helper(self, y)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("helper", [None, 1])
+def test_helpers_in_jit_are_reached(helper):
+    """Oracle: the same product by `qt.dot_general`. They were left, and no rule could say so."""
+    wrapped = qt.nnx.wrap(Helped(helper), strict=(x,))
+    assert wrapped.calls[...] == 0
+    expected = qt.dot_general(wrapped.linear(x), wrapped.kernel[...], (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(wrapped(x), expected, rtol=1e-5, atol=1e-6)
+    assert wrapped.calls[...] == (helper or 0)
+    left = qt.nnx.wrap(Helped(helper), qt.Rules({"^$": None}, Recipe()), strict=(x,))
+    assert {p.reason for p in qt.nnx.report(left, x).left} == {"left by a rule"}
+
+
+def test_a_rule_leaves_products_that_wrap_does_not_see():
+    """They stand in an object that is called: a rule of None for the module had no effect."""
+    model = Outside(nnx.jit(lambda x, kernel: x @ kernel))
+    for rules in ({"^$": None, "linear": Recipe()}, {"linear": Recipe()}):
+        default = Recipe() if "^$" in rules else None
+        wrapped = qt.nnx.wrap(model, qt.Rules(rules, default), strict=(x,))
+        report = qt.nnx.report(wrapped, x)
+        assert {(p.path, p.reason) for p in report.left} == {("(model)", "left by a rule")}
+        assert {p.path for p in report.quantized} == {"linear"}
+    again = qt.nnx.wrap(wrapped, Recipe())
+    assert type(again) is Outside
+    assert len(qt.nnx.report(again, x).unexplained) == 3
+
+
+def rounded(array):
+    """E4M3FN by one scale, by ml_dtypes."""
+    scale = np.abs(array).max() / np.float32(448)
+    return jnp.asarray((array / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale)
+
+
+def imported(x, kernel):
+    from jax.numpy import einsum as sum_of_products
+
+    return sum_of_products("bi,io->bo", x, kernel)
+
+
+precisely = functools.partial(jnp.matmul, precision="highest")
+FUNCTIONS = {  # what the module calls, and the shapes of its operands
+    "vecdot": (lambda x, kernel: jnp.vecdot(x, kernel), (6, 16), (6, 16)),
+    "matvec": (lambda x, kernel: jnp.matvec(kernel, x), (6, 16), (8, 16)),
+    "vecmat": (lambda x, kernel: jnp.vecmat(x, kernel), (6, 16), (16, 8)),
+    "multi_dot": (lambda x, kernel: jnp.linalg.multi_dot([x, kernel]), (6, 16), (16, 8)),
+    "correlate": (lambda x, kernel: jnp.correlate(x, kernel), (16,), (3,)),
+    "convolve": (lambda x, kernel: jnp.convolve(x, kernel), (16,), (3,)),
+    "alias": (lambda x, kernel: multiply(x, kernel), (6, 16), (16, 8)),
+    "import inside": (imported, (6, 16), (16, 8)),
+    "operator": (lambda x, kernel: operator.matmul(x, kernel), (6, 16), (16, 8)),
+    "partial": (lambda x, kernel: precisely(x, kernel), (6, 16), (16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_whatever_the_function_is_called(name):
+    """Oracle: the function itself, of operands that ml_dtypes has rounded."""
+    product, *shapes = FUNCTIONS[name]
+    rng = np.random.default_rng(6)
+    inputs, kernel = (np.float32(rng.normal(size=shape)) for shape in shapes)
+
+    class Only(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.asarray(kernel))
+
+        def __call__(self, x):
+            return product(x, self.kernel[...])
+
+    wrapped = qt.nnx.wrap(Only(), qt.recipes.te_current, strict=(inputs,))
+    expected = product(rounded(inputs), rounded(kernel))
+    np.testing.assert_allclose(wrapped(inputs), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(wrapped(inputs) - Only()(inputs)).max() > 1e-3
 
 
 def test_what_is_left_is_in_the_report_with_its_line():
