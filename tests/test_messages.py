@@ -61,7 +61,11 @@ PYTHON = {
     ),
     "strict without inputs": (
         lambda: qt.nnx.wrap(model(), strict=True), TypeError,
-        "strict has type bool", "expected inputs", "write strict=(x,)",
+        "strict has type bool", "expected inputs", "write strict=(x,), or strict={'x': x}",
+    ),
+    "strict without inputs in linen": (
+        lambda: qt.linen.wrap(nn.Dense(4), strict="x"), TypeError,
+        "strict has type str", "expected inputs", "write strict=(x,), or strict={'x': x}",
     ),
     "numerics with batch and loss exchanged": (
         lambda: qt.nnx.numerics(qt.nnx.wrap(model()), lambda m, x: m(x).sum(), X), TypeError,

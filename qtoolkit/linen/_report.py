@@ -14,7 +14,7 @@ from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import Visited, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import report_of, with_values
+from qtoolkit.products.internal import report_of, strict_inputs, with_values
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
@@ -117,21 +117,17 @@ def check_strict(wrapped: nn.Module, inputs: Any) -> None:
     """Raises if no product is quantized, if one is left though no rule says so, or a rule is
     unused.
     """
-    if isinstance(inputs, bool):
-        raise TypeError(
-            "wrap: strict has type bool, expected inputs to trace the module with; write "
-            "strict=(x,)"
-        )
-    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     name = type(wrapped).__name__
-    places = [i for i, x in enumerate(arguments) if hasattr(x, "dtype")]
+    leaves, structure = jax.tree.flatten(strict_inputs(inputs))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
 
     def init(*arrays: Any) -> Any:
-        given = with_values(arguments, places, arrays)
-        return wrapped.init({"params": jax.random.key(0)}, *given)
+        arguments, options = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+        return wrapped.init({"params": jax.random.key(0)}, *arguments, **options)
 
-    variables = jax.eval_shape(init, *(arguments[i] for i in places))
-    found, visited = _reported(wrapped, variables, arguments)
+    variables = jax.eval_shape(init, *(leaves[i] for i in places))
+    arguments, options = jax.tree.unflatten(structure, leaves)
+    found, visited = _reported(wrapped, variables, arguments, options=options)
     if found.unreached:
         layers = dict.fromkeys(path or "(the model itself)" for _, path, _, has in visited if has)
         some = ", ".join(list(layers)[:3]) + (" ..." if len(layers) > 3 else "")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
@@ -23,7 +23,7 @@ def wrap(
     module: Model,
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
-    strict: Sequence[Any] | None = None,
+    strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
@@ -56,8 +56,9 @@ def wrap(
         and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. Which layers there are is known only when the module runs: `report` names
         rules that match nothing, and `strict` raises for them.
-      strict: Inputs of the module, to trace it with. Raises if a product is not quantized though no
-        rule says so, if no product is quantized, or if a rule matches nothing.
+      strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
+        `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
+        product is quantized, or if a rule matches nothing.
       kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
         scale for each token and head, or a format with blocks along the features. Each token is
         rounded once, when it is written; steps compute with the dequantized cache. `init` makes
@@ -73,8 +74,8 @@ def wrap(
 
     Raises:
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        rule for a class that is no module. When the module runs: an operand of float64 or of 8
-        bits.
+        rule for a class that is no module; `strict` is neither inputs nor a mapping. When the
+        module runs: an operand of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
         share; `strict` raises. When the module runs: a layer under `nn.jit` has learned scales.
 

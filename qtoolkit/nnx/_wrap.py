@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -60,7 +60,7 @@ def wrap(
     model: Model,
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
-    strict: Sequence[Any] | None = None,
+    strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
@@ -88,8 +88,8 @@ def wrap(
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
         means layers of that type and layers inside of modules of that type. A layer that is shared
         has several paths; a rule has to match one of them.
-      strict: Inputs of the model, to trace it with. Raises if a product is not quantized though no
-        rule says so.
+      strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`.
+        Raises if a product is not quantized though no rule says so.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -105,7 +105,7 @@ def wrap(
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        kernel of float64, of 8 bits, or a `QArray`.
+        kernel of float64, of 8 bits, or a `QArray`; `strict` is neither inputs nor a mapping.
       ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
         scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
         no module); the attribute for a layer's product was set by the user; or `strict` raises.

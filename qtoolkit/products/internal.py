@@ -16,7 +16,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import BY_RULE, report_of
+from qtoolkit.products._report import BY_RULE, report_of, strict_inputs
 from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
@@ -64,6 +64,7 @@ __all__ = [
     "spec_from_json",
     "spec_to_json",
     "stored_kernel",
+    "strict_inputs",
     "summary_of",
     "sums_of",
     "with_values",

@@ -490,6 +490,27 @@ def test_strict():
     )
 
 
+class Keywords(nn.Module):
+    @nn.compact
+    def __call__(self, *, batch, flag):
+        y = nn.Dense(8)(batch["x"])
+        return Hidden()(y) if flag else y
+
+
+def test_strict_by_keywords():
+    """A mapping names the inputs; one that is itself an input stands in a tuple."""
+    wrap(Keywords(), strict={"batch": {"x": X}, "flag": False})
+    with pytest.raises(ValueError, match=r"products of Keywords are left that no rule leaves"):
+        wrap(Keywords(), strict={"batch": {"x": X}, "flag": True})
+
+    class Batch(nn.Dense):
+        def __call__(self, batch):
+            return super().__call__(batch["x"])
+
+    wrap(Batch(8), strict=({"x": X},))
+    wrap(nn.Dense(8), strict=X)
+
+
 class Unprepared(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -647,6 +647,96 @@ def test_what_is_left_is_in_the_report_with_its_line():
     assert qt.nnx.report(wrapped, x).left == ()
 
 
+LIBRARY = {
+    "solve": Held(lambda x, kernel: jnp.linalg.solve(kernel, x.T)),
+    "matvec": Held(lambda x, kernel: jnp.matvec(kernel, x)),
+    "correlate": Held(lambda x, kernel: jnp.correlate(x[0], kernel[0])),
+    "inverse": Held(lambda x, kernel: jnp.linalg.inv(kernel)),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_a_library_computes_has_the_line_that_calls_it(name):
+    """JAX cuts the tracebacks of these functions before they reach the user's line."""
+    report = qt.nnx.report(Outside(LIBRARY[name].function), x)
+    line = LIBRARY[name].function.__code__.co_firstlineno
+    own = [p for p in report.left if p.path != "linear"]
+    assert {p.part for p in own} == {"forward", "backward"}
+    assert {p.where for p in own} == {f"test_coverage.py:{line}"}
+
+
+def test_what_a_library_computes_in_a_rewritten_module_has_a_line():
+    """Once inlined, nothing keeps the user's line of `inv`: its own is given."""
+
+    class Inverse(nnx.Module):
+        def __call__(self, x):
+            return x @ jnp.linalg.inv(x.T @ x + jnp.eye(16))
+
+    report = qt.nnx.report(qt.nnx.wrap(Inverse()), x)
+    assert report.left
+    assert all(p.where for p in report.left)
+
+    class Normed(nnx.Module):
+        def __init__(self):
+            linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+            self.norm = nnx.SpectralNorm(linear, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(x, update_stats=True)
+
+    report = qt.nnx.report(qt.nnx.wrap(Normed()), x)
+    assert report.left
+    assert all(p.where.startswith("test_coverage.py:") for p in report.left)
+
+
+class Complex(nnx.Module):
+    def __init__(self):
+        self.kernel, self.linear = nnx.Param(jnp.eye(16)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x) @ (self.kernel[...] * 1j)
+
+
+def test_complex_products_are_left_for_a_reason_of_their_own():
+    """They passed as integers, which no rule need leave."""
+    report = qt.nnx.report(qt.nnx.wrap(Complex()), x)
+    assert {p.operands for p in report.left} >= {"complex64[6, 16] x complex64[16, 16]"}
+    assert all(p.reason.startswith("complex numbers are not rounded") for p in report.left)
+    assert {p.part for p in report.left} == {"forward", "backward"}
+    with pytest.raises(ValueError, match=r"3 products of Complex are left that no rule leaves"):
+        qt.nnx.wrap(Complex(), strict=(x,))
+    left = qt.nnx.wrap(Complex(), qt.Rules({"^$": None}, Recipe()), strict=(x,))
+    assert {p.reason for p in qt.nnx.report(left, x).left} == {"left by a rule"}
+
+
+UNSEEN = Held(jnp.dot)
+
+
+class Keywords(nnx.Module):
+    def __init__(self, left):
+        self.linear, self.left = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), left
+
+    def __call__(self, *, batch, flag):
+        y = self.linear(batch["x"])
+        return UNSEEN(y, batch["x"].T) if self.left and flag else y
+
+
+def test_strict_by_keywords():
+    """A mapping names the inputs; one that is itself an input stands in a tuple."""
+    inputs = {"batch": {"x": x}, "flag": True}
+    qt.nnx.wrap(Keywords(False), strict=inputs)
+    qt.nnx.wrap(Keywords(True), strict={**inputs, "flag": False})
+    with pytest.raises(ValueError, match=r"3 products of Keywords are left that no rule leaves"):
+        qt.nnx.wrap(Keywords(True), strict=inputs)
+
+    class Batch(nnx.Linear):
+        def __call__(self, batch):
+            return super().__call__(batch["x"])
+
+    qt.nnx.wrap(Batch(16, 16, rngs=nnx.Rngs(0)), strict=({"x": x},))
+    qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), strict=x)
+
+
 def test_strict_refuses_what_quantizes_nothing():
     class Unused(nnx.Module):
         def __init__(self):
