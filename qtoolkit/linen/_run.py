@@ -137,8 +137,9 @@ def run(
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # not bound, then Flax raises; or called by another method of this module
-    starting = module.is_initializing()
-    if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
+    starting, visited = module.is_initializing(), _visited.get()
+    keeps = cache is not None or any(map(_keeps_state, _recipes(rules)))
+    if starting and not keeps and visited is None:
         return call()
     kept, scales = (
         {} if starting else module.variables.get(name, {}) for name in (COLLECTION, SCALES)

@@ -33,7 +33,7 @@ from qtoolkit.nnx._rewriting import (
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Site, cache_format, check_recipe
+from qtoolkit.products.internal import Module, Site, cache_format, check_recipe, check_rules
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -208,7 +208,8 @@ def _recipes(
     Of modules that are no layers only those are there that the rules leave. What they call may
     compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example.
     """
-    _check_rules(where, rules, layers, modules)
+    others = (found for found in modules if not found.has_products)
+    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
         recipe = rules.lookup(found.paths, found.kinds)
@@ -412,6 +413,11 @@ class FoundModule:
     def shown(self) -> str:
         return self.paths[0] or "(the model itself)"
 
+    def as_matched(self) -> Module:
+        """What rules match."""
+        name = original_class(type(self.module)).__name__
+        return Module(self.paths, self.kinds, name, self.has_products)
+
 
 def modules_of(model: nnx.Module) -> list[FoundModule]:
     """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
@@ -441,16 +447,6 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
     # No JAX container: an array, a constant, or a module that was declared with pytree=False.
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
-
-
-def _check_rules(
-    where: str, rules: Rules[Recipe], layers: list[FoundModule], modules: list[FoundModule]
-) -> None:
-    """Raises if a rule with a recipe matches no layer, or a rule with None matches no module."""
-    wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
-    others = [found for found in modules if not found.has_products]
-    for part, among in ((wanted, layers), (rules, layers + others)):
-        part.check_used(where, [f.paths for f in among], [f.kinds for f in among])
 
 
 def _check_kernels(caller: str, found: FoundModule) -> None:

@@ -12,6 +12,7 @@ from qtoolkit.products._calibration import (
 from qtoolkit.products._found import Found, Names, Origin, Standing
 from qtoolkit.products._inspection import computes_product, product_attributes
 from qtoolkit.products._json import spec_from_json, spec_to_json
+from qtoolkit.products._matching import Module, check_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
@@ -32,6 +33,7 @@ __all__ = [
     "Axes",
     "Batch",
     "Found",
+    "Module",
     "Names",
     "Origin",
     "Place",
@@ -47,6 +49,7 @@ __all__ = [
     "check_calibrated",
     "check_loss",
     "check_recipe",
+    "check_rules",
     "check_trainable",
     "computes_product",
     "einsum_axes",

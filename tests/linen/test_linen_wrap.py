@@ -481,13 +481,54 @@ def test_strict():
         wrap(nn.LayerNorm(), strict=(X,))
     with pytest.raises(ValueError, match=r"^wrap: no product of Stack is quantized"):
         wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: rule tide matches no layer .* there is blocks/"):
+    with pytest.raises(ValueError, match=r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
         wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: rule LayerNorm matches no layer of Tied"):
-        wrap(Tied(), Rules({nn.LayerNorm: B}, A), strict=(TOKENS,))
+    inner = wrap(nn.Dense(4), Rules({"haed": B}, A))
+    with pytest.raises(ValueError, match=r"^wrap: rule haed matches no layer .* of Sequential"):
+        wrap(nn.Sequential([inner]), A, strict=(X,))
     assert report(wrap(Stack(), Rules({"tide": B}, A)), shapes(Stack(), X), X).unreached == (
         "rule tide",
     )
+
+
+class Optional(nn.Module):
+    """Its second layer runs in a method of its own."""
+
+    def setup(self):
+        self.first, self.second, self.norm = nn.Dense(8), nn.Dense(8), nn.LayerNorm()
+
+    def __call__(self, x):
+        return self.norm(self.first(x))
+
+    def both(self, x):
+        return self.second(self(x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"fisrt": B}, r"^wrap: rule 'fisrt' matches nothing, expected .* there is first"),
+        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is '' \(the whole\)"),
+        ({nn.Conv: B}, r"^wrap: rule Conv matches nothing"),
+        ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no product"),
+        ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no product"),
+        ({"second": B}, r"^wrap: rule 'second' matches nothing"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [A, qt.recipes.te_delayed_hybrid], ids=["current", "delayed"])
+def test_init_refuses_rules_that_match_nothing(rules, message, recipe):
+    module = wrap(Optional(), Rules({key: r and recipe for key, r in rules.items()}, recipe))
+    for init in (module.init, jax.jit(module.init), module.init_with_output):
+        with pytest.raises(ValueError, match=message):
+            init(jax.random.key(0), X)
+    module.init(jax.random.key(0), X, method="both")  # another method may not run every layer
+
+
+@pytest.mark.parametrize("rules", [{"norm": None, nn.Dense: A}, {"": A}, {Optional: A}])
+def test_init_takes_rules_that_match(rules):
+    variables = wrap(Optional(), Rules(rules)).init(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables, Optional().init(KEY, X))
 
 
 class Keywords(nn.Module):

@@ -813,7 +813,7 @@ def test_messages():
         qt.nnx.wrap(linear, qt.spec("mxfp4"))
     with pytest.raises(ValueError, match=r"wrap: rule Conv matches nothing"):
         qt.nnx.wrap(linear, qt.Rules({nnx.Conv: Recipe()}, Recipe()))
-    with pytest.raises(ValueError, match=r"wrap: rule LayerNorm matches nothing"):
+    with pytest.raises(ValueError, match=r"rule LayerNorm matches layers/1, and LayerNorm has no"):
         qt.nnx.wrap(
             nnx.Sequential(linear, nnx.LayerNorm(4, rngs=nnx.Rngs(0))),
             qt.Rules({nnx.LayerNorm: Recipe()}, Recipe()),
