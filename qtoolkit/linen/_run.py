@@ -26,6 +26,7 @@ from qtoolkit.products.internal import (
     computes_product,
     enclosing,
     product_attributes,
+    returns_later,
     scope,
 )
 from qtoolkit.scaling import QArray
@@ -397,7 +398,9 @@ def _has_products(kind: Any, name: str, method: Any, attributes: frozenset[str])
     if _is_in(method, _FLAX):
         return False
     method = inspect.unwrap(method)
-    return isinstance(method, types.FunctionType) and computes_product(method, kind, attributes)
+    if not isinstance(method, types.FunctionType) or returns_later(method):
+        return False
+    return computes_product(method, kind, attributes)
 
 
 def _is_in(function: Any, place: str) -> bool:

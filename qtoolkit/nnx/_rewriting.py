@@ -22,7 +22,9 @@ from qtoolkit.products.internal import (
     State,
     computes_product,
     enclosing,
+    overridden,
     product_attributes,
+    returns_later,
     rewritten,
     rewritten_later,
     scope,
@@ -32,6 +34,7 @@ from qtoolkit.products.internal import (
 _FRAMEWORK = set(dir(nnx.Module))
 # Flax's layers that call an attribute for their product, which `wrap` sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
+_BY_ATTRIBUTE = [method for layer in HOOKED for method in vars(layer).values()]
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _MADE_BY = "qtoolkit_made_by"
 _PATH = "qtoolkit_path"  # of a module that a rule leaves
@@ -52,12 +55,12 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
     """
     found = []
     for name, method in _public_methods(kind).items():
-        if any(vars(layer).get(name) is method for layer in HOOKED):
-            continue
         function = inspect.unwrap(method)
-        if isinstance(function, types.FunctionType) and computes_product(
-            function, kind, attributes
-        ):
+        if not isinstance(function, types.FunctionType) or returns_later(function):
+            continue
+        candidates = (function, *overridden(function, kind))
+        others = (one for one in candidates if one not in _BY_ATTRIBUTE)
+        if any(computes_product(one, kind, attributes) for one in others):
             found.append(name)
     return tuple(found)
 
@@ -95,7 +98,12 @@ def leave(module: Any, path: str) -> None:
     """Marks the products that a module computes, and those in all that it calls, as left."""
     if not is_left(module):
         kind: Any = type(module)
-        module.__class__ = _scoped_class(kind, path)
+        become(module, _scoped_class(kind, path))
+
+
+def become(module: Any, kind: type) -> None:
+    """Sets the class of a module, which may be a frozen dataclass."""
+    object.__setattr__(module, "__class__", kind)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from qtoolkit.nnx._products import (
 from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
+    become,
     is_left,
     leave,
     methods_of,
@@ -307,7 +308,7 @@ def _reset(layer: Any, methods: tuple[str, ...]) -> None:
     kind: Any = original_class(type(layer))
     if methods:
         kind = rewriting_class(kind, methods)
-    layer.__class__ = caching_class(kind) if keeps_cache(layer) else kind
+    become(layer, caching_class(kind) if keeps_cache(layer) else kind)
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)

@@ -47,6 +47,25 @@ def computes_product(
     )
 
 
+def returns_later(function: Any) -> bool:
+    """Whether a call only makes a generator or coroutine: its trace has no products yet."""
+    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return is_generator or inspect.iscoroutinefunction(function)
+
+
+def overridden(function: Any, kind: type) -> Iterator[Any]:
+    """Methods of the classes that `kind` inherits from, if `function`, a method, may call them.
+
+    It does so by `super().encode(x)` or `Base.encode(self, x)`.
+    """
+    names = function.__code__.co_names
+    bases = kind.__mro__[1:]
+    if "super" in names or any(base.__name__ in names for base in bases):
+        for name in names:
+            found = (vars(base).get(name) for base in bases)
+            yield from (method for method in found if isinstance(method, types.FunctionType))
+
+
 def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
     """The names of a module's attributes that hold functions which compute products.
 
@@ -86,6 +105,8 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
         own = inspect.getattr_static(kind, name, None)
         if isinstance(own, staticmethod | classmethod):
             yield own.__func__
+        elif isinstance(own, property):
+            yield own.fget
         elif name.startswith("_"):
             yield getattr(kind, name, None)
         if isinstance(known, types.ModuleType) and not _is_of_library(known.__name__):

@@ -19,11 +19,14 @@ from qtoolkit.products._taps import MODEL, has_no_derivative
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
-_LIBRARIES = tuple(
-    os.path.join(os.path.dirname(spec.origin), "")
+_FOLDERS = {
+    spec.name: os.path.join(os.path.dirname(spec.origin), "")
     for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
     if spec is not None and spec.origin is not None
-)
+}
+_LIBRARIES, _FLAX = tuple(_FOLDERS.values()), _FOLDERS.get("flax", "flax")
+# Our own lines, and what JAX calls every function by, say nothing about a product.
+_NOT_SHOWN = (_FOLDERS["qtoolkit"], os.path.join(_FOLDERS["jax"], "_src", "traceback_util.py"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,9 +312,11 @@ def _users_line(eqn: Any) -> str:
 
 
 def _librarys_line(eqn: Any) -> str:
-    """The outermost known line of the library that made an equation."""
-    frames = _frames(eqn)
-    return _shown(frames[-1]) if frames else ""
+    """The innermost line of Flax that made an equation, else the outermost known line of JAX."""
+    others = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_NOT_SHOWN)]
+    of_flax = [frame for frame in others if frame.file_name.startswith(_FLAX)]
+    frame = next(iter(of_flax), others[-1] if others else None)
+    return "" if frame is None else _shown(frame)
 
 
 def _frames(eqn: Any) -> list[Any]:

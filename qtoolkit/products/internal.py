@@ -10,7 +10,12 @@ from qtoolkit.products._calibration import (
     summary_of,
 )
 from qtoolkit.products._found import Found, Names, Origin, Standing
-from qtoolkit.products._inspection import computes_product, product_attributes
+from qtoolkit.products._inspection import (
+    computes_product,
+    overridden,
+    product_attributes,
+    returns_later,
+)
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._matching import Module, check_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
@@ -57,8 +62,10 @@ __all__ = [
     "first_scales",
     "instrument",
     "is_quantized",
+    "overridden",
     "product_attributes",
     "report_of",
+    "returns_later",
     "rewritten",
     "rewritten_later",
     "scope",

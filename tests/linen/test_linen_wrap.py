@@ -491,6 +491,26 @@ def test_strict():
     )
 
 
+class Yielding(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(16)
+
+    def steps(self, x):
+        for _ in range(2):
+            yield self.dense(x) @ x.mT
+
+    def __call__(self, x):
+        return sum(self.steps(x))
+
+
+def test_a_method_that_yields_runs_as_it_is():
+    """Oracle: a product of three for each step. Its gradient was lost, silently."""
+    variables = shapes(Yielding(), X)
+    found = report(wrap(Yielding()), variables, X)
+    assert sum(p.count for p in found.quantized) == sum(p.count for p in found.left) == 6
+    assert len(found.unexplained) == len(found.left)
+
+
 class Optional(nn.Module):
     """Its second layer runs in a method of its own."""
 
