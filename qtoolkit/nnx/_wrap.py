@@ -78,7 +78,7 @@ def wrap(
     has scales of its own, see `qtoolkit.dot_general`. Only layers of Flax keep histories for
     delayed scales and keys for stochastic rounding. Products in your own modules use current scales
     instead, and their stochastic rounding depends on the numbers alone: equal numbers are rounded
-    equally in every step.
+    equally in every step. Learned scales they cannot have: such a product raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
