@@ -34,7 +34,12 @@ from qtoolkit.products.internal import (
 _FRAMEWORK = set(dir(nnx.Module))
 # Flax's layers that call an attribute for their product, which `wrap` sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
-_BY_ATTRIBUTE = [method for layer in HOOKED for method in vars(layer).values()]
+_BY_ATTRIBUTE = frozenset(
+    inspect.unwrap(own)
+    for layer in HOOKED
+    for own in vars(layer).values()
+    if inspect.isfunction(own)
+)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _MADE_BY = "qtoolkit_made_by"
 _PATH = "qtoolkit_path"  # of a module that a rule leaves

@@ -103,6 +103,7 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
         yield known
         # Public methods are wrapped themselves; these are not, so their callers have to be.
         own = inspect.getattr_static(kind, name, None)
+        own = getattr(own, "wrapped", own)  # linen puts a property into a descriptor of its own
         if isinstance(own, staticmethod | classmethod):
             yield own.__func__
         elif isinstance(own, property):

@@ -491,6 +491,27 @@ def test_strict():
     )
 
 
+class Gram(nn.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.normal(), (16, 16))
+
+    @property
+    def gram(self):
+        return self.kernel @ self.kernel.T
+
+    def __call__(self, x):
+        return x + self.gram[:6]
+
+
+def test_a_product_in_a_property():
+    """Oracle: `qt.dot_general`."""
+    module = wrap(Gram(), strict=(X,))
+    variables = module.init(KEY, X)
+    kernel = variables["params"]["kernel"]
+    gram = qt.dot_general(kernel, kernel, (((1,), (1,)), ((), ())))
+    np.testing.assert_allclose(module.apply(variables, X), X + gram[:6], rtol=1e-5, atol=1e-5)
+
+
 class Yielding(nn.Module):
     def setup(self):
         self.dense = nn.Dense(16)
