@@ -76,14 +76,10 @@ def _public_methods(kind: type) -> dict[str, Any]:
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
         own = inspect.getattr_static(kind, name, None)
-        if (
-            is_public
-            and hasattr(own, "__get__")
-            and not isinstance(own, staticmethod | classmethod)
-        ):
-            method = getattr(kind, name, None)
-            if callable(method):
-                found[name] = method
+        is_bound = hasattr(own, "__get__") and not isinstance(own, staticmethod | classmethod)
+        method = getattr(kind, name, None) if is_public and is_bound else None
+        if callable(method):
+            found[name] = method
     return found
 
 

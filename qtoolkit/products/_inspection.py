@@ -62,7 +62,7 @@ def overridden(function: Any, kind: type) -> Iterator[Any]:
     bases = kind.__mro__[1:]
     if "super" in names or any(base.__name__ in names for base in bases):
         for name in names:
-            found = (vars(base).get(name) for base in bases)
+            found = (_undecorated(vars(base).get(name)) for base in bases)
             yield from (method for method in found if isinstance(method, types.FunctionType))
 
 

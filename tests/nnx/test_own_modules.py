@@ -35,6 +35,20 @@ class Twice(BySuper):
         return super().__call__(x)
 
 
+class Jitted(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(0.3 * jnp.eye(16))
+
+    @nnx.jit
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class OfJitted(Jitted):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
 class Table(nnx.Embed):
     def attend(self, query):
         return 2 * super().attend(query)
@@ -67,6 +81,7 @@ INHERITING = {
     BySuper: (Base, lambda kind: kind()),
     ByName: (Base, lambda kind: kind()),
     Twice: (Base, lambda kind: kind()),
+    OfJitted: (Jitted, lambda kind: kind()),
     Table: (nnx.Embed, table),
     Transposed: (nnx.ConvTranspose, transposed),
     Adapter: (nnx.LoRA, adapter),
