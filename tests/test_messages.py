@@ -3,6 +3,8 @@
 No oracle but the reader: each row names the three parts, and a message lacks none of them.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,9 +61,37 @@ PYTHON = {
         lambda: qt.nnx.wrap(model(), "te_current"), TypeError,
         "recipe has type str", "expected a Recipe", "write qtoolkit.recipes.te_current",
     ),
+    "an unknown format for a recipe": (  # the line to write was Recipe('e9m9')
+        lambda: qt.nnx.wrap(model(), "e9m9"), TypeError,
+        "unknown format 'e9m9'", "expected a Recipe, e.g. qtoolkit.Recipe('e4m3fn')", "lists all",
+    ),
+    "a misspelt format for a recipe": (
+        lambda: qt.linen.wrap(nn.Dense(4), "e4m3nf"), TypeError,
+        "unknown format 'e4m3nf'", "expected a Recipe", "did you mean 'e4m3fn'",
+    ),
+    "an ambiguous format for a recipe": (
+        lambda: qt.nnx.wrap(model(), qt.Rules({"": "fp8"})), TypeError,
+        "rule '': wrap: recipe has type str", "expected a Recipe", "'fp8' is ambiguous",
+    ),
+    "a misspelt preset for a recipe": (
+        lambda: qt.nnx.wrap(model(), "te_curent"), TypeError,
+        "recipe has type str", "expected a Recipe", "did you mean qtoolkit.recipes.te_current",
+    ),
+    "a format of one's own for a recipe": (
+        lambda: qt.nnx.wrap(model(), dataclasses.replace(qt.format("e4m3fn"), name="mine")),
+        TypeError, "recipe has type FloatFormat", "expected a Recipe", "write qtoolkit.Recipe(fmt)",
+    ),
+    "an unsigned format for a recipe": (
+        lambda: qt.nnx.wrap(model(), "uint8"), TypeError,
+        "recipe has type str", "no negative numbers", "('uint8', 'int8')",
+    ),
     "strict without inputs": (
         lambda: qt.nnx.wrap(model(), strict=True), TypeError,
-        "strict has type bool", "expected inputs", "write strict=(x,)",
+        "strict has type bool", "expected inputs", "write strict=(x,), or strict={'x': x}",
+    ),
+    "strict without inputs in linen": (
+        lambda: qt.linen.wrap(nn.Dense(4), strict="x"), TypeError,
+        "strict has type str", "expected inputs", "write strict=(x,), or strict={'x': x}",
     ),
     "numerics with batch and loss exchanged": (
         lambda: qt.nnx.numerics(qt.nnx.wrap(model()), lambda m, x: m(x).sum(), X), TypeError,

@@ -14,7 +14,7 @@ from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import Visited, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import report_of, with_values
+from qtoolkit.products.internal import Module, check_rules, report_of, strict_inputs, with_values
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
@@ -58,21 +58,20 @@ def report(
       >>> [product.part for product in report.quantized]
       ['forward', 'dgrad', 'wgrad']
     """
-    return _reported(wrapped, variables, inputs, rngs, method, mutable, options)[0]
+    return _reported(wrapped, variables, inputs, options, rngs, method, mutable)
 
 
 def _reported(
     wrapped: nn.Module,
     variables: Any,
     inputs: Any,
+    options: Any,
     rngs: Any = None,
     method: Any = None,
     mutable: Any = _EVERY_WRITTEN,
-    options: Any = None,
-) -> tuple[Report, Visited]:
-    """`report`, and the modules that ran."""
+) -> Report:
     check_arguments("report", wrapped, variables)
-    leaves, structure = jax.tree.flatten((inputs, options or {}))
+    leaves, structure = jax.tree.flatten((inputs, options))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
     # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get(COLLECTION, {}))
@@ -94,7 +93,7 @@ def _reported(
         for one in rules
         for key in _unused(one, visited)
     )
-    return dataclasses.replace(found, unreached=unused), visited
+    return dataclasses.replace(found, unreached=unused)
 
 
 def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
@@ -113,31 +112,33 @@ def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
             yield key
 
 
+def check_visited(rules: Rules[Recipe], visited: Visited) -> None:
+    """Raises if a rule matches nothing of the wrapped module that was initialized."""
+    modules: dict[str, Module] = {}
+    for of, path, kinds, has_products in visited:
+        if of == rules:
+            has_products |= path in modules and modules[path].has_products
+            modules[path] = Module([path], kinds, kinds[-1].__name__, has_products)
+    check_rules("wrap", rules, list(modules.values()))
+
+
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:
-    """Raises if no product is quantized, if one is left though no rule says so, or a rule is
-    unused.
-    """
-    if isinstance(inputs, bool):
-        raise TypeError(
-            "wrap: strict has type bool, expected inputs to trace the module with; write "
-            "strict=(x,)"
-        )
-    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
     name = type(wrapped).__name__
-    places = [i for i, x in enumerate(arguments) if hasattr(x, "dtype")]
+    leaves, structure = jax.tree.flatten(strict_inputs(inputs))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
 
     def init(*arrays: Any) -> Any:
-        given = with_values(arguments, places, arrays)
-        return wrapped.init({"params": jax.random.key(0)}, *given)
+        arguments, options = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+        return wrapped.init({"params": jax.random.key(0)}, *arguments, **options)
 
-    variables = jax.eval_shape(init, *(arguments[i] for i in places))
-    found, visited = _reported(wrapped, variables, arguments)
-    if found.unreached:
-        layers = dict.fromkeys(path or "(the model itself)" for _, path, _, has in visited if has)
-        some = ", ".join(list(layers)[:3]) + (" ..." if len(layers) > 3 else "")
+    variables = jax.eval_shape(init, *(leaves[i] for i in places))
+    arguments, options = jax.tree.unflatten(structure, leaves)
+    found = _reported(wrapped, variables, arguments, options)
+    if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(
-            f"wrap: {', '.join(found.unreached)} matches no layer of {name} with products, "
-            f"expected every rule to match one; there is {some or 'nothing'}"
+            f"wrap: {', '.join(found.unreached)} matches no layer with products inside of {name}, "
+            "expected every rule to match one"
         )
     if not found.quantized:
         raise ValueError(

@@ -26,6 +26,7 @@ from qtoolkit.products.internal import (
     computes_product,
     enclosing,
     product_attributes,
+    returns_later,
     scope,
 )
 from qtoolkit.scaling import QArray
@@ -137,8 +138,9 @@ def run(
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # not bound, then Flax raises; or called by another method of this module
-    starting = module.is_initializing()
-    if starting and cache is None and not any(map(_keeps_state, _recipes(rules))):
+    starting, visited = module.is_initializing(), _visited.get()
+    keeps = cache is not None or any(map(_keeps_state, _recipes(rules)))
+    if starting and not keeps and visited is None:
         return call()
     kept, scales = (
         {} if starting else module.variables.get(name, {}) for name in (COLLECTION, SCALES)
@@ -396,7 +398,9 @@ def _has_products(kind: Any, name: str, method: Any, attributes: frozenset[str])
     if _is_in(method, _FLAX):
         return False
     method = inspect.unwrap(method)
-    return isinstance(method, types.FunctionType) and computes_product(method, kind, attributes)
+    if not isinstance(method, types.FunctionType) or returns_later(method):
+        return False
+    return computes_product(method, kind, attributes)
 
 
 def _is_in(function: Any, place: str) -> bool:

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._report import check_strict
-from qtoolkit.linen._run import run
+from qtoolkit.linen._report import check_strict, check_visited
+from qtoolkit.linen._run import run, visiting
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import cache_format, check_recipe
 
@@ -23,7 +23,7 @@ def wrap(
     module: Model,
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
-    strict: Sequence[Any] | None = None,
+    strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A module like `module` whose matrix products and convolutions are quantized by `recipe`.
@@ -55,10 +55,11 @@ def wrap(
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
         and so does a missing default. A type means layers of that type and layers inside of modules
-        of that type. Which layers there are is known only when the module runs: `report` names
-        rules that match nothing, and `strict` raises for them.
-      strict: Inputs of the module, to trace it with. Raises if a product is not quantized though no
-        rule says so, if no product is quantized, or if a rule matches nothing.
+        of that type. Which layers there are is known only when the module runs: `init` raises for a
+        rule that matches nothing, unless it is given a `method`, and `report` names such rules.
+      strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
+        `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
+        product is quantized, or if a rule matches nothing.
       kv_cache: The format of attention's KV cache, in the collection "cache": "e4m3fn", with a
         scale for each token and head, or a format with blocks along the features. Each token is
         rounded once, when it is written; steps compute with the dequantized cache. `init` makes
@@ -74,10 +75,11 @@ def wrap(
 
     Raises:
       TypeError: `module` is no `nn.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        rule for a class that is no module. When the module runs: an operand of float64 or of 8
-        bits.
+        rule for a class that is no module; `strict` is neither inputs nor a mapping. When the
+        module runs: an operand of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
-        share; `strict` raises. When the module runs: a layer under `nn.jit` has learned scales.
+        share; `strict` raises. In `init`: a rule matches no layer (a rule with None: no module).
+        When the module runs: a layer under `nn.jit` has learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -121,8 +123,8 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
     body: dict[str, Any] = {
         name: entered(method, _rules_of, cache) for name, method in _public_methods(kind).items()
     }
-    for name in ("apply", "init_with_output"):
-        body[name] = _with_method(getattr(kind, name), cache)
+    body["apply"] = _with_method(kind.apply, cache)
+    body["init_with_output"] = _checking(_with_method(kind.init_with_output, cache))
     body |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -202,6 +204,25 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
 
     calling.nowrap = True  # type: ignore[attr-defined]
     return calling
+
+
+def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_with_output` that raises if a rule matches nothing.
+
+    Which layers there are is known only now. With another `method` some of them may not run.
+    """
+
+    @functools.wraps(init)
+    def checking(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        if method is not None:
+            return init(self, *args, method=method, **kwargs)
+        with visiting() as visited:
+            out = init(self, *args, **kwargs)
+        check_visited(self.qtoolkit_rules, visited)
+        return out
+
+    checking.nowrap = True  # type: ignore[attr-defined]
+    return checking
 
 
 def _named(name: str) -> Callable[..., Any]:

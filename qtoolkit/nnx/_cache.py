@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from qtoolkit.formats import BlockFormat
-from qtoolkit.nnx._rewriting import original_class, subclass
+from qtoolkit.nnx._rewriting import become, original_class, subclass
 from qtoolkit.products.internal import cache_after, cached
 from qtoolkit.scaling import QArray
 
@@ -21,7 +21,7 @@ def keep_cache(module: Any, fmt: BlockFormat) -> None:
     """
     if not keeps_cache(module):
         kind: Any = type(module)
-        module.__class__ = caching_class(kind)
+        become(module, caching_class(kind))
     setattr(module, _FORMAT, fmt)
     for name in (*_CACHES, "cache_index"):
         variable = getattr(module, name)

@@ -8,7 +8,7 @@ from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import is_left, leave, methods_of
 from qtoolkit.products import Product, Report
-from qtoolkit.products.internal import BY_RULE, MODEL, report_of, with_values
+from qtoolkit.products.internal import BY_RULE, MODEL, report_of, strict_inputs, with_values
 
 
 def hint(where: str, model: Any) -> str:
@@ -103,12 +103,8 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
 def check_strict(wrapped: nnx.Module, inputs: Any) -> None:
     """Raises if a product is not quantized though no rule says so, or if none is quantized."""
-    if isinstance(inputs, bool):
-        raise TypeError(
-            "wrap: strict has type bool, expected inputs to trace the model with; write strict=(x,)"
-        )
-    arguments = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-    found = report(wrapped, *arguments)
+    arguments, options = strict_inputs(inputs)
+    found = report(wrapped, *arguments, **options)
     if not found.quantized:
         raise ValueError(
             f"wrap: no product of {type(wrapped).__name__} is quantized with these inputs; "

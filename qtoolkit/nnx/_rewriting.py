@@ -22,7 +22,9 @@ from qtoolkit.products.internal import (
     State,
     computes_product,
     enclosing,
+    overridden,
     product_attributes,
+    returns_later,
     rewritten,
     rewritten_later,
     scope,
@@ -32,8 +34,15 @@ from qtoolkit.products.internal import (
 _FRAMEWORK = set(dir(nnx.Module))
 # Flax's layers that call an attribute for their product, which `wrap` sets.
 HOOKED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
+_BY_ATTRIBUTE = frozenset(
+    inspect.unwrap(own)
+    for layer in HOOKED
+    for own in vars(layer).values()
+    if inspect.isfunction(own)
+)
 _SITE, _ORIGINAL = "qtoolkit_site", "qtoolkit_original"
 _MADE_BY = "qtoolkit_made_by"
+_PATH = "qtoolkit_path"  # of a module that a rule leaves
 PRODUCTS = "qtoolkit_products"
 
 
@@ -50,20 +59,28 @@ def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tup
     The methods that call it are, and their traces reach its products.
     """
     found = []
+    for name, method in _public_methods(kind).items():
+        function = inspect.unwrap(method)
+        if not isinstance(function, types.FunctionType) or returns_later(function):
+            continue
+        candidates = (function, *overridden(function, kind))
+        others = (one for one in candidates if one not in _BY_ATTRIBUTE)
+        if any(computes_product(one, kind, attributes) for one in others):
+            found.append(name)
+    return tuple(found)
+
+
+def _public_methods(kind: type) -> dict[str, Any]:
+    """The methods of a class that are not nnx's own, by name, and also those that are decorated."""
+    found = {}
     for name in dir(kind):
         is_public = name == "__call__" or (not name.startswith("_") and name not in _FRAMEWORK)
         own = inspect.getattr_static(kind, name, None)
-        if not is_public or isinstance(own, staticmethod | classmethod):
-            continue
-        method = getattr(kind, name, None)
-        if any(vars(layer).get(name) is method for layer in HOOKED):
-            continue
-        function = inspect.unwrap(method) if callable(method) else None
-        if isinstance(function, types.FunctionType) and computes_product(
-            function, kind, attributes
-        ):
-            found.append(name)
-    return tuple(found)
+        is_bound = hasattr(own, "__get__") and not isinstance(own, staticmethod | classmethod)
+        method = getattr(kind, name, None) if is_public and is_bound else None
+        if callable(method):
+            found[name] = method
+    return found
 
 
 @functools.cache
@@ -74,33 +91,43 @@ def rewriting_class(kind: type, methods: tuple[str, ...]) -> type:
 
 
 def is_left(module: Any) -> bool:
-    """Whether a rule leaves this layer as it is: `leave` has marked it."""
-    return "qtoolkit_path" in vars(module)
+    """Whether a rule leaves this module as it is: `leave` has marked it."""
+    return hasattr(type(module), _PATH)
 
 
 def leave(module: Any, path: str) -> None:
-    """Marks the products of a layer as left."""
+    """Marks the products that a module computes, and those in all that it calls, as left."""
     if not is_left(module):
         kind: Any = type(module)
-        module.__class__ = _scoped_class(kind, ("__call__", *methods_of(module)))
-        module.qtoolkit_path = path
+        become(module, _scoped_class(kind, path))
+
+
+def become(module: Any, kind: type) -> None:
+    """Sets the class of a module, which may be a frozen dataclass."""
+    object.__setattr__(module, "__class__", kind)
 
 
 @functools.cache
-def _scoped_class(kind: type, methods: tuple[str, ...]) -> type:
-    """A subclass that marks its calls in the name stack as those of a layer that a rule leaves."""
-    names = set(methods) & set(dir(kind))
-    body = {name: _scoped(getattr(kind, name)) for name in names}
-    return subclass(kind, body, original_class(kind), (_scoped_class, kind, methods))
+def _scoped_class(kind: Any, path: str) -> type:
+    """A subclass that marks its calls in the name stack as those of a module that a rule leaves.
+
+    The class holds the path, not its object: `nnx.bridge.ToNNX` takes every attribute for a
+    variable of its linen module.
+    """
+    body: dict[str, Any] = {
+        name: _scoped(method, path) for name, method in _public_methods(kind).items()
+    }
+    made_by = (_scoped_class, kind, path)
+    return subclass(kind, body | {_PATH: path}, original_class(kind), made_by)
 
 
-def subclass(kind: Any, methods: dict[str, Any], original: type, made_by: tuple[Any, ...]) -> type:
-    """A subclass of the same name with other methods, which is made of `original`.
+def subclass(kind: Any, members: dict[str, Any], original: type, made_by: tuple[Any, ...]) -> type:
+    """A subclass of the same name with other members, which is made of `original`.
 
     Args:
       made_by: The function that makes it and its arguments, by which its objects are pickled.
     """
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__} | methods
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__} | members
     body |= {_MADE_BY: made_by, "__reduce_ex__": _reduced}
     body["__doc__"] = kind.__doc__
     is_pytree = getattr(kind, "_pytree__is_pytree", True)
@@ -140,10 +167,10 @@ def _remade(making: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+def _scoped(method: Callable[..., Any], path: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope(self.qtoolkit_path, None)), enclosing(None):
+        with jax.named_scope(scope(path, None)), enclosing(None):
             return method(self, *args, **kwargs)
 
     return scoped

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +24,8 @@ from qtoolkit.nnx._products import (
 from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
+    become,
+    is_left,
     leave,
     methods_of,
     named_states,
@@ -32,7 +34,7 @@ from qtoolkit.nnx._rewriting import (
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Site, cache_format, check_recipe
+from qtoolkit.products.internal import Module, Site, cache_format, check_recipe, check_rules
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -59,7 +61,7 @@ def wrap(
     model: Model,
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
-    strict: Sequence[Any] | None = None,
+    strict: Sequence[Any] | Mapping[str, Any] | None = None,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
@@ -76,17 +78,19 @@ def wrap(
     has scales of its own, see `qtoolkit.dot_general`. Only layers of Flax keep histories for
     delayed scales and keys for stochastic rounding. Products in your own modules use current scales
     instead, and their stochastic rounding depends on the numbers alone: equal numbers are rounded
-    equally in every step.
+    equally in every step. Learned scales they cannot have: such a product raises when it is called.
 
     Args:
       model: Any `nnx.Module`. It is not changed, and nothing outside it is patched: both models
         work side by side, eager and under `nnx.jit`.
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks/0/mlp" and types; None leaves a layer as it is, and
-        so does a missing default. A type means layers of that type and layers inside of modules of
-        that type. A layer that is shared has several paths; a rule has to match one of them.
-      strict: Inputs of the model, to trace it with. Raises if a product is not quantized though no
-        rule says so.
+        so does a missing default. None for any other module leaves the products that `wrap` does
+        not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
+        means layers of that type and layers inside of modules of that type. A layer that is shared
+        has several paths; a rule has to match one of them.
+      strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`.
+        Raises if a product is not quantized though no rule says so.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -102,7 +106,7 @@ def wrap(
 
     Raises:
       TypeError: `model` is no `nnx.Module`, or `recipe` neither a `Recipe` nor `Rules` of them; a
-        kernel of float64, of 8 bits, or a `QArray`.
+        kernel of float64, of 8 bits, or a `QArray`; `strict` is neither inputs nor a mapping.
       ValueError: `kv_cache` is given for a model without attention, has no negative numbers, or has
         scales that tokens share; no layer is quantized; a rule matches no layer (a rule with None:
         no module); the attribute for a layer's product was set by the user; or `strict` raises.
@@ -142,7 +146,9 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
 
     def inject(path: tuple[Any, ...], node: Any) -> Any:
         shown = "/".join(map(str, path))
-        if shown in recipes and isinstance(node, nnx.Module):
+        if not isinstance(node, nnx.Module):
+            return node
+        if shown in recipes:
             found, recipe = recipes[shown]
             if recipe is not None:
                 attach(node, recipe, found, where)
@@ -150,6 +156,8 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
                 if site_of(node) is not None:
                     detach(node)
                 leave(node, shown)  # so that a module around it leaves its products, too
+        elif rules is not None and is_left(node):  # by an earlier wrap
+            _reset(node, ())
         return node
 
     copied = nnx.recursive_map(inject, model, graph=True)
@@ -196,8 +204,13 @@ def _recipes(
     layers: "list[FoundModule]",
     modules: "list[FoundModule]",
 ) -> "dict[str, tuple[FoundModule, Recipe | None]]":
-    """Maps each path to its layer and its recipe by the rules; None: leave the layer as it is."""
-    _check_rules(where, rules, layers, modules)
+    """Maps each path to its module and its recipe by the rules; None: leave the module as it is.
+
+    Of modules that are no layers only those are there that the rules leave. What they call may
+    compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example.
+    """
+    others = (found for found in modules if not found.has_products)
+    check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
         recipe = rules.lookup(found.paths, found.kinds)
@@ -211,6 +224,11 @@ def _recipes(
             f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
+    for found in modules:
+        is_container = isinstance(found.module, nnx.List | nnx.Dict)
+        if found.has_products or is_container or rules.lookup(found.paths, found.kinds) is not None:
+            continue
+        recipes.update(dict.fromkeys(found.paths, (found, None)))
     return recipes
 
 
@@ -284,13 +302,13 @@ def detach(layer: Any) -> None:
 
 def _reset(layer: Any, methods: tuple[str, ...]) -> None:
     """Undoes what an earlier wrap did to a layer, and lets `methods` compute by its site."""
-    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot", "qtoolkit_path"):
+    for name in ("qtoolkit_site", PRODUCTS, "qtoolkit_dot"):
         if name in vars(layer):
             delattr(layer, name)
     kind: Any = original_class(type(layer))
     if methods:
         kind = rewriting_class(kind, methods)
-    layer.__class__ = caching_class(kind) if keeps_cache(layer) else kind
+    become(layer, caching_class(kind) if keeps_cache(layer) else kind)
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
@@ -396,6 +414,11 @@ class FoundModule:
     def shown(self) -> str:
         return self.paths[0] or "(the model itself)"
 
+    def as_matched(self) -> Module:
+        """What rules match."""
+        name = original_class(type(self.module)).__name__
+        return Module(self.paths, self.kinds, name, self.has_products)
+
 
 def modules_of(model: nnx.Module) -> list[FoundModule]:
     """Every module once, with all its paths; `nnx.iter_modules` gives the first one alone."""
@@ -425,16 +448,6 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(jax.tree_util.keystr(key, simple=True), child) for key, child in pairs]
     # No JAX container: an array, a constant, or a module that was declared with pytree=False.
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
-
-
-def _check_rules(
-    where: str, rules: Rules[Recipe], layers: list[FoundModule], modules: list[FoundModule]
-) -> None:
-    """Raises if a rule with a recipe matches no layer, or a rule with None matches no module."""
-    wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
-    others = [found for found in modules if not found.has_products]
-    for part, among in ((wanted, layers), (rules, layers + others)):
-        part.check_used(where, [f.paths for f in among], [f.kinds for f in among])
 
 
 def _check_kernels(caller: str, found: FoundModule) -> None:

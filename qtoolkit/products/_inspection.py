@@ -11,7 +11,8 @@ _PRODUCTS = frozenset(
     {
         *("dot", "matmul", "einsum", "tensordot", "vdot", "inner", "dot_general", "ragged_dot"),
         *("conv_general_dilated", "conv_transpose", "conv", "conv_with_general_padding"),
-        *("dot_product_attention", "batch_matmul", "convolve", "outer"),
+        *("dot_product_attention", "batch_matmul", "convolve", "correlate", "outer"),
+        *("vecdot", "matvec", "vecmat", "multi_dot"),
     }
 )
 _METHODS = frozenset({"dot"})  # methods of arrays that are products: x.dot(w)
@@ -36,13 +37,33 @@ def computes_product(
     if not depth:
         return False
     names = {name for code in codes for name in code.co_names}
+    called = map(_undecorated, _called(function, kind, names))
+    others = (x for x in called if isinstance(x, types.FunctionType) and x is not function)
     return any(
-        isinstance(other, types.FunctionType)
-        and not _is_of_library(other.__module__)
-        and other is not function
-        and computes_product(other, kind, attributes, depth - 1)
-        for other in _called(function, kind, names)
+        other.__name__ in _PRODUCTS  # `from jax.numpy import dot as multiply`
+        if _is_of_library(other.__module__)
+        else computes_product(other, kind, attributes, depth - 1)
+        for other in others
     )
+
+
+def returns_later(function: Any) -> bool:
+    """Whether a call only makes a generator or coroutine: its trace has no products yet."""
+    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return is_generator or inspect.iscoroutinefunction(function)
+
+
+def overridden(function: Any, kind: type) -> Iterator[Any]:
+    """Methods of the classes that `kind` inherits from, if `function`, a method, may call them.
+
+    It does so by `super().encode(x)` or `Base.encode(self, x)`.
+    """
+    names = function.__code__.co_names
+    bases = kind.__mro__[1:]
+    if "super" in names or any(base.__name__ in names for base in bases):
+        for name in names:
+            found = (_undecorated(vars(base).get(name)) for base in bases)
+            yield from (method for method in found if isinstance(method, types.FunctionType))
 
 
 def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
@@ -54,12 +75,20 @@ def product_attributes(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _is_product(value: Any) -> bool:
-    while isinstance(value, functools.partial):
-        value = value.func
-    function = inspect.unwrap(value) if callable(value) else None
+    function = _undecorated(value)
     if not isinstance(function, types.FunctionType):
         return False
     return function.__name__ in _PRODUCTS or computes_product(function, object)
+
+
+def _undecorated(x: Any) -> Any:
+    """What `jax.jit`, `nnx.jit`, `functools.partial` and the like have made a callable of."""
+    while callable(x):
+        inner = x.func if isinstance(x, functools.partial) else inspect.unwrap(x)
+        if inner is x:
+            break
+        x = inner
+    return x
 
 
 def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
@@ -74,8 +103,11 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
         yield known
         # Public methods are wrapped themselves; these are not, so their callers have to be.
         own = inspect.getattr_static(kind, name, None)
+        own = getattr(own, "wrapped", own)  # linen puts a property into a descriptor of its own
         if isinstance(own, staticmethod | classmethod):
             yield own.__func__
+        elif isinstance(own, property):
+            yield own.fget
         elif name.startswith("_"):
             yield getattr(kind, name, None)
         if isinstance(known, types.ModuleType) and not _is_of_library(known.__name__):
@@ -85,7 +117,7 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
 def _names_a_product(
     code: types.CodeType, attributes: frozenset[str], names: Mapping[str, Any]
 ) -> bool:
-    """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)` or `x.dot(w)`.
+    """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)`, `x.dot(w)` or imports `dot`.
 
     An attribute counts if it is looked up in a module such as `jnp`, or if arrays have it: `dot`.
     Others do not, and after `self.` only `attributes`: `self.dot` or `block.conv` may be a layer.
@@ -100,6 +132,8 @@ def _names_a_product(
             return True
         # From Python 3.13 on one instruction stores or loads two locals.
         stored, name = (name[0], name[-1]) if isinstance(name, tuple) and name else (name, name)
+        if operation == "IMPORT_FROM" and name in _PRODUCTS:
+            return True
         if operation.startswith("STORE_FAST") and last.startswith("IMPORT_"):
             locals_[stored] = _PRODUCTS
         if operation.startswith("LOAD_GLOBAL"):

@@ -1,6 +1,7 @@
 """What a quantized product rounds, and how: frozen data."""
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -379,19 +380,39 @@ def check_recipe(where: str, recipe: Any) -> Recipe:
     """`recipe`; TypeError where it is something else, with the line to write."""
     if isinstance(recipe, Recipe):
         return recipe
-    name = recipe if isinstance(recipe, str) else getattr(recipe, "name", None)
-    hint = f"; write qtoolkit.Recipe({name!r})" if isinstance(name, str) else ""
-    if isinstance(recipe, str) and _is_preset(recipe):
-        hint = f"; write qtoolkit.recipes.{recipe}"
-    if isinstance(recipe, dict):
-        hint = " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
-    raise TypeError(f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{hint}")
+    raise TypeError(
+        f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe{_instead(recipe)}"
+    )
 
 
-def _is_preset(name: str) -> bool:
+def _instead(given: Any) -> str:
+    """What to write in place of something that is no Recipe; "" if nothing is known of it."""
+    if isinstance(given, dict):
+        return " or Rules; write qtoolkit.Rules({...}, default=qtoolkit.Recipe())"
+    name = given if isinstance(given, str) else getattr(given, "name", None)
+    if not isinstance(name, str):
+        return ""
+    presets = _presets()
+    if isinstance(given, str) and given in presets:
+        return f"; write qtoolkit.recipes.{given}"
+    why = ""
+    for argument, shown in ((name, repr(name)), (given, "fmt")):
+        try:
+            Recipe(argument)
+        except (TypeError, ValueError) as error:
+            why = why or str(error).removeprefix("Recipe: forward: spec: ")
+        else:
+            return f"; write qtoolkit.Recipe({shown})"
+    close = difflib.get_close_matches(name, presets, n=1, cutoff=0.8)
+    if close:
+        return f"; did you mean qtoolkit.recipes.{close[0]}?"
+    return f", e.g. qtoolkit.Recipe('e4m3fn'); {why}"
+
+
+def _presets() -> tuple[str, ...]:
     from qtoolkit.products import _presets  # not at the top: `_presets` imports this file
 
-    return name in _presets.__all__ and isinstance(getattr(_presets, name), Recipe)
+    return tuple(name for name in _presets.__all__ if isinstance(getattr(_presets, name), Recipe))
 
 
 def _pair(name: str, given: Any) -> Pair:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,14 @@ from qtoolkit.products._taps import MODEL, has_no_derivative
 from qtoolkit.scaling import QArray
 
 # Folders of installed packages, not just names: a user's model may lie in a folder named "flax".
-_LIBRARIES = tuple(
-    os.path.join(os.path.dirname(spec.origin), "")
+_FOLDERS = {
+    spec.name: os.path.join(os.path.dirname(spec.origin), "")
     for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
     if spec is not None and spec.origin is not None
-)
+}
+_LIBRARIES, _FLAX = tuple(_FOLDERS.values()), _FOLDERS.get("flax", "flax")
+# Our own lines, and what JAX calls every function by, say nothing about a product.
+_NOT_SHOWN = (_FOLDERS["qtoolkit"], os.path.join(_FOLDERS["jax"], "_src", "traceback_util.py"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +139,8 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     def total(floats: list[Any]) -> Any:
         merged = with_values(leaves, places, floats)
         outs = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged)))
-        return sum((jnp.sum(out.astype(jnp.float32)) for out in outs if _is_float(out)), 0.0)
+        parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
+        return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
 
     found = list(_products(forward, "forward"))
     is_forward_only = False
@@ -182,6 +186,20 @@ def _without(both: list[Product], forward: list[Product]) -> list[Product]:
     return kept
 
 
+def strict_inputs(strict: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword inputs that `wrap(strict=)` was given."""
+    if isinstance(strict, Mapping):
+        return (), dict(strict)
+    if isinstance(strict, tuple | list):
+        return tuple(strict), {}
+    if hasattr(strict, "dtype"):
+        return (strict,), {}
+    raise TypeError(
+        f"wrap: strict has type {type(strict).__name__}, expected inputs to trace the model with; "
+        "write strict=(x,), or strict={'x': x} for keywords"
+    )
+
+
 def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
     """The products of a forward pass that are not quantized."""
     left = collections.Counter(p for p in _products(closed, "forward") if p.reason)
@@ -193,7 +211,7 @@ def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
 
 
 def _walk(
-    jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = ""
+    jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = "", line: str = ""
 ) -> Iterator[Product]:
     """The products of a jaxpr.
 
@@ -202,6 +220,7 @@ def _walk(
       part: The part to which its plain products belong: "forward" or "backward".
       marked: The scope of the quantized product inside of which it lies, or None.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
+      line: The line of the user's program that made the equation in which it lies, or "".
     """
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
@@ -214,14 +233,19 @@ def _walk(
                 reason = BY_RECIPE if marked.label == _WIDE else ""
                 yield Product(marked.path, "forward", marked.label, reason)
             else:
-                yield _left(eqn, place, part if "transpose(" in here else "forward", around)
+                part_here = part if "transpose(" in here else "forward"
+                where = _users_line(eqn) or line or _librarys_line(eqn)
+                yield _left(eqn, place, part_here, around, where)
         else:
             inside = marked
             if eqn.params.get("name") == MARKER:
                 inside = Scope("", "") if place is None else place
             outer = _OPAQUE.get(name, around)
+            # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
+            # of them: there the line of an equation around it says where the user called it.
+            outer_line = _users_line(eqn) or line
             for inner in inner_jaxprs(eqn):
-                yield from _walk(inner, here, part, inside, outer)
+                yield from _walk(inner, here, part, inside, outer, outer_line)
 
 
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or
@@ -262,12 +286,14 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
         yield Product("" if place is None else place.path, part, label, reason)
 
 
-def _left(eqn: Any, place: Scope | None, part: str, around: str) -> Product:
+def _left(eqn: Any, place: Scope | None, part: str, around: str, where: str) -> Product:
     shapes = " x ".join(f"{x.aval.dtype}{list(x.aval.shape)}" for x in eqn.invars[:2])
-    is_integer = not all(_is_float(x.aval) for x in eqn.invars[:2])
+    dtypes = [x.aval.dtype for x in eqn.invars[:2]]
     if place is not None and place.is_left:
         reason = BY_RULE
-    elif is_integer:
+    elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+        reason = "complex numbers are not rounded: multiply real and imaginary parts"
+    elif not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         reason = f"{BY_RULE}: integers are not rounded"
     elif around:
         reason = f"inside of {around}: call qtoolkit.dot_general there, with a recipe"
@@ -276,14 +302,27 @@ def _left(eqn: Any, place: Scope | None, part: str, around: str) -> Product:
     else:
         reason = "computed by itself, in no wrapped layer"
     path = "" if place is None else place.path
-    return Product(path, part, shapes, reason, _line(eqn))
+    return Product(path, part, shapes, reason, where)
 
 
-def _line(eqn: Any) -> str:
-    """The innermost line of the user's program that made an equation."""
-    traceback = eqn.source_info.traceback
-    for frame in getattr(traceback, "frames", None) or ():
-        name = frame.file_name
-        if not name.startswith((*_LIBRARIES, "<")):
-            return f"{os.path.basename(name)}:{frame.line_num}"
-    return ""
+def _users_line(eqn: Any) -> str:
+    """The innermost line of the user's program that made an equation; "" if JAX has not kept it."""
+    lines = (_shown(frame) for frame in _frames(eqn) if not frame.file_name.startswith(_LIBRARIES))
+    return next(lines, "")
+
+
+def _librarys_line(eqn: Any) -> str:
+    """The innermost line of Flax that made an equation, else the outermost known line of JAX."""
+    others = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_NOT_SHOWN)]
+    of_flax = [frame for frame in others if frame.file_name.startswith(_FLAX)]
+    frame = next(iter(of_flax), others[-1] if others else None)
+    return "" if frame is None else _shown(frame)
+
+
+def _frames(eqn: Any) -> list[Any]:
+    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
+    return [frame for frame in frames if not frame.file_name.startswith("<")]
+
+
+def _shown(frame: Any) -> str:
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num}"

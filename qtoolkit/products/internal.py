@@ -10,13 +10,19 @@ from qtoolkit.products._calibration import (
     summary_of,
 )
 from qtoolkit.products._found import Found, Names, Origin, Standing
-from qtoolkit.products._inspection import computes_product, product_attributes
+from qtoolkit.products._inspection import (
+    computes_product,
+    overridden,
+    product_attributes,
+    returns_later,
+)
 from qtoolkit.products._json import spec_from_json, spec_to_json
+from qtoolkit.products._matching import Module, check_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import BY_RULE, report_of
+from qtoolkit.products._report import BY_RULE, report_of, strict_inputs
 from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
@@ -32,6 +38,7 @@ __all__ = [
     "Axes",
     "Batch",
     "Found",
+    "Module",
     "Names",
     "Origin",
     "Place",
@@ -47,6 +54,7 @@ __all__ = [
     "check_calibrated",
     "check_loss",
     "check_recipe",
+    "check_rules",
     "check_trainable",
     "computes_product",
     "einsum_axes",
@@ -54,8 +62,10 @@ __all__ = [
     "first_scales",
     "instrument",
     "is_quantized",
+    "overridden",
     "product_attributes",
     "report_of",
+    "returns_later",
     "rewritten",
     "rewritten_later",
     "scope",
@@ -64,6 +74,7 @@ __all__ = [
     "spec_from_json",
     "spec_to_json",
     "stored_kernel",
+    "strict_inputs",
     "summary_of",
     "sums_of",
     "with_values",

@@ -134,17 +134,23 @@ class Blocks:
         return _reshaped(view, shape, sharded)
 
     def _check_shards(self, x: jax.Array) -> None:
-        for axis, (entry, is_split) in enumerate(zip(explicit_spec(x), self.is_split, strict=True)):
-            if entry is None or not is_split:
-                continue
-            names = entry if isinstance(entry, tuple) else (entry,)
-            shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
-            if self.shape[axis] % (shards * self.lengths[axis]):
-                raise ValueError(
-                    f"block scaling: axis {axis} has {self.shape[axis]} elements in {shards} "
-                    f"shards over mesh axes {names}, expected whole blocks of "
-                    f"{self.lengths[axis]} in each; reshard x, or block another axis"
-                )
+        for axis, is_split in enumerate(self.is_split):
+            if is_split:
+                check_shards("block scaling", x, axis, self.lengths[axis])
+
+
+def check_shards(where: str, x: jax.Array, axis: int, length: int) -> None:
+    """Raises if an axis is sharded over an Explicit mesh so that blocks of `length` are torn."""
+    entry = explicit_spec(x)[axis]
+    if entry is None:
+        return
+    names = entry if isinstance(entry, tuple) else (entry,)
+    shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
+    if x.shape[axis] % (shards * length):
+        raise ValueError(
+            f"{where}: axis {axis} has {x.shape[axis]} elements in {shards} shards over mesh axes "
+            f"{names}, expected whole blocks of {length} in each; reshard x, or block another axis"
+        )
 
 
 def _groups(olds: list[int], news: list[int]) -> Iterator[tuple[int, int, int]]:

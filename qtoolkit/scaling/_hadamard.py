@@ -20,6 +20,7 @@ from qtoolkit.casts.internal import (
     product,
     settled,
 )
+from qtoolkit.scaling._blocks import check_shards
 
 
 def hadamard_transform(
@@ -53,7 +54,7 @@ def hadamard_transform(
     Raises:
       TypeError: `x` has another dtype.
       ValueError: `block` is no power of two; `axis` is out of range, or its length no multiple of
-        `block`.
+        `block`, or it is sharded over an Explicit mesh so that shards tear blocks.
 
     Gradient: that of a linear function: the transform backwards.
     Source: arXiv:2307.13304 (QuIP), arXiv:2404.00456 (QuaRot); arXiv:2509.25149 for blocks of 16
@@ -82,6 +83,7 @@ def hadamard_transform(
             f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[axis]}, "
             f"expected a multiple of block={block}; pad it with zeros or use a shorter block"
         )
+    check_shards("hadamard_transform", x, axis % x.ndim, int(block))
     signs = None if key is None else random_signs(key, int(block))
     return _transformed_jitted(x, signs, int(block), axis % x.ndim, bool(inverse))
 

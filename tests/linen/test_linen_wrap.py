@@ -481,13 +481,118 @@ def test_strict():
         wrap(nn.LayerNorm(), strict=(X,))
     with pytest.raises(ValueError, match=r"^wrap: no product of Stack is quantized"):
         wrap(Stack(), Rules({"blocks": None, "tied": None}, A), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: rule tide matches no layer .* there is blocks/"):
+    with pytest.raises(ValueError, match=r"^wrap: rule 'tide' matches nothing, .* is blocks/"):
         wrap(Stack(), Rules({"tide": B}, A), strict=(X,))
-    with pytest.raises(ValueError, match=r"^wrap: rule LayerNorm matches no layer of Tied"):
-        wrap(Tied(), Rules({nn.LayerNorm: B}, A), strict=(TOKENS,))
+    inner = wrap(nn.Dense(4), Rules({"haed": B}, A))
+    with pytest.raises(ValueError, match=r"^wrap: rule haed matches no layer .* of Sequential"):
+        wrap(nn.Sequential([inner]), A, strict=(X,))
     assert report(wrap(Stack(), Rules({"tide": B}, A)), shapes(Stack(), X), X).unreached == (
         "rule tide",
     )
+
+
+class Gram(nn.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.normal(), (16, 16))
+
+    @property
+    def gram(self):
+        return self.kernel @ self.kernel.T
+
+    def __call__(self, x):
+        return x + self.gram[:6]
+
+
+def test_a_product_in_a_property():
+    """Oracle: `qt.dot_general`."""
+    module = wrap(Gram(), strict=(X,))
+    variables = module.init(KEY, X)
+    kernel = variables["params"]["kernel"]
+    gram = qt.dot_general(kernel, kernel, (((1,), (1,)), ((), ())))
+    np.testing.assert_allclose(module.apply(variables, X), X + gram[:6], rtol=1e-5, atol=1e-5)
+
+
+class Yielding(nn.Module):
+    def setup(self):
+        self.dense = nn.Dense(16)
+
+    def steps(self, x):
+        for _ in range(2):
+            yield self.dense(x) @ x.mT
+
+    def __call__(self, x):
+        return sum(self.steps(x))
+
+
+def test_a_method_that_yields_runs_as_it_is():
+    """Oracle: a product of three for each step. Its gradient was lost, silently."""
+    variables = shapes(Yielding(), X)
+    found = report(wrap(Yielding()), variables, X)
+    assert sum(p.count for p in found.quantized) == sum(p.count for p in found.left) == 6
+    assert len(found.unexplained) == len(found.left)
+
+
+class Optional(nn.Module):
+    """Its second layer runs in a method of its own."""
+
+    def setup(self):
+        self.first, self.second, self.norm = nn.Dense(8), nn.Dense(8), nn.LayerNorm()
+
+    def __call__(self, x):
+        return self.norm(self.first(x))
+
+    def both(self, x):
+        return self.second(self(x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"fisrt": B}, r"^wrap: rule 'fisrt' matches nothing, expected .* there is first"),
+        ({"fisrt": None}, r"^wrap: rule 'fisrt' matches nothing, .* there is '' \(the whole\)"),
+        ({nn.Conv: B}, r"^wrap: rule Conv matches nothing"),
+        ({nn.LayerNorm: B}, r"^wrap: rule LayerNorm matches norm, and LayerNorm has no product"),
+        ({"^norm": B}, r"^wrap: rule '\^norm' matches norm, and LayerNorm has no product"),
+        ({"second": B}, r"^wrap: rule 'second' matches nothing"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [A, qt.recipes.te_delayed_hybrid], ids=["current", "delayed"])
+def test_init_refuses_rules_that_match_nothing(rules, message, recipe):
+    module = wrap(Optional(), Rules({key: r and recipe for key, r in rules.items()}, recipe))
+    for init in (module.init, module.init_with_output):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(init, KEY, X)
+    # Another method may not run every layer.
+    jax.eval_shape(lambda key: module.init(key, X, method="both"), KEY)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("rules", [{"norm": None, nn.Dense: A}, {"": A}, {Optional: A}])
+def test_init_takes_rules_that_match(rules):
+    variables = wrap(Optional(), Rules(rules)).init(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables, Optional().init(KEY, X))
+
+
+class Keywords(nn.Module):
+    @nn.compact
+    def __call__(self, *, batch, flag):
+        y = nn.Dense(8)(batch["x"])
+        return Hidden()(y) if flag else y
+
+
+def test_strict_by_keywords():
+    """A mapping names the inputs; one that is itself an input stands in a tuple."""
+    wrap(Keywords(), strict={"batch": {"x": X}, "flag": False})
+    with pytest.raises(ValueError, match=r"products of Keywords are left that no rule leaves"):
+        wrap(Keywords(), strict={"batch": {"x": X}, "flag": True})
+
+    class Batch(nn.Dense):
+        def __call__(self, batch):
+            return super().__call__(batch["x"])
+
+    wrap(Batch(8), strict=({"x": X},))
+    wrap(nn.Dense(8), strict=X)
 
 
 class Unprepared(nn.Module):

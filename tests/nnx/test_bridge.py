@@ -96,3 +96,43 @@ def test_what_wrap_cannot_reach_is_in_the_report():
     left = [line for line in report.left if line.part == "forward"]
     assert len(left) == 2
     assert all(line.where.startswith("test_bridge.py") for line in left)
+
+
+class Around(Mixed):
+    """A module with a product of its own around the linen module."""
+
+    def __init__(self, inner: nn.Module, x: jax.Array) -> None:
+        super().__init__(inner, x)
+        self.kernel = nnx.Param(jnp.eye(16) * 0.3)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(self.first(x) @ self.kernel[...])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "key"), [(Mixed, "inner"), (Around, nnx.bridge.ToNNX)])
+def test_a_rule_leaves_a_linen_module(kind, key):
+    """Oracle: the linen module itself, which `wrap` cannot reach, but a rewritten one around it."""
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
+    rules = qt.Rules({key: None}, qt.Recipe())
+    model = kind(Hidden(), x)
+    wrapped = qt.nnx.wrap(model, rules, strict=(x,))
+    report = qt.nnx.report(wrapped, x)
+    assert {(p.path, p.reason) for p in report.left} == {("inner", "left by a rule")}
+    assert sum(p.count for p in report.left) == 6
+    hidden = wrapped.first(x)
+    if kind is Around:
+        hidden = qt.dot_general(hidden, model.kernel[...], (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(wrapped(x), model.inner(hidden), rtol=1e-5, atol=1e-6)
+    again = qt.nnx.wrap(wrapped, qt.Recipe())
+    assert {p.reason for p in qt.nnx.report(again, x).left} != {"left by a rule"}
+    assert type(again.inner) is nnx.bridge.ToNNX
+
+
+def test_a_rule_does_not_leave_what_linen_has_wrapped():
+    x = jnp.ones((4, 16))
+    rules = qt.Rules({"inner": None}, qt.Recipe())
+    wrapped = qt.nnx.wrap(Around(qt.linen.wrap(Hidden()), x), rules, strict=(x,))
+    report = qt.nnx.report(wrapped, x)
+    assert not report.left
+    assert sum(p.count for p in report.quantized) == 12

@@ -5,14 +5,17 @@ Comments say what the code before this one, and qwix 0.1.8, reached of all forwa
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.numpy import dot as multiply
 
 import qtoolkit as qt
 from qtoolkit.products import Recipe
@@ -529,6 +532,104 @@ def test_a_product_in_a_function_that_is_run_as_it_is(function, within, kind, do
     assert all(p.where.startswith("test_coverage.py:") for p in report.left)
 
 
+@nnx.jit
+def jitted_helper(model, x):
+    model.calls[...] += 1
+    return x @ model.kernel[...]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def jitted_product(x, kernel, repeat):
+    return jnp.matvec(kernel.T, x) * repeat
+
+
+class Helped(nnx.Module):
+    def __init__(self, by_nnx):
+        self.kernel, self.calls = nnx.Param(jnp.eye(16) * 0.3), nnx.Variable(jnp.zeros(()))
+        self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.by_nnx = by_nnx
+
+    def __call__(self, x):
+        y = self.linear(x)
+        if self.by_nnx:
+            return jitted_helper(self, y)
+        return jitted_product(y, self.kernel[...], 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("by_nnx", [False, True])
+def test_helpers_in_jit_are_reached(by_nnx):
+    """Oracle: the same product by `qt.dot_general`. They were left, and no rule could say so."""
+    wrapped = qt.nnx.wrap(Helped(by_nnx), strict=(x,))
+    assert wrapped.calls[...] == 0
+    expected = qt.dot_general(wrapped.linear(x), wrapped.kernel[...], (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(wrapped(x), expected, rtol=1e-5, atol=1e-6)
+    assert wrapped.calls[...] == by_nnx
+    left = qt.nnx.wrap(Helped(by_nnx), qt.Rules({"^$": None}, Recipe()), strict=(x,))
+    assert {p.reason for p in qt.nnx.report(left, x).left} == {"left by a rule"}
+
+
+def test_a_rule_leaves_products_that_wrap_does_not_see():
+    """They stand in an object that is called: a rule of None for the module had no effect."""
+    model = Outside(nnx.jit(lambda x, kernel: x @ kernel))
+    for rules in ({"^$": None, "linear": Recipe()}, {"linear": Recipe()}):
+        default = Recipe() if "^$" in rules else None
+        wrapped = qt.nnx.wrap(model, qt.Rules(rules, default), strict=(x,))
+        report = qt.nnx.report(wrapped, x)
+        assert {(p.path, p.reason) for p in report.left} == {("(model)", "left by a rule")}
+        assert {p.path for p in report.quantized} == {"linear"}
+    again = qt.nnx.wrap(wrapped, Recipe())
+    assert type(again) is Outside
+    assert len(qt.nnx.report(again, x).unexplained) == 3
+
+
+def rounded(array):
+    """E4M3FN by one scale, by ml_dtypes."""
+    scale = np.abs(array).max() / np.float32(448)
+    return jnp.asarray((array / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale)
+
+
+def imported(x, kernel):
+    from jax.numpy import einsum as sum_of_products
+
+    return sum_of_products("bi,io->bo", x, kernel)
+
+
+precisely = functools.partial(jnp.matmul, precision="highest")
+FUNCTIONS = {  # what the module calls, and the shapes of its operands
+    "vecdot": (lambda x, kernel: jnp.vecdot(x, kernel), (6, 16), (6, 16)),
+    "matvec": (lambda x, kernel: jnp.matvec(kernel, x), (6, 16), (8, 16)),
+    "vecmat": (lambda x, kernel: jnp.vecmat(x, kernel), (6, 16), (16, 8)),
+    "multi_dot": (lambda x, kernel: jnp.linalg.multi_dot([x, kernel]), (6, 16), (16, 8)),
+    "correlate": (lambda x, kernel: jnp.correlate(x, kernel), (16,), (3,)),
+    "convolve": (lambda x, kernel: jnp.convolve(x, kernel), (16,), (3,)),
+    "alias": (lambda x, kernel: multiply(x, kernel), (6, 16), (16, 8)),
+    "import inside": (imported, (6, 16), (16, 8)),
+    "operator": (lambda x, kernel: operator.matmul(x, kernel), (6, 16), (16, 8)),
+    "partial": (lambda x, kernel: precisely(x, kernel), (6, 16), (16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_whatever_the_function_is_called(name):
+    """Oracle: the function itself, of operands that ml_dtypes has rounded."""
+    product, *shapes = FUNCTIONS[name]
+    rng = np.random.default_rng(6)
+    inputs, kernel = (np.float32(rng.normal(size=shape)) for shape in shapes)
+
+    class Only(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.asarray(kernel))
+
+        def __call__(self, x):
+            return product(x, self.kernel[...])
+
+    wrapped = qt.nnx.wrap(Only(), qt.recipes.te_current, strict=(inputs,))
+    expected = product(rounded(inputs), rounded(kernel))
+    np.testing.assert_allclose(wrapped(inputs), expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(wrapped(inputs) - Only()(inputs)).max() > 1e-3
+
+
 def test_what_is_left_is_in_the_report_with_its_line():
     wrapped = qt.nnx.wrap(Outside(lambda x, kernel: x @ kernel))
     report = qt.nnx.report(wrapped, x)
@@ -544,6 +645,96 @@ def test_what_is_left_is_in_the_report_with_its_line():
         qt.nnx.wrap(Outside(lambda x, kernel: x @ kernel), strict=(x,))
     wrapped = qt.nnx.wrap(Outside(lambda x, kernel: x), strict=(x,))
     assert qt.nnx.report(wrapped, x).left == ()
+
+
+LIBRARY = {
+    "solve": Held(lambda x, kernel: jnp.linalg.solve(kernel, x.T)),
+    "matvec": Held(lambda x, kernel: jnp.matvec(kernel, x)),
+    "correlate": Held(lambda x, kernel: jnp.correlate(x[0], kernel[0])),
+    "inverse": Held(lambda x, kernel: jnp.linalg.inv(kernel)),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_a_library_computes_has_the_line_that_calls_it(name):
+    """JAX cuts the tracebacks of these functions before they reach the user's line."""
+    report = qt.nnx.report(Outside(LIBRARY[name].function), x)
+    line = LIBRARY[name].function.__code__.co_firstlineno
+    own = [p for p in report.left if p.path != "linear"]
+    assert {p.part for p in own} == {"forward", "backward"}
+    assert {p.where for p in own} == {f"test_coverage.py:{line}"}
+
+
+def test_what_a_library_computes_in_a_rewritten_module_has_a_line():
+    """Once inlined, nothing keeps the user's line of `inv`: its own is given."""
+
+    class Inverse(nnx.Module):
+        def __call__(self, x):
+            return x @ jnp.linalg.inv(x.T @ x + jnp.eye(16))
+
+    report = qt.nnx.report(qt.nnx.wrap(Inverse()), x)
+    assert report.left
+    assert all(p.where for p in report.left)
+
+    class Normed(nnx.Module):
+        def __init__(self):
+            linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+            self.norm = nnx.SpectralNorm(linear, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(x, update_stats=True)
+
+    report = qt.nnx.report(qt.nnx.wrap(Normed()), x)
+    assert report.left
+    assert all(p.where.startswith("test_coverage.py:") for p in report.left)
+
+
+class Complex(nnx.Module):
+    def __init__(self):
+        self.kernel, self.linear = nnx.Param(jnp.eye(16)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x) @ (self.kernel[...] * 1j)
+
+
+def test_complex_products_are_left_for_a_reason_of_their_own():
+    """They passed as integers, which no rule need leave."""
+    report = qt.nnx.report(qt.nnx.wrap(Complex()), x)
+    assert {p.operands for p in report.left} >= {"complex64[6, 16] x complex64[16, 16]"}
+    assert all(p.reason.startswith("complex numbers are not rounded") for p in report.left)
+    assert {p.part for p in report.left} == {"forward", "backward"}
+    with pytest.raises(ValueError, match=r"3 products of Complex are left that no rule leaves"):
+        qt.nnx.wrap(Complex(), strict=(x,))
+    left = qt.nnx.wrap(Complex(), qt.Rules({"^$": None}, Recipe()), strict=(x,))
+    assert {p.reason for p in qt.nnx.report(left, x).left} == {"left by a rule"}
+
+
+UNSEEN = Held(jnp.dot)
+
+
+class Keywords(nnx.Module):
+    def __init__(self, left):
+        self.linear, self.left = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), left
+
+    def __call__(self, *, batch, flag):
+        y = self.linear(batch["x"])
+        return UNSEEN(y, batch["x"].T) if self.left and flag else y
+
+
+def test_strict_by_keywords():
+    """A mapping names the inputs; one that is itself an input stands in a tuple."""
+    inputs = {"batch": {"x": x}, "flag": True}
+    qt.nnx.wrap(Keywords(False), strict=inputs)
+    qt.nnx.wrap(Keywords(True), strict={**inputs, "flag": False})
+    with pytest.raises(ValueError, match=r"3 products of Keywords are left that no rule leaves"):
+        qt.nnx.wrap(Keywords(True), strict=inputs)
+
+    class Batch(nnx.Linear):
+        def __call__(self, batch):
+            return super().__call__(batch["x"])
+
+    qt.nnx.wrap(Batch(16, 16, rngs=nnx.Rngs(0)), strict=({"x": x},))
+    qt.nnx.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), strict=x)
 
 
 def test_strict_refuses_what_quantizes_nothing():
@@ -622,7 +813,7 @@ def test_messages():
         qt.nnx.wrap(linear, qt.spec("mxfp4"))
     with pytest.raises(ValueError, match=r"wrap: rule Conv matches nothing"):
         qt.nnx.wrap(linear, qt.Rules({nnx.Conv: Recipe()}, Recipe()))
-    with pytest.raises(ValueError, match=r"wrap: rule LayerNorm matches nothing"):
+    with pytest.raises(ValueError, match=r"rule LayerNorm matches layers/1, and LayerNorm has no"):
         qt.nnx.wrap(
             nnx.Sequential(linear, nnx.LayerNorm(4, rngs=nnx.Rngs(0))),
             qt.Rules({nnx.LayerNorm: Recipe()}, Recipe()),

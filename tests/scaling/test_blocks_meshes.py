@@ -142,3 +142,26 @@ def test_blocks_that_cross_shards_raise_on_explicit_meshes(function, shape, plac
         for call in (function, jax.jit(function, static_argnums=1)):
             with pytest.raises(ValueError, match=message):
                 call(x, spec)
+
+
+@pytest.mark.quick
+def test_a_hadamard_transform_that_crosses_shards_raises_on_explicit_meshes():
+    """It was JAX's error of a reshape. NVFP4 transforms both operands of wgrad along the rows."""
+    mesh, numbers = _mesh(AxisType.Explicit), (((1,), (0,)), ((), ()))
+    message = r"hadamard_transform: axis \d has 16 elements in 4 shards.*whole blocks of 16 in each"
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.ones((8, 64), np.float32), NamedSharding(mesh, P("a", None)))
+
+        def loss(w, recipe):
+            return qt.dot_general(x, w, numbers, recipe=recipe, key=KEY).sum()
+
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss), static_argnums=1)):
+            with pytest.raises(ValueError, match=message):
+                gradient(jnp.ones((64, 32)), qt.recipes.nvfp4)
+        rows = jax.device_put(np.ones((16, 64), np.float32), NamedSharding(mesh, P("a", None)))
+        with pytest.raises(ValueError, match=message):
+            qt.scaling.hadamard_transform(rows, axis=0)
+        whole = jax.device_put(_host()[:, :64].T, NamedSharding(mesh, P("a", None)))
+        got = qt.scaling.hadamard_transform(whole, axis=0)
+    expected = qt.scaling.hadamard_transform(jnp.asarray(_host()[:, :64].T), axis=0)
+    _assert_same_bits(got, expected)

@@ -1,0 +1,115 @@
+"""Each layer of Flax that linen.wrap knows: without its entry its products are no longer quantized.
+
+Oracle: the layer's formula in NumPy, its operands rounded by ml_dtypes. It is green with the entry
+and red without.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import qtoolkit as qt
+from qtoolkit.linen import _run
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+CARRY = tuple(np.random.default_rng(1).normal(size=(2, 2, 5, 6)).astype(np.float32))
+
+
+def q(x):
+    """E4M3FN by one scale for the tensor, float64."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max() / np.float32(448)
+    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+def dense(params, x):
+    return q(x) @ q(params["kernel"])
+
+
+def taps(params, x):
+    kernel = q(params["kernel"])
+    count = x.shape[1] - len(kernel) + 1
+    return sum(q(x)[:, i : i + count] @ tap for i, tap in enumerate(kernel))
+
+
+def attention(params, x):
+    """Of its own products: the projections around them are other layers', left as they are."""
+    heads = [
+        np.einsum("btd,dhf->bthf", x, params[name]["kernel"]) for name in ("query", "key", "value")
+    ]
+    query, key, value = (np.asarray(h, np.float32) for h in heads)
+    query = query / np.float32(np.sqrt(query.shape[-1]))
+    scores = np.einsum("bqhf,bkhf->bhqk", q(query), q(key)).astype(np.float32)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    seen = np.einsum("bhqk,bkhf->bqhf", q(weights), q(value))
+    return np.einsum("bqhf,hfd->bqd", seen, params["out"]["kernel"])
+
+
+def lstm(params, x):
+    """Its cell has two products: of the inputs, and of the state, with the kernels of all gates."""
+
+    def sums(kind, x):
+        kernels = np.concatenate([params[kind + gate]["kernel"] for gate in "ifgo"], axis=-1)
+        return q(x) @ q(kernels)
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    cell, hidden = CARRY
+    biases = np.concatenate([params["h" + gate]["bias"] for gate in "ifgo"])
+    gates = sums("i", x) + sums("h", hidden) + biases
+    i, f, g, o = np.split(gates, 4, axis=-1)
+    cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
+    return sigmoid(o) * np.tanh(cell)
+
+
+BARE = {"use_bias": False}
+LAYERS = {  # the layer, the method and its arguments, its formula
+    nn.Dense: (nn.Dense(6, **BARE), "__call__", (X,), dense),
+    nn.DenseGeneral: (nn.DenseGeneral(6, **BARE), "__call__", (X,), dense),
+    nn.Einsum: (nn.Einsum((8, 6), "btd,df->btf", **BARE), "__call__", (X,), dense),
+    nn.Conv: (nn.Conv(6, (3,), padding="VALID", **BARE), "__call__", (X,), taps),
+    nn.ConvTranspose: (nn.ConvTranspose(6, (1,), **BARE), "__call__", (X,), taps),
+    nn.Embed: (nn.Embed(7, 8), "attend", (X,), lambda p, x: q(x) @ q(p["embedding"]).T),
+    nn.MultiHeadDotProductAttention: (
+        nn.MultiHeadDotProductAttention(2, **BARE),
+        "__call__",
+        (X,),
+        attention,
+    ),
+    nn.OptimizedLSTMCell: (nn.OptimizedLSTMCell(6), "__call__", (CARRY, X), lstm),
+}
+
+
+def is_green(kind):
+    layer, method, arguments, formula = LAYERS[kind]
+    variables = layer.init(jax.random.key(0), *arguments, method=method)
+    rules = qt.Rules({"query|key|value|out": None}, qt.recipes.te_current)
+    recipe = rules if kind is nn.MultiHeadDotProductAttention else qt.recipes.te_current
+    wrapped = qt.linen.wrap(layer, recipe)
+    got = wrapped.apply(variables, *jax.tree.map(jnp.asarray, arguments), method=method)
+    got = got[1] if kind is nn.OptimizedLSTMCell else got
+    params = jax.tree.map(np.asarray, variables["params"])
+    expected = formula(params, X)
+    return np.abs(np.asarray(got, np.float64) - expected).max() < 1e-5 * np.abs(expected).max() * 8
+
+
+def test_every_layer_is_here():
+    assert {kind: row[1] for kind, row in LAYERS.items()} == _run._LAYERS
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
+    assert is_green(kind)
+    others = {other: method for other, method in _run._LAYERS.items() if other is not kind}
+    monkeypatch.setattr(_run, "_LAYERS", others)
+    uncached = functools.cache(_run._has_products.__wrapped__)
+    monkeypatch.setattr(_run, "_has_products", uncached)
+    assert not is_green(kind)

@@ -1,0 +1,154 @@
+"""Products in modules of one's own that inherit, yield, or are frozen."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import qtoolkit as qt
+
+X = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
+
+
+class Base(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(0.3 * jnp.eye(16))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class BySuper(Base):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class ByName(Base):
+    def __call__(self, x):
+        return 2 * Base.__call__(self, x)
+
+
+class Twice(BySuper):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Jitted(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(0.3 * jnp.eye(16))
+
+    @nnx.jit
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class OfJitted(Jitted):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Table(nnx.Embed):
+    def attend(self, query):
+        return 2 * super().attend(query)
+
+
+class Transposed(nnx.ConvTranspose):
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+class Adapter(nnx.LoRA):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def table(kind):
+    return kind(8, 16, rngs=nnx.Rngs(0))
+
+
+def transposed(kind):
+    return kind(16, 8, (3,), rngs=nnx.Rngs(0))
+
+
+def adapter(kind):
+    ones = nnx.initializers.ones
+    return kind(16, 2, 8, b_initializer=ones, rngs=nnx.Rngs(0))
+
+
+INHERITING = {
+    BySuper: (Base, lambda kind: kind()),
+    ByName: (Base, lambda kind: kind()),
+    Twice: (Base, lambda kind: kind()),
+    OfJitted: (Jitted, lambda kind: kind()),
+    Table: (nnx.Embed, table),
+    Transposed: (nnx.ConvTranspose, transposed),
+    Adapter: (nnx.LoRA, adapter),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", INHERITING)
+def test_a_product_in_a_method_that_is_called_by_super(kind):
+    """Oracle: the class that has the method, wrapped. Its product was left, or wrap refused it."""
+    base, make = INHERITING[kind]
+    name, recipe = "attend" if kind is Table else "__call__", qt.recipes.te_delayed_hybrid
+    wrapped = qt.nnx.wrap(make(kind), recipe, **({} if kind is Table else {"strict": (X,)}))
+    expected = getattr(qt.nnx.wrap(make(base), recipe), name)(X)
+    np.testing.assert_array_equal(getattr(wrapped, name)(X), 2 * expected)
+    assert np.abs(expected - getattr(make(base), name)(X)).max() > 1e-3
+
+
+def test_a_product_in_a_property():
+    class Gram(Base):
+        @property
+        def gram(self):
+            return self.kernel[...] @ self.kernel[...].T
+
+        def __call__(self, x):
+            return x + self.gram[:4]
+
+    model = Gram()
+    model.kernel[...] = jnp.float32(np.random.default_rng(1).normal(size=(16, 16)))
+    wrapped = qt.nnx.wrap(model, strict=(X,))
+    assert np.abs(wrapped(X) - model(X)).max() > 1e-3
+
+
+def test_a_method_that_yields_runs_as_it_is():
+    """Oracle: the plain model. Its products escaped from a trace, which raised."""
+
+    class Yielding(Base):
+        def __init__(self):
+            super().__init__()
+            self.linear = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+        def steps(self, x):
+            for _ in range(2):
+                yield x @ self.kernel[...]
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Yielding()
+    for got, expected in zip(qt.nnx.wrap(model).steps(X), model.steps(X), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(nnx.Module):
+    linear: nnx.Linear
+    kernel: nnx.Param
+
+    def __call__(self, x):
+        return self.linear(x) @ self.kernel[...]
+
+
+@pytest.mark.parametrize("rules", [{"linear": qt.Recipe()}, {"": qt.Recipe()}])
+def test_a_frozen_dataclass(rules):
+    """Its class could not be set."""
+    model = Frozen(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Param(jnp.eye(8)))
+    wrapped = qt.nnx.wrap(model, qt.Rules(rules), strict=(X,))
+    report = qt.nnx.report(wrapped, X)
+    assert sum(p.count for p in report.quantized) == (6 if "" in rules else 3)
+    assert {p.reason for p in report.left} == (set() if "" in rules else {"left by a rule"})
