@@ -1,7 +1,7 @@
 """Delayed scaling in nnx: what a step sees, what it leaves behind, and every way to run one.
 
 Oracles: NumPy for the histories (buckets of an eighth of a binade), `Current` scaling for what the
-first step and plain gradients do.
+first step and plain gradients do. `../training/test_delayed_replay.py` replays many steps.
 """
 
 import functools
@@ -102,17 +102,6 @@ def test_the_second_step_scales_by_the_first(x):
     expected = rounded(louder, scales[0]) @ rounded(np.asarray(linear.kernel[...]), scales[1])
     np.testing.assert_allclose(linear(jnp.asarray(louder)), expected, rtol=1e-5, atol=1e-5)
     assert np.abs(rounded(louder, scales[0]) - louder).max() > 1  # and it saturated
-
-
-def test_two_hundred_steps_replayed_in_numpy(x):
-    model = qt.nnx.wrap(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), DELAYED)
-    seen = []
-    for i in range(200):
-        batch = x * np.float32(1.5 ** np.sin(i))
-        step(model, batch)
-        seen.insert(0, edge(np.abs(batch).max()))
-        if i % 50 == 49:
-            np.testing.assert_array_equal(np.asarray(kept(model).history[...])[0], seen[:4])
 
 
 def test_gradients_hold_what_is_asked_for_and_clip_as_those_of_the_plain_model(x):

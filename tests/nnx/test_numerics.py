@@ -361,23 +361,31 @@ class Scored(nnx.Module):
         return x @ (self.kernel[...] @ self.other[...])
 
 
-def assert_same_sums(a, b):
-    """Counts and extremes alike; sums but for the order of summation."""
+def assert_same_sums(a, b, rtol=0):
+    """Counts alike; extremes within `rtol`; sums but for the order of summation."""
     for mine, other in zip(a.rows, b.rows, strict=True):
         assert mine.key == other.key
-        for name in ("elements", "saturated", "flushed", "amax", "least_scale", "largest_scale"):
+        for name in ("elements", "saturated", "flushed"):
             assert getattr(mine.tally, name) == getattr(other.tally, name), (mine.key, name)
+        for name in ("amax", "least_scale", "largest_scale"):
+            got, expected = (getattr(found.tally, name) for found in (mine, other))
+            np.testing.assert_allclose(got, expected, rtol=rtol, err_msg=f"{mine.key} {name}")
         np.testing.assert_allclose(mine.tally.sqnr_db, other.tally.sqnr_db, rtol=1e-5)
 
 
 @pytest.mark.devices(2)
+@pytest.mark.quick
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_it_is_that_of_one_device(kind, found, wrapped):
+    """XLA sums products of 4 rows, which a device has, in another order than those of 8: with jax
+    0.12 results of `head`, which nothing rounds, differ in 20 of 32 elements. Cotangents, hence
+    their scales, are such sums of up to 64 terms, forward and back.
+    """
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         placed = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-        assert_same_sums(qt.nnx.numerics(wrapped, placed, loss_fn), found)
+        assert_same_sums(qt.nnx.numerics(wrapped, placed, loss_fn), found, rtol=2 * 64 * 2.0**-24)
 
 
 @pytest.mark.devices(2)

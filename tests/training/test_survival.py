@@ -35,16 +35,21 @@ RECIPES = {
     "mxfp8": qt.recipes.mxfp8,
     "nvfp4": qt.recipes.nvfp4,
 }
-# Compiling all ten takes minutes: those with state, which is what may not survive, stand for the
-# others outside of `make exhaustive`.
-OFTEN = {("nnx", "delayed"), ("linen", "delayed")}
-BOTH = pytest.mark.parametrize(
-    ("shell", "recipe"),
-    [
-        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
-        for case in ((s, r) for s in ("nnx", "linen") for r in RECIPES if r != "plain")
-    ],
-)
+CASES = [(shell, recipe) for shell in ("nnx", "linen") for recipe in RECIPES if recipe != "plain"]
+
+
+def cases(*, marks=(), of_others=()):
+    """All shells and recipes. Those with state, which is what may not survive, have `marks`."""
+    marked = [
+        pytest.param(*case, marks=marks if case[1] == "delayed" else of_others) for case in CASES
+    ]
+    return pytest.mark.parametrize(("shell", "recipe"), marked)
+
+
+# Each case compiles programs of its own. Outside of `make exhaustive` all recipes are trained and
+# mapped; only those with state go through the other checks.
+EACH = cases(marks=pytest.mark.quick)
+STATEFUL = cases(of_others=pytest.mark.exhaustive)
 
 
 def nearness(recipe):
@@ -230,7 +235,7 @@ def edge(amax):
     return (((bits >> 20) + 1) << 20).view(np.float32)
 
 
-@BOTH
+@EACH
 def test_it_trains_with_donation_accumulation_and_clipping_in_one_trace(shell, recipe):
     train = fresh(shell, recipe)
     losses, grads = zip(*(train(X) for _ in range(10)), strict=True)
@@ -243,7 +248,7 @@ def test_it_trains_with_donation_accumulation_and_clipping_in_one_trace(shell, r
     assert train.traces == 1
 
 
-@BOTH
+@STATEFUL
 def test_bad_batches_are_seen_and_leave_no_trace(shell, recipe):
     train = fresh(shell, recipe)
     train(X)
@@ -263,7 +268,7 @@ def test_bad_batches_are_seen_and_leave_no_trace(shell, recipe):
         assert np.isfinite(flat(grads)).all()
 
 
-@BOTH
+@STATEFUL
 def test_what_is_skipped_or_behind_stop_gradient_keeps_its_state(shell, recipe):
     train = fresh(shell, recipe)
     _, grads = train(X, use=False)
@@ -284,7 +289,7 @@ def test_what_is_skipped_or_behind_stop_gradient_keeps_its_state(shell, recipe):
         assert (stack[..., 2:] == 0).all()
 
 
-@BOTH
+@STATEFUL
 def test_restored_with_and_without_its_state(shell, recipe):
     train = fresh(shell, recipe)
     train(X)
@@ -324,9 +329,9 @@ def transformed(shell, recipe):
     return program(net.params, net.kept)
 
 
-@BOTH
-def test_mapped_steps_and_micro_batches_are_single_steps(shell, recipe):
-    (kept, (values, grads)), _ = transformed(shell, recipe)
+@EACH
+def test_mapped_steps_and_micro_batches_are_single_steps_with_derivatives(shell, recipe):
+    (kept, (values, grads)), second = transformed(shell, recipe)
     train = fresh(shell, recipe, "simple")
     params, optimizer, state = train.saved()
     for i, batch in enumerate(BATCHES):
@@ -338,20 +343,15 @@ def test_mapped_steps_and_micro_batches_are_single_steps(shell, recipe):
             assert cosine(got, wanted) > repeats(recipe)
         state = train.saved()[2]
     same(named(kept, "history"), named(state, "history"))
+    assert np.isfinite(flat(second)).all()
+    assert cosine(second, transformed(shell, "plain")[1]) > nearness(recipe)
     if recipe == "delayed":
         (history,) = named(kept, "history")
         np.testing.assert_array_equal(history[0, :2], edge([3 * np.abs(X).max(), np.abs(X).max()]))
 
 
-@BOTH
-def test_derivatives_of_gradients(shell, recipe):
-    second, wanted = (transformed(shell, name)[1] for name in (recipe, "plain"))
-    assert np.isfinite(flat(second)).all()
-    assert cosine(second, wanted) > nearness(recipe)
-
-
 @pytest.mark.devices(4)
-@BOTH
+@STATEFUL
 def test_four_devices(shell, recipe):
     """A batch that is spread by jit gives what one device gives, and so does a shard with all."""
     net, train = made(shell, recipe, "simple"), fresh(shell, recipe, "simple")
@@ -375,3 +375,19 @@ def test_four_devices(shell, recipe):
         np.testing.assert_allclose(got[0], value, rtol=1e-2)
         assert cosine(got[1], grads) > repeats(recipe)
     same(named(spread[2], "history"), named(train.state[2], "history"))
+
+
+@pytest.mark.devices(4)
+@STATEFUL
+def test_pmap(shell, recipe):
+    """Devices that see the same batch leave the same state, each that of a device alone."""
+    net, train = made(shell, recipe, "simple"), fresh(shell, recipe, "simple")
+    step = jax.pmap(net.step, in_axes=(None, None, 0, None), devices=jax.devices()[:4])
+    values, grads, kept = step(net.params, net.kept, jnp.tile(X, (4, 1, 1)), 1)
+    value, wanted = train(X, 1)
+    for i in range(4):
+        got = jax.tree.map(lambda leaf, at=i: leaf[at], grads)
+        np.testing.assert_allclose(values[i], value, rtol=1e-2)
+        assert cosine(got, wanted) > repeats(recipe)
+        mine = jax.tree.map(lambda leaf, at=i: leaf[at], kept)
+        same(named(mine, "history"), named(train.state[2], "history"))

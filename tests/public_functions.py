@@ -1,0 +1,438 @@
+"""Every public function that computes, as a function of one array of numbers: x, [rows, 64].
+
+Tests go through all of them: `test_same_jit.py` and `test_export.py`. A name begins with that of
+the public function, without its package where the packages are layers, as in "encode" and
+"onnx.cast"; then it says what is special. What a test knows of the functions stands here; the names
+themselves come from the packages, so that a new one is missed.
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+import qtoolkit as qt
+from qtoolkit import gradients, onnx, openvino, optim, pypto, scaling
+from qtoolkit.pypto import CastMode
+
+ROWS, COLUMNS = 32, 64
+KEY = jax.random.key(7)
+BIAS = np.float32(0.37)
+F32, F16, BF16 = (np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))
+HALF, ANY = (BF16, F16), (BF16, F16, F32)
+LAYERS = ("formats", "casts", "scaling", "gradients", "products")
+
+
+def wide(x):
+    """As a neighbour in the same jit reads a result: widened, and added to."""
+    return x.astype(jnp.float32) + BIAS
+
+
+def with_spec(function, spec, **keywords):
+    return lambda x: jax.tree.leaves(function(x, spec, **keywords))
+
+
+def gradient(function):
+    """The derivative by x of the sum of squares, so that cotangents are no constants."""
+    return lambda x: jax.grad(lambda x: jnp.sum(jnp.square(function(x).astype(jnp.float32))))(x)
+
+
+def observed(kind, spec, **options):
+    return lambda x: kind.of(spec, (ROWS, COLUMNS), **options).observe(x).scale()
+
+
+def counted(kind):
+    return lambda x: kind.of("e4m3fn", (ROWS, COLUMNS)).observe(x).counts
+
+
+MODES = ("nearest_even", "nearest_away", "toward_positive", "to_odd")
+ZERO_POINT = qt.BlockFormat.tensor("uint8", zero_point=True)
+RULES = (
+    *(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.DSQ()),
+    *(gradients.EWGS(delta=1.0), gradients.Ramp(0.5), gradients.ReSTE()),
+)
+CASTS = {
+    **{
+        f"{f.__name__} {fmt} {mode}": functools.partial(f, fmt=fmt, rounding=mode)
+        for f in (qt.encode, qt.cast, qt.fake_cast)
+        for fmt, mode in zip(("e4m3fn", "e5m2", "int8", "e8m0fnu"), MODES, strict=True)
+        if not (f is qt.fake_cast and fmt == "e8m0fnu")
+    },
+    "encode nf4": lambda x: qt.encode(x, "nf4"),
+    "encode e4m3fn stochastic": lambda x: qt.encode(x, "e4m3fn", rounding="stochastic", key=KEY),
+    "decode": lambda x: wide(qt.decode(qt.encode(x, "e4m3fn"), "e4m3fn", x.dtype)),
+    "round_to_format e5m2": lambda x: wide(qt.round_to_format(x, "e5m2", saturation="none")),
+    "cast bfloat16": lambda x: wide(qt.cast(x, "bfloat16")),
+    "cast_tree": lambda x: qt.cast_tree({"x": x}, "e4m3fn")["x"],
+    "pack": lambda x: qt.pack(qt.encode(x, "e2m1fn"), "e2m1fn"),
+    "pack six bits": lambda x: qt.pack(qt.encode(x, "e3m2fn"), "e3m2fn"),
+    "unpack": lambda x: qt.unpack(qt.pack(qt.encode(x, "int4"), "int4"), "int4"),
+}
+SCALING = {
+    "quantize e4m3fn": with_spec(qt.quantize, "e4m3fn"),
+    "quantize int8 by channel": with_spec(qt.quantize, qt.BlockFormat.channel("int8")),
+    "quantize mxfp8_e4m3": with_spec(qt.quantize, "mxfp8_e4m3"),
+    "quantize mxfp4 packed": with_spec(qt.quantize, "mxfp4", packed=True),
+    "quantize nvfp4": with_spec(qt.quantize, "nvfp4"),
+    "quantize zero point": with_spec(qt.quantize, ZERO_POINT),
+    "quantize given scale": with_spec(qt.quantize, "e4m3fn", scale=1.1),
+    "QArray dequantized": lambda x: wide(qt.QArray(
+        qt.encode(x, "int8"), jnp.full((1, 1), 0.11), qt.BlockFormat.tensor("int8")
+    ).dequantize()),
+    "amax": scaling.amax,
+    "scale_from_amax": lambda x: scaling.scale_from_amax(scaling.amax(x), qt.format("e4m3fn")),
+    "hadamard_transform": lambda x: wide(scaling.hadamard_transform(x)),
+    "hadamard_transform random": lambda x: wide(scaling.hadamard_transform(x, key=KEY)),
+    "equalize": lambda x: [
+        wide(y) for y in scaling.equalize(x, x, jnp.full(COLUMNS, 1.1, jnp.float32), w_axis=1)
+    ],
+    "smoothing_factors": lambda x: scaling.smoothing_factors(jnp.abs(x[0]), jnp.abs(x[1])),
+    "cross_layer_factors": lambda x: scaling.cross_layer_factors(x, x, axis1=0, axis2=0),
+    "AbsMax": observed(scaling.AbsMax, "e4m3fn"),
+    "AmaxHistory": observed(scaling.AmaxHistory, "e4m3fn", margin=1),
+    "MovingAverage": observed(scaling.MovingAverage, "int8"),
+    "MinMax": observed(scaling.MinMax, ZERO_POINT),
+    "Percentile": observed(scaling.Percentile, "e4m3fn"),
+    "Percentile counts": counted(scaling.Percentile),
+    "MSE counts": counted(scaling.MSE),
+    "Entropy counts": counted(scaling.Entropy),
+}  # fmt: skip
+GRADIENTS = {
+    "fake_convert": lambda x: wide(qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
+    "fake_convert by rows": lambda x: wide(qt.fake_convert(
+        x, jnp.full((x.shape[0], 1), 1.1, x.dtype), jnp.full((x.shape[0], 1), 0.3, x.dtype),
+        fmt="e5m2",
+    )),
+    "fake_quantize e4m3fn": lambda x: wide(qt.fake_quantize(x, "e4m3fn")),
+    "fake_quantize mxfp8": lambda x: wide(qt.fake_quantize(x, "mxfp8_e5m2")),
+    "fake_quantize up": lambda x: wide(qt.fake_quantize(x, "e5m2", rounding="toward_positive")),
+    "lsq": lambda x: wide(gradients.lsq(x, 0.13, "int8")),
+    "lsq_plus": lambda x: wide(gradients.lsq_plus(x, 0.13, 0.21, "int8")),
+    "pact": lambda x: wide(gradients.pact(x, 1.3, 4)),
+    "fake_cast gradient": gradient(lambda x: qt.fake_cast(x, "e4m3fn")),
+    "fake_convert gradient": gradient(lambda x: qt.fake_convert(x, 1.1, 0.3, fmt="e4m3fn")),
+    "fake_quantize gradient": gradient(lambda x: qt.fake_quantize(x, "mxfp8_e4m3")),
+    "lsq gradient": gradient(lambda x: gradients.lsq(x, 0.13, "int8")),
+    "round_cotangent vmap gradient": gradient(
+        jax.vmap(lambda x: qt.round_cotangent(x, "e5m2", scaling="tensor"))
+    ),
+    "linear_with_transpose gradient": gradient(
+        lambda x: gradients.linear_with_transpose(_doubled, _rounded, (x,), x)
+    ),
+    **{
+        type(rule).__name__: gradient(functools.partial(qt.fake_cast, fmt="int8", gradient=rule))
+        for rule in RULES
+    },
+}  # fmt: skip
+
+
+def _doubled(residuals, x):
+    return 2 * x
+
+
+def _rounded(residuals, cotangent):
+    return qt.round_to_format(cotangent, "e4m3fn")
+
+
+# Products. Sums in another order have other bits, so the sums here are exact in any order: each has
+# one term, or its terms are products of integers below 2**7, which are fewer than 2**10.
+MATMUL = (((1,), (0,)), ((), ()))
+INT8 = qt.Recipe(qt.BlockFormat.tensor("int8"), qt.BlockFormat.tensor("int8"))
+
+
+def eye(x):
+    return jnp.eye(COLUMNS, dtype=x.dtype)
+
+
+def weights(x):
+    w = np.random.default_rng(3).normal(size=(COLUMNS, 16)).astype(np.float32)
+    return jnp.asarray(w).astype(x.dtype)
+
+
+def both_gradients(function, w):
+    """By x and by the weights, of a cotangent that is the result."""
+
+    def gradients_of(x):
+        y, pull = jax.vjp(function, x, w(x))
+        return pull(y)
+
+    return gradients_of
+
+
+def convolved(x, w, **options):
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    x = x[None, :, :, None]
+    return qt.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dimensions, **options)
+
+
+def middle(x):
+    """A kernel that picks one element."""
+    return jnp.zeros((3, 3, 1, 2), x.dtype).at[1, 1].set(1)
+
+
+def halves(x):
+    """The sizes of two groups of rows."""
+    return jnp.asarray([5, x.shape[0] - 5], jnp.int32)
+
+
+def grouped(x, w, **options):
+    return qt.ragged_dot(x, jnp.stack([w, w]), halves(x), **options)
+
+
+def multiplied_in_a_layer(x):
+    """Elsewhere `qtoolkit.dot` is a plain product."""
+
+    class Layer(nnx.Module):
+        def __call__(self, x):
+            return qt.dot(x, eye(x))
+
+    return wide(qt.nnx.wrap(Layer(), qt.Recipe())(x))
+
+
+PRODUCTS = {
+    "dot_general": lambda x: wide(qt.dot_general(x, eye(x), MATMUL)),
+    "dot_general mxfp8": lambda x: wide(qt.dot_general(x, eye(x), MATMUL, recipe=qt.recipes.mxfp8)),
+    "dot_general int8": lambda x: wide(qt.dot_general(x, weights(x), MATMUL, recipe=INT8)),
+    "dot_general vmap": jax.vmap(lambda row: qt.dot_general(row[None], eye(row), MATMUL)),
+    "dot_general gradients": both_gradients(
+        functools.partial(qt.dot_general, dimension_numbers=MATMUL, recipe=INT8), weights
+    ),
+    "einsum": lambda x: wide(qt.einsum("ij,jk->ik", x, eye(x))),
+    "einsum int8": lambda x: wide(qt.einsum("ij,jk->ki", x, weights(x), recipe=INT8)),
+    "conv_general_dilated": lambda x: wide(convolved(x, middle(x))),
+    "conv_general_dilated gradients": both_gradients(
+        functools.partial(convolved, recipe=INT8), middle
+    ),
+    "ragged_dot": lambda x: wide(grouped(x, eye(x))),
+    "ragged_dot gradients": both_gradients(functools.partial(grouped, recipe=INT8), weights),
+    "dot": multiplied_in_a_layer,
+}  # fmt: skip
+
+
+# Layers of Flax, with the identity as kernel.
+def identity(key, shape, dtype):
+    return jnp.eye(COLUMNS, dtype=dtype).reshape(shape)
+
+
+def of_nnx(kind, *arguments, **options):
+    def layer(x):
+        return kind(
+            *arguments, **options, kernel_init=identity, dtype=x.dtype, param_dtype=x.dtype,
+            rngs=nnx.Rngs(0),
+        )  # fmt: skip
+
+    return layer
+
+
+def of_linen(kind, *arguments, **options):
+    def layer(x):
+        types = {"dtype": x.dtype, "param_dtype": x.dtype}
+        return kind(*arguments, **options, **types, kernel_init=identity, use_bias=False)
+
+    return layer
+
+
+def scale_of_1_1(key, shape, dtype):
+    return jnp.full(shape, 1.1, dtype)
+
+
+def applied(layer, x):
+    return wide(layer.init_with_output(jax.random.key(0), x)[0])
+
+
+LINEAR = of_nnx(nnx.Linear, COLUMNS, COLUMNS)
+FLAX = {
+    "nnx.FakeConvert": lambda x: wide(qt.nnx.FakeConvert("e4m3fn", jnp.asarray(1.1, x.dtype))(x)),
+    "nnx.Fp8Linear": lambda x: wide(of_nnx(qt.nnx.Fp8Linear, COLUMNS, COLUMNS)(x)(x)),
+    "nnx.Fp8Conv": lambda x: wide(of_nnx(qt.nnx.Fp8Conv, COLUMNS, COLUMNS, (1,))(x)(x[None])),
+    "nnx.Fp8Einsum": lambda x: wide(
+        of_nnx(qt.nnx.Fp8Einsum, "bi,io->bo", (COLUMNS, COLUMNS))(x)(x)
+    ),
+    "nnx.wrap": lambda x: wide(qt.nnx.wrap(LINEAR(x), qt.recipes.mxfp8)(x)),
+    "linen.FakeConvert": lambda x: applied(
+        qt.linen.FakeConvert("e4m3fn", scale_init=scale_of_1_1, param_dtype=x.dtype), x
+    ),
+    "linen.Fp8Dense": lambda x: applied(of_linen(qt.linen.Fp8Dense, COLUMNS)(x), x),
+    "linen.Fp8Conv": lambda x: applied(of_linen(qt.linen.Fp8Conv, COLUMNS, (1,))(x), x[None]),
+    "linen.Fp8Einsum": lambda x: applied(
+        of_linen(qt.linen.Fp8Einsum, (COLUMNS, COLUMNS), "bi,io->bo")(x), x
+    ),
+    "linen.wrap": lambda x: applied(
+        qt.linen.wrap(of_linen(nn.Dense, COLUMNS)(x), qt.recipes.mxfp8), x
+    ),
+}  # fmt: skip
+
+
+def updated(tx, x, dtype):
+    """The leaves of an update by x, and of the state that it leaves, of weights of 0.5."""
+    params = jnp.full(x.shape, 0.5, dtype)
+    return jax.tree.leaves(tx.update(x, tx.init(params), params))
+
+
+def scaler():
+    return optim.dynamic_loss_scale(optax.identity(), initial=4.0, period=1)
+
+
+OPTIM = {
+    "optim.quantize_state": lambda x: updated(
+        optim.quantize_state(optax.trace(decay=0.9), "e4m3fn", min_size=0), x, x.dtype
+    ),
+    "optim.stochastic_round_updates": lambda x: updated(
+        optim.stochastic_round_updates(), x, jnp.bfloat16
+    ),
+    "optim.master_weights": lambda x: updated(
+        optim.master_weights(optax.identity()), x, jnp.bfloat16
+    ),
+    "optim.dynamic_loss_scale": lambda x: updated(scaler(), x, x.dtype),
+    "optim.loss_scale": lambda x: optim.loss_scale(scaler().update(x, scaler().init(x))[1]),
+}
+
+
+def promoted(x):
+    other = np.ones(3, F16 if x.dtype == BF16 else BF16)
+    return openvino.convert_promote_types(x, other, promote_unsafe=True)[0]
+
+
+@functools.partial(jax.jit, static_argnums=2)  # concrete arguments would say how many elements
+def ranged(start, step, to):
+    return openvino.range(start, 0, step, output_type=to, length=999)
+
+
+OPERATORS = {
+    "onnx.cast": lambda x: onnx.cast(x, "FLOAT8E4M3FN"),
+    "onnx.cast float": lambda x: wide(onnx.cast(x, "FLOAT")),
+    "onnx.cast e8m0": lambda x: onnx.cast(x, "FLOAT8E8M0", saturate=False),
+    "onnx.cast_like": lambda x: onnx.cast_like(x, np.int32(0)),
+    "onnx.quantize_linear": lambda x: onnx.quantize_linear(x, x.dtype.type(0.03)),
+    "onnx.quantize_linear precision": lambda x: onnx.quantize_linear(
+        x, np.float32(0.03), np.int8(3), precision="FLOAT16"
+    ),
+    "onnx.quantize_linear e5m2": lambda x: onnx.quantize_linear(
+        x, x.dtype.type(1.1), np.array(2, jnp.float8_e5m2)
+    ),
+    "onnx.dequantize_linear": lambda x: wide(
+        onnx.dequantize_linear(onnx.cast(x, "UINT8"), x.dtype.type(1.1), np.uint8(3))
+    ),
+    "onnx.dynamic_quantize_linear": lambda x: onnx.dynamic_quantize_linear(x),
+    "onnx.bit_cast": lambda x: onnx.bit_cast(x, f"UINT{8 * x.dtype.itemsize}"),
+    "openvino.convert": lambda x: openvino.convert(x, "f8e4m3"),
+    **{
+        f"openvino.convert {to}, core": (
+            lambda x, to=to: openvino.convert(x, to, arithmetic="openvino")
+        )
+        for to in ("f8e4m3", "f8e5m2", "bf16", "f32")
+    },
+    **{
+        f"openvino.fake_convert {to}, {arithmetic}": (
+            lambda x, to=to, arithmetic=arithmetic: wide(
+                openvino.fake_convert(x, 1.1, 0.3, destination_type=to, arithmetic=arithmetic)
+            )
+        )
+        for to, arithmetic in (("f8e4m3", "exact"), ("f8e4m3", "openvino"), ("f8e5m2", "openvino"))
+    },
+    "openvino.convert_promote_types": promoted,
+    "openvino.range": lambda x: wide(ranged(x[0, 0], x[0, 1], "bf16")),
+    "pypto.cast": lambda x: pypto.cast(x, "DT_FP32"),
+    "pypto.cast int32": lambda x: pypto.cast(x, "DT_INT32", CastMode.CAST_CEIL),
+    "pypto.cast int16": lambda x: pypto.cast(x, "DT_INT16", CastMode.CAST_FLOOR),
+    "pypto.cast fp4": lambda x: pypto.cast(x, "DT_FP4_E2M1X2", extended=True),
+    "pypto.cast integral": lambda x: wide(
+        pypto.cast(x, "DT_FP32", CastMode.CAST_FLOOR, extended=True)
+    ),
+}
+EXACT = {**CASTS, **SCALING, **GRADIENTS, **PRODUCTS, **FLAX, **OPTIM, **OPERATORS}
+# What sums many terms of which none is exact: a program may add them in another order.
+SUMS = {
+    "sqnr_db": lambda x: scaling.sqnr_db(x, qt.fake_quantize(x, "e4m3fn")),
+    "metrics": lambda x: (
+        lambda m: [m.sqnr_db, m.max_error, m.cosine, m.saturated, m.flushed, m.nonfinite]
+    )(qt.metrics(x, "e4m3fn")),
+    "MSE": observed(scaling.MSE, "int8"),
+    "Entropy": observed(scaling.Entropy, "int8"),
+    "lsq_scale": lambda x: gradients.lsq_scale(x, "int8"),
+    "lsq_plus_scale_offset": lambda x: gradients.lsq_plus_scale_offset(x, "int8"),
+    "lsq by scale": lambda x: jax.grad(
+        lambda s: jnp.sum(jnp.square(gradients.lsq(x, s, "int8").astype(jnp.float32)))
+    )(jnp.float32(0.13)),
+    "fake_convert by scale": lambda x: jax.grad(
+        lambda s: jnp.sum(jnp.square(qt.fake_convert(x, s, fmt="e4m3fn").astype(jnp.float32)))
+    )(jnp.asarray(1.1, x.dtype)),
+    "dot_general sums": lambda x: qt.dot_general(x, weights(x), MATMUL),
+    "dot_general gradient": gradient(lambda x: qt.dot_general(x, weights(x), MATMUL)),
+}
+FUNCTIONS = {**EXACT, **SUMS}
+# What takes only some dtypes of x.
+DTYPES = {
+    **dict.fromkeys(("onnx.cast e8m0", "pypto.cast fp4"), (BF16,)),
+    **dict.fromkeys(("onnx.quantize_linear precision", "onnx.quantize_linear e5m2"), (BF16, F32)),
+    **dict.fromkeys(("onnx.dynamic_quantize_linear", "pypto.cast integral"), (F32,)),
+    **dict.fromkeys(("pypto.cast",), HALF),
+    **dict.fromkeys(("pypto.cast int16",), (F16, F32)),
+}
+# optax adds float32 numbers: XLA contracts such a sum with a product that was made in the same jit.
+ADDED_BY_OPTAX = ("optim.master_weights",)
+
+# Public callables that are not in the table.
+DATA = "says how, and computes nothing"
+HELD = "holds results"
+OF_MODELS = "takes a model, and runs outside of jit or runs the model's products, which are here"
+EXCLUDED = {
+    "formats": "without JAX",
+    "checkpoints": "of files",
+    "plots": "draws",
+    **dict.fromkeys(("Projection", "Stochastic", "Bins", "Observer"), DATA),
+    **dict.fromkeys(("Metrics", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD),
+    **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
+    **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
+    **dict.fromkeys(("Operand", "Recipe"), DATA),
+    "Calibration": HELD,
+    **dict.fromkeys(
+        (
+            f"{shell}.{name}"
+            for shell in ("nnx", "linen")
+            for name in (
+                *("calibrate", "freeze", "numerics", "quantize", "report", "sensitivity"),
+                *("start_scales", "value_and_grad"),
+            )
+        ),
+        OF_MODELS,
+    ),
+    "nnx.roll": OF_MODELS,
+    **dict.fromkeys(
+        (f"nnx.{name}" for name in ("LsqOffset", "LsqScale", "Probe", "ScalingState")), HELD
+    ),
+    **dict.fromkeys(
+        (
+            f"optim.{name}State"
+            for name in ("DynamicLossScale", "MasterWeights", "Quantized", "StochasticRound")
+        ),
+        HELD,
+    ),
+    "optim.SecondMoment": DATA,
+    "onnx.DataType": DATA,
+    "onnx.range": "its length follows from the values of its arguments, which no jit has",
+    "openvino.promoted_type": "gives the name of a type",
+    "pypto.CastMode": DATA,
+    "pypto.SaturationMode": DATA,
+}
+
+
+def public_callables():
+    """By name: what the packages list in their `__all__`, as far as it can be called."""
+    return {
+        name if package in LAYERS else f"{package}.{name}": getattr(module, name)
+        for package in qt._NAMES_BY_PACKAGE
+        if package not in EXCLUDED
+        for module in [importlib.import_module(f"qtoolkit.{package}")]
+        for name in module.__all__
+        if callable(getattr(module, name))
+    }
+
+
+def public_name(name):
+    return name.split()[0]
