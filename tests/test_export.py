@@ -20,8 +20,9 @@ from public_functions import (
 )
 
 import qtoolkit as qt
-from qtoolkit import gradients
+from qtoolkit import gradients, scaling
 
+MATMUL = (((1,), (0,)), ((), ()))
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 EXPORTED = {name: f for name, f in FUNCTIONS.items() if F32 in DTYPES.get(name, ANY)}
 # What is not exported for a symbolic number of rows, or has other bits then.

@@ -75,11 +75,11 @@ def test_reports(source, tmp_path):
     assert as_json.stdout == run(*arguments, "--report", "json").stdout
     (weight,) = (tensor for tensor in report["tensors"] if tensor["name"] == WEIGHT)
     assert (weight["action"], weight["dtype"], weight["nonfinite"]) == ("quantize", "F8_E4M3", 0)
-    assert report["bytes_after"] == 128 * 128 + 2 * 128 + 256
+    assert report["bytes_after"] == 128 * 128 + 4 * 128 + 256
     assert report["quantization_config"]["quant_method"] == "compressed-tensors"
     markdown = run(*arguments, "--report", "md").stdout.splitlines()
     assert markdown[0] == f"# {tmp_path}/dst"
-    assert any(line.startswith(f"| {WEIGHT} | F8_E4M3 | 16,640 | ") for line in markdown)
+    assert any(line.startswith(f"| {WEIGHT} | F8_E4M3 | 16,896 | ") for line in markdown)
     verbose = run(*arguments, "-v").stdout
     assert verbose.splitlines()[0].split()[:3] == ["tensor", "became", "bytes"]
     quiet = run(*arguments, "-q")
@@ -100,7 +100,7 @@ def test_a_dry_run_of_a_folder(source, tmp_path):
     result = run("convert", source, tmp_path / "dst", *CT, "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[1].split() == [
-        *(WEIGHT, "BF16", "F8_E4M3", "[128,", "1]", "16,640")
+        *(WEIGHT, "BF16", "F8_E4M3", "[128,", "1]", "16,896")
     ]
     assert os.listdir(tmp_path) == ["src"]
     plan = json.loads(run("convert", source, tmp_path / "dst", *CT, "--dry-run", "--json").stdout)
