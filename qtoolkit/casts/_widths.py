@@ -60,22 +60,28 @@ def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array,
     return differentiable_product(a, b), by_a + linear_product(a, b_dot)
 
 
-def linear_product(coefficient: jax.Array, x: jax.Array) -> jax.Array:
+def linear_product(
+    coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True
+) -> jax.Array:
     """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
-
-    Where the coefficient is 0, so is the product, whatever `x` is: no NaN from an infinity.
 
     Args:
       coefficient: Broadcasts to the shape of `x`.
+      zero_absorbs: Whether 0 times an infinity or a NaN is 0, as slopes have it: what is cut off
+        has no gradient. Otherwise it is NaN.
     """
     coefficient = jnp.broadcast_to(coefficient, x.shape)
-    return linear_with_transpose(_rounded_product, _rounded_product, (coefficient,), x)
+    multiply = _absorbing_product if zero_absorbs else _ieee_product
+    return linear_with_transpose(multiply, multiply, (coefficient,), x)
 
 
-def _rounded_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+def _ieee_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    return differentiable_product(*residuals, x)
+
+
+def _absorbing_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     (coefficient,) = residuals
-    zero = jnp.zeros_like(x)
-    return jnp.where(coefficient == 0, zero, differentiable_product(coefficient, x))
+    return jnp.where(coefficient == 0, jnp.zeros_like(x), _ieee_product(residuals, x))
 
 
 @jax.custom_jvp

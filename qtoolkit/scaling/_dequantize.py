@@ -38,7 +38,8 @@ def _dequantize_jvp(
             spec,
         )
         view = blocks.split(q)
-        return blocks.join(linear_product(view, jnp.broadcast_to(blocks.spread(scale), view.shape)))
+        scale = jnp.broadcast_to(blocks.spread(scale), view.shape)
+        return blocks.join(linear_product(view, scale, zero_absorbs=False))
 
     _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))
     return y, linear_in_dtype(y_dot, y.dtype)

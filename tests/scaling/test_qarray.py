@@ -239,3 +239,13 @@ def test_derivative_by_the_scale():
     by_scale = jax.grad(lambda s: jnp.sum(dataclasses.replace(mx, scale=s).dequantize()))
     with pytest.raises(TypeError, match="float8_e8m0fnu, which has no derivative"):
         by_scale(mx.scale)
+
+
+def test_an_infinite_cotangent_is_seen_in_the_gradient_of_the_scale():
+    """Also where the code is 0, as 0 * inf is NaN: a loss scaler must not take such a step."""
+    q = qt.quantize(np.array([0.0, 1.0, 2.0], np.float32), BlockFormat.tensor("e4m3fn"))
+    _, back = jax.vjp(lambda scale: dataclasses.replace(q, scale=scale).dequantize(), q.scale)
+    cases = ([np.inf, 1, 1], np.nan), ([np.nan, 1, 1], np.nan), ([0, np.inf, 1], np.inf)
+    for bad, expected in cases:
+        (gradient,) = back(jnp.array(bad, jnp.float32))
+        np.testing.assert_array_equal(gradient, np.full(q.scale.shape, expected))
