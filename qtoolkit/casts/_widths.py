@@ -60,9 +60,7 @@ def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array,
     return differentiable_product(a, b), by_a + linear_product(a, b_dot)
 
 
-def linear_product(
-    coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True
-) -> jax.Array:
+def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True) -> jax.Array:
     """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
 
     Args:
