@@ -9,7 +9,6 @@ import numpy as np
 from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._convert import entries, tasks_of
 from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
@@ -18,6 +17,7 @@ from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
+from qtoolkit.checkpoints._work import entries, tasks_of
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
