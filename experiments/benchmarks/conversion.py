@@ -145,6 +145,7 @@ def main(quick: Quick = False, results: Folder = None) -> None:
     sources = {
         "large": {f"{i}.weight": (2**23 // scale // 1024, 4096) for i in range(16)},
         "larger": {f"{i}.weight": (2**23 // scale // 1024, 4096) for i in range(64)},
+        "experts": {"experts.down_proj": (64, 2048 // scale, 4096)},
         "shapes": {
             f"{i}.weight": (int(rows), int(columns))
             for i, (rows, columns) in enumerate(rng.integers(100, 1200, (400 // scale, 2)))
@@ -156,6 +157,7 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         for source, shapes in sources.items():
             make(bench.folder / source, shapes)
         mib = sum(2 * rows * columns for rows, columns in sources["large"].values()) // 2**20
+        in_columns = ["--channel-axis", "last"]
 
         def by(word: str, source: str) -> list[str]:
             return bench.ours(CONVERT, source, "--scaling", word)
@@ -163,7 +165,7 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         commands = {DD: bench.dd("large")}
         commands |= {f"by {word}": by(word, "large") for word in ("channel", "tensor")}
         # As kernels of Flax, whose outputs are columns; amaxes take a reading of their own.
-        commands["by column"] = [*by("channel", "large"), "--channel-axis", "last"]
+        commands["by column"] = [*by("channel", "large"), *in_columns]
         if all(map(importlib.util.find_spec, ("torch", "safetensors"))):
             commands[BY_TORCH] = bench.ours([sys.executable, "-c", TORCH], "large")
         if importlib.util.find_spec("llmcompressor"):
@@ -176,6 +178,10 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         commands = {DD: bench.dd("larger"), "by channel": by("channel", "larger")}
         bench.table(f"{4 * mib} MiB of bfloat16", commands, DD, by_channel=1.0)
         (bench.folder / "larger").unlink()
+
+        commands = {DD: bench.dd("experts"), "by column": [*by("channel", "experts"), *in_columns]}
+        bench.table(f"{mib} MiB of bfloat16 in one stack of 64 experts", commands, DD)
+        (bench.folder / "experts").unlink()
 
         run([*CONVERT, bench.path("large"), bench.path("codes"), "--scaling", "channel"])
         commands = {DD: bench.dd("codes")} | {
