@@ -17,13 +17,16 @@ from qtoolkit.formats import FLOAT32, FloatFormat, format
 
 
 def in_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to nearest even to float16, bfloat16 or float32; infinite on overflow."""
+    """float32 rounded to nearest even to float16, bfloat16 or float32; infinite on overflow.
+
+    float64 is left as it is.
+    """
     return x if dtype == x.dtype else from_pattern(pattern(rounded_to(x, dtype)), dtype)
 
 
 def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The float32 values of `in_dtype`."""
-    return x if dtype == jnp.float32 else round_values(x, format(dtype), UNCLAMPED)
+    return x if dtype == x.dtype else round_values(x, format(dtype), UNCLAMPED)
 
 
 def to_stored(x: jax.Array, fmt: FloatFormat, projection: Projection = NEAREST) -> jax.Array:

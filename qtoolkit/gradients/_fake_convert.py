@@ -18,7 +18,6 @@ from qtoolkit.casts.internal import (
     check_holds,
     differentiable_quotient,
     differentiable_widened,
-    exact_float32,
     in_dtype,
     linear_in_dtype,
     linear_product,
@@ -28,6 +27,7 @@ from qtoolkit.casts.internal import (
     quotient,
     round_values,
     rounded_to,
+    widened,
 )
 from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import (
@@ -61,7 +61,7 @@ def fake_convert(
     any fusion, for data and scales that are not float32 subnormals.
 
     Args:
-      x: float32, float16 or bfloat16, any shape.
+      x: float32, float16, bfloat16 or float64, any shape.
       scale: A finite number other than zero, or an array of the dtype of `x` that broadcasts to its
         shape. Arrays are not checked: zeros, infinities and NaNs follow IEEE.
       shift: None, a finite number, or an array as for `scale`. None leaves the addition out, so
@@ -79,8 +79,8 @@ def fake_convert(
 
     Gradient: with u = x * scale - shift, y the result and D the estimator's slope at u:
     dy/dx = D, dy/dscale = (D * x - y) / scale, dy/dshift = (1 - D) / scale. Those of scale and
-    shift are computed and summed in float32. What a NaN or infinite element adds to them is 0 where
-    its cotangent is 0: a masked loss.
+    shift are computed and summed in float32, for float64 in float64. What a NaN or infinite element
+    adds to them is 0 where its cotangent is 0: a masked loss.
 
     Data, scales and values of `fmt` that are subnormal in float32 (the least of E8M0 is) may count
     as zero.
@@ -94,7 +94,7 @@ def fake_convert(
       >>> jax.grad(lambda s: qt.fake_convert(x, s, fmt="e4m3fn")[2])(scale)  # of 448 / s
       Array(-112., dtype=float32)
     """
-    x = check_differentiable("fake_convert", x, wide=False)
+    x = check_differentiable("fake_convert", x)
     fmt, projection = check_arguments(
         "fake_convert", x, fmt, rounding, saturation, key, random_bits, index_offset
     )
@@ -113,9 +113,9 @@ def _argument(x: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Ar
     float32 has at least 2p + 2 significand bits for the p of float16 and bfloat16, so rounding its
     sums, products and quotients once more is as rounding the exact ones (Figueroa, 1995).
     """
-    u = product(exact_float32(x), exact_float32(scale))
+    u = product(widened(x), widened(scale))
     if shift is not None:
-        u = rounded_to(u, x.dtype) - exact_float32(shift)
+        u = rounded_to(u, x.dtype) - widened(shift)
     return in_dtype(u, x.dtype)
 
 
@@ -132,7 +132,7 @@ def _argument_dot(
     u_dot = linear_product(scale, x_dot)
     u_dot += broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
-        u_dot -= broadcast_product(jnp.ones(x.shape, jnp.float32), shift_dot, x.dtype)
+        u_dot -= broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)
     return u_dot
 
 
@@ -146,10 +146,10 @@ def _fake_convert(
     rule: Estimator,
 ) -> jax.Array:
     u = _argument(x, scale, shift)
-    q = exact_float32(round_values(u, fmt, projection.drawn(x.shape)))
+    q = widened(round_values(u, fmt, projection.drawn(x.shape)))
     if shift is not None:
-        q = rounded_to(q + exact_float32(shift), x.dtype)
-    return in_dtype(quotient(q, exact_float32(scale)), x.dtype)
+        q = rounded_to(q + widened(shift), x.dtype)
+    return in_dtype(quotient(q, widened(scale)), x.dtype)
 
 
 def _fake_convert_jvp(
@@ -160,10 +160,10 @@ def _fake_convert_jvp(
     y = _fake_convert(x, scale, shift, projection, fmt, rule)
     wide_y, wide_scale = differentiable_widened(y), differentiable_widened(scale)
     if isinstance(rule, CotangentEstimator):
-        # Its cotangents are those of the rounding itself, so all terms pass it in one sum: of
-        # float32, for the gradient by the scale is a small difference of two large sums.
+        # Its cotangents are those of the rounding itself, so all terms pass it in one sum: of at
+        # least float32, for the gradient by the scale is a small difference of two large sums.
         dots: list[Any] = [
-            None if primal is None else linear_in_dtype(_instantiated(primal, dot), jnp.float32)
+            None if primal is None else linear_in_dtype(_instantiated(primal, dot), wide_y.dtype)
             for primal, dot in zip((x, scale, shift), tangents[:3], strict=True)
         ]
         x_dot, scale_dot, shift_dot = dots

@@ -1,10 +1,9 @@
-"""Parameters that broadcast: products, linear in them, whose transposes sum in float32."""
+"""Parameters that broadcast: products, linear in them, whose transposes sum in float32 or more."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -24,14 +23,14 @@ def ranked(parameter: jax.Array | None, ndim: int) -> jax.Array | None:
 
 
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`coefficient * x`, in float32 and then in `dtype`; linear in `x`, which broadcasts.
+    """`coefficient * x`, in its dtype and then in `dtype`; linear in `x`, which broadcasts.
 
-    Its transpose sums in float32. Where the cotangent is 0, it adds 0 even if the coefficient is a
-    NaN or an infinity, for which 0 * coefficient would be NaN.
+    Its transpose sums in that of the coefficient. Where the cotangent is 0, it adds 0 even if the
+    coefficient is a NaN or an infinity, for which 0 * coefficient would be NaN.
 
     Args:
-      coefficient: float32.
-      x: Any float dtype, of the rank of `coefficient`.
+      coefficient: float32 or float64.
+      x: That or any narrower float dtype, of the rank of `coefficient`.
     """
     transpose = _ProductTransposed(x.shape, x.dtype)
     return linear_with_transpose(_Product(jnp.dtype(dtype)), transpose, (coefficient,), x)
@@ -53,7 +52,8 @@ class _ProductTransposed:
 
     def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
         wide = widened(cotangent)
-        terms = jnp.where(wide == 0, np.float32(0), differentiable_product(residuals[0], wide))
+        zero = jnp.zeros_like(wide)
+        terms = jnp.where(wide == 0, zero, differentiable_product(residuals[0], wide))
         summed = [
             i
             for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))

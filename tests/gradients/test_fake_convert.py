@@ -188,6 +188,46 @@ def test_gradients_by_data_scale_and_shift(with_shift, wrap):
         np.testing.assert_allclose(gz, dz.sum(1, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("with_shift", [False, True])
+@pytest.mark.parametrize(("fmt", "target", "largest"), TARGETS)
+def test_float64(fmt, target, largest, with_shift):
+    """Every step is rounded to float64. Oracle: NumPy; ties that float32 would miss are there."""
+    ties = np.array([1.0625, 1.1875, 3.5, 13.0])
+    x = np.concatenate([ties + 2.0**-40, ties - 2.0**-40, draw(np.float64, 200), [1e200, -0.0]])
+    scale, shift = 1.0, None
+    if with_shift:
+        scale = np.random.default_rng(1).uniform(0.3, 3, x.shape)
+        shift = draw(np.float64, x.shape, 2, 1.0)
+
+    def f(x, scale, shift, gradient="clipped"):
+        return fake_convert(x, scale, shift, fmt=fmt, gradient=gradient)
+
+    u = x * scale - (0 if shift is None else shift)
+    # To odd to float32 first: rounded to nearest, what lies beside a tie would become one.
+    with np.errstate(over="ignore"):
+        near = u.astype(np.float32)
+    toward = np.nextafter(near, np.where(u > near, np.inf, -np.inf).astype(np.float32))
+    is_even = near.view(np.uint32) % 2 == 0
+    odd = np.where((near != u) & is_even, toward, near)
+    q = np.clip(odd, -largest, largest).astype(target).astype(np.float64)
+    expected = (q if shift is None else q + shift) / scale
+    with jax.enable_x64(True):
+        for wrap in (lambda f: f, jax.jit):
+            assert_same_bits(wrap(f)(x, scale, shift), expected)
+        if not with_shift:
+            return
+        weight = np.random.default_rng(3).normal(size=x.shape)
+        d = (np.abs(u) <= largest).astype(np.float64)
+        slopes = d, (d * x - expected) / scale, (1 - d) / scale
+        for gradient in ("clipped", EWGS(delta=0.0)):
+            got = jax.grad(lambda *a, g=gradient: jnp.sum(f(*a, g) * weight), (0, 1, 2))(
+                x, scale, shift
+            )
+            for mine, slope in zip(got, slopes, strict=True):
+                assert mine.dtype == np.float64
+                np.testing.assert_allclose(mine, slope * weight, rtol=1e-13, atol=1e-13)
+
+
 def test_scale_gradient_is_the_derivative_of_the_estimate():
     """Finite differences of the same function with the rounding's error held fixed."""
     x, s, z, h = 1.2345, 1.7, 0.4, 1e-6
@@ -286,12 +326,14 @@ def test_errors():
         fake_convert(x, jnp.ones((), jnp.bfloat16), fmt="e4m3fn")
     with pytest.raises(TypeError, match=r"scale has type list, expected float32"):
         fake_convert(x, [1.0], fmt="e4m3fn")
-    for wrong in (np.ones(3), np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e5m2)):
-        expected = rf"fake_convert: x has dtype {wrong.dtype}, expected float32, float16 or bfl"
+    with pytest.raises(TypeError, match=r"x has dtype float64.*64-bit types are off"):
+        fake_convert(np.ones(3), fmt="e4m3fn")
+    for wrong in (np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e5m2)):
+        expected = rf"fake_convert: x has dtype {wrong.dtype}, expected float32, float16, bfl"
         with pytest.raises(TypeError, match=expected):
             fake_convert(wrong, fmt="e4m3fn")
-    with jax.enable_x64(True), pytest.raises(TypeError, match=r"fake_convert: x has dtype float64"):
-        fake_convert(np.ones(3), fmt="e4m3fn")
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"scale has dtype float32, expected"):
+        fake_convert(np.ones(3), np.float32([2, 2, 2]), fmt="e4m3fn")
     with pytest.raises(ValueError, match=r"fake_convert: stochastic rounding got neither key"):
         fake_convert(x, fmt="e4m3fn", rounding="stochastic")
     with pytest.raises(ValueError, match=r"random_bits has shape \(2,\), expected one that broad"):
