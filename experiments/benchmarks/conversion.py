@@ -180,7 +180,7 @@ def main(quick: Quick = False, results: Folder = None) -> None:
         (bench.folder / "larger").unlink()
 
         commands = {DD: bench.dd("experts"), "by column": [*by("channel", "experts"), *in_columns]}
-        bench.table(f"{mib} MiB of bfloat16 in one stack of 64 experts", commands, DD)
+        bench.table(f"a stack of 64 experts of bfloat16, {mib:,} MiB", commands, DD)
         (bench.folder / "experts").unlink()
 
         run([*CONVERT, bench.path("large"), bench.path("codes"), "--scaling", "channel"])
