@@ -134,7 +134,11 @@ def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     largest = np.float32(float(spec.largest * spec.scale.max_finite))
     one = jnp.ones_like(amax)
     # PyTorch divides a number by a tensor by multiplying with the reciprocal, which is rounded.
-    scale = product(ieee_quotient(one, jnp.where(is_zero(amax), largest, amax)), largest)
+    # Above 2**126 the reciprocal would be subnormal, which XLA's CPU takes for 0.
+    is_huge = amax > np.float32(2.0**120)
+    divisor = jnp.where(is_zero(amax), largest, amax)
+    scale = ieee_quotient(jnp.where(is_huge, largest, one), divisor)
+    scale = product(scale, jnp.where(is_huge, one, largest))
     return jnp.where(is_zero(amax), one, jnp.minimum(scale, np.float32(2.0**126)))
 
 

@@ -698,3 +698,11 @@ def test_the_derivative_by_a_second_scale_that_divides():
 
     expected = -total(q.tensor_scale) / q.tensor_scale
     np.testing.assert_allclose(jax.grad(total)(q.tensor_scale), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 1.0, 1e37, 3e38])
+def test_a_second_scale_that_divides_spans_the_range_of_float32(size):
+    """The reciprocal of 3e38 is subnormal: taken for 0, it made every element NaN."""
+    spec = dataclasses.replace(qt.formats.NVFP4, tensor_scale_divides=True)
+    x = np.float32(size) * np.array([[1, -0.5] * 16], np.float32)
+    np.testing.assert_allclose(qt.quantize(x, spec).dequantize(), x, rtol=1e-6)
