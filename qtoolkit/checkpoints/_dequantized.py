@@ -142,14 +142,19 @@ def quantization_config(source: Source) -> dict[str, Any]:
 
 
 def _of_modelopt(folder: Folder) -> dict[str, Any]:
-    """hf_quant_config.json as the quantization_config that modelopt writes today."""
+    """hf_quant_config.json as the quantization_config that modelopt writes today.
+
+    Beside wide weights it may name no algorithm for them, but be about the attention cache alone.
+    """
     found = folder.modelopt_config.get("quantization")
-    if not isinstance(found, dict) or "quant_algo" not in found:
-        raise CheckpointError(
-            f"{join(folder.path, MODELOPT_CONFIG)}: {shown(str(found)[:80])} under 'quantization', "
-            'expected {"quant_algo": "FP8", ...}; fetch it again'
-        )
-    return {"quant_method": "modelopt", "ignore": found.get("exclude_modules"), **found}
+    if isinstance(found, dict) and "quant_algo" in found:
+        return {"quant_method": "modelopt", "ignore": found.get("exclude_modules"), **found}
+    if not any(info.dtype in ("F8_E4M3", "U8") for info in folder.tensors.values()):
+        return {}
+    raise CheckpointError(
+        f"{join(folder.path, MODELOPT_CONFIG)}: {shown(str(found)[:80])} under 'quantization', "
+        'expected {"quant_algo": "FP8", ...}; fetch it again'
+    )
 
 
 def dequantized(source: Source) -> Source:

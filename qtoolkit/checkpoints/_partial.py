@@ -81,10 +81,21 @@ def plan_in(parts: Path) -> dict[str, Any] | None:
 def check_no_shards(parts: str, path: object, overwrite: bool) -> None:
     """Refuses to remove what shards of a folder have written, unless it may be replaced."""
     there = plan_in(parts)
+    if there is None and not overwrite:
+        check_no_plan(parts, path)
     if there is not None and there.get("shards") and not overwrite:
         raise CheckpointError(
             f"{path}: files of a conversion in shards are there; finalize it, or remove them: "
             f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+        )
+
+
+def check_no_plan(parts: str, path: object) -> None:
+    """Raises if there is a plan that `plan_in` does not understand: it may be that of shards."""
+    if os.path.lexists(plan := os.path.join(parts, PLAN)):
+        raise CheckpointError(
+            f"{path}: {plan} of an unfinished conversion is damaged, or of another version; remove "
+            "that folder, or convert with --overwrite"
         )
 
 

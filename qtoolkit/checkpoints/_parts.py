@@ -21,7 +21,7 @@ from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._job import difference, make_job, own_names
-from qtoolkit.checkpoints._partial import PLAN
+from qtoolkit.checkpoints._partial import PLAN, check_no_plan
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
@@ -224,7 +224,8 @@ def _check_parts(place: Place) -> dict[str, Any]:
     job = place.plan()
     if job is not None and storage(place.path).kind(place.content) == "folder":
         return job
-    if not is_url(place.path) and os.path.lexists(place.parts):
+    if job is None and not is_url(place.path) and os.path.lexists(place.parts):
+        check_no_plan(place.parts, place.path)
         with naming(place.path, place.parts), place.locked(shared=False):
             place.clear()  # of another kind, left by a run that was killed
     there = storage(place.path).kind(place.target) == "folder"

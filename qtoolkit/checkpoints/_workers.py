@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads that are started once, for all tensors of a conversion.
+    """Threads that are started once, for many tensors.
 
     Each thread allocates from a heap of its own, which glibc keeps when the thread ends. Threads of
     their own for every tensor left sixteen heaps of 12 MiB behind, where four are enough.
@@ -58,9 +58,9 @@ class Workers:
                 pending.extend(pool.submit(function, item) for item in itertools.islice(items, 1))
                 yield result
         finally:
-            for future in pending:
-                future.cancel()
-            concurrent.futures.wait(pending)  # what runs may still read the source
+            # What runs may still read the source. Nobody would ever say of a cancelled one that it
+            # ended, if the threads are gone already.
+            concurrent.futures.wait([future for future in pending if not future.cancel()])
 
 
 ALONE = Workers(1)

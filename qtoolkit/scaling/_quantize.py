@@ -189,7 +189,10 @@ def _domain(name: str, fmt: FloatFormat, spec: BlockFormat) -> Domain:
     """Scales that may divide: with their second scale, normal numbers of float32."""
     assert spec.scale is not None
     lowest, largest = least_scale(fmt), fmt.max_finite
-    if name == "tensor_scale":
+    if name == "tensor_scale" and spec.tensor_scale_divides:
+        lowest = max(lowest, spec.scale.max_finite / FLOAT32.max_finite)
+        largest = min(largest, least_scale(spec.scale) / FLOAT32.min_normal)
+    elif name == "tensor_scale":
         lowest = max(lowest, FLOAT32.min_normal / least_scale(spec.scale))
         largest = min(largest, FLOAT32.max_finite / spec.scale.max_finite)
     first, last = float(lowest), float(largest)

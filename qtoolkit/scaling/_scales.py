@@ -139,7 +139,9 @@ def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     divisor = jnp.where(is_zero(amax), largest, amax)
     scale = ieee_quotient(jnp.where(is_huge, largest, one), divisor)
     scale = product(scale, jnp.where(is_huge, one, largest))
-    return jnp.where(is_zero(amax), one, jnp.minimum(scale, np.float32(2.0**126)))
+    # Not more, so that the least scale of a block divided by it is a normal number, too.
+    most = np.float32(float(least_scale(spec.scale) / _LEAST))
+    return jnp.where(is_zero(amax), one, jnp.minimum(scale, most))
 
 
 def least_scale(fmt: FloatFormat) -> Fraction:

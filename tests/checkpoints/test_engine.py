@@ -308,6 +308,19 @@ def test_threads_do_nothing_for_results_that_nobody_takes():
         assert len(started) <= 4
 
 
+def test_an_error_elsewhere_ends_the_threads():
+    """The traceback keeps the results alive, which waited forever for what nobody would run."""
+
+    def convert_to_a_full_disk():
+        with Workers(2) as workers:
+            results = workers.map(time.sleep, [0.05] * 10)
+            next(results)
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        convert_to_a_full_disk()
+
+
 def test_few_programs_for_any_shapes():
     spec = BlockFormat.channel("e4m3fn", 0)
     before = _programs.encoded._cache_size()

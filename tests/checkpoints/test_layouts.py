@@ -600,6 +600,9 @@ def test_modelopt_whose_config_is_only_in_its_own_file(tmp_path, quantization, e
     (folder / "hf_quant_config.json").write_text(json.dumps(PRODUCER))
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: None under 'quantization'"):
         dequantize_checkpoint(folder, tmp_path / "other")
+    about = {"quantization": {"kv_cache_quant_algo": "FP8"}}  # beside wide weights
+    (tmp_path / "wide" / "hf_quant_config.json").write_text(json.dumps(about))
+    assert convert(tmp_path / "wide", tmp_path / "again", layout="plain").dequantized == ""
 
 
 def test_blocks_of_modelopt_are_read(tmp_path):
