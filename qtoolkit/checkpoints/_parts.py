@@ -224,8 +224,9 @@ def _check_parts(place: Place) -> dict[str, Any]:
     job = place.plan()
     if job is not None and storage(place.path).kind(place.content) == "folder":
         return job
-    if job is None and not is_url(place.path) and os.path.lexists(place.parts):
-        check_no_plan(place.parts, place.path)
+    if not is_url(place.path) and os.path.lexists(place.parts):
+        if job is None:
+            check_no_plan(place.parts, place.path)
         with naming(place.path, place.parts), place.locked(shared=False):
             place.clear()  # of another kind, left by a run that was killed
     there = storage(place.path).kind(place.target) == "folder"
