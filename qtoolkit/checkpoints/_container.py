@@ -90,8 +90,8 @@ def destination(
 ) -> Iterator[None]:
     """Checks as `check_destination` does, and holds the lock of `dst` for the conversion.
 
-    Commands enter it before they load JAX, and `convert` again: of two conversions with one `dst`
-    the second fails at once. Behind a URL there is no lock.
+    `convert` enters it before it loads JAX: of two conversions with one `dst` the second fails at
+    once. Behind a URL there is no lock.
     """
     check_destination(src, dst, overwrite, to, shard)
     if is_url(dst):

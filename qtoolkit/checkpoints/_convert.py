@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._container import destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
@@ -18,9 +18,11 @@ from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
 from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
 from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._work import Work
 from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import FormatLike, Rules, SpecLike
+
+if TYPE_CHECKING:
+    from qtoolkit.checkpoints._work import Work
 
 
 def convert(
@@ -126,7 +128,7 @@ def convert(
             channel_axis=channel_axis,
             input_scales=input_scales,
         )
-        work = Work(source, plan, allow_nonfinite, progress, threads)
+        work = _work(source, plan, allow_nonfinite, progress, threads)
         return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
@@ -176,7 +178,7 @@ def dequantize_checkpoint(
     ):
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = Work(source, plan, True, progress, threads)
+        work = _work(source, plan, True, progress, threads)
         return _written(dst, opened, work, to, limit, overwrite, shard)
 
 
@@ -188,10 +190,17 @@ def _check_progress(progress: object) -> None:
         )
 
 
+def _work(*arguments: Any) -> "Work":
+    """A `Work`, whose file loads JAX: not before the target is locked and the plan is made."""
+    from qtoolkit.checkpoints._work import Work
+
+    return Work(*arguments)
+
+
 def _written(
     dst: Path,
     opened: Source,
-    work: Work,
+    work: "Work",
     to: ContainerName,
     limit: int,
     overwrite: bool,

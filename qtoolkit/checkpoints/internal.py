@@ -3,7 +3,6 @@
 from qtoolkit.checkpoints._container import (
     check_destination,
     check_holds,
-    destination,
     layout_in,
 )
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
@@ -40,7 +39,6 @@ __all__ = [
     "check_target",
     "compiled",
     "dequantized",
-    "destination",
     "join",
     "layout_in",
     "layout_of",

@@ -1,7 +1,6 @@
 """The commands for checkpoints: convert, dequantize, finalize, inspect, layouts."""
 
 import contextlib
-import gc
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from qtoolkit.checkpoints.internal import (
     check_quantized,
     compiled,
     dequantized,
-    destination,
     layout_in,
     part_names,
     read_json,
@@ -279,10 +277,7 @@ def convert(
         if dry_run:
             _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
-        with (
-            destination(src, dst, overwrite, to, shard),
-            _progress("converting", quiet) as callback,
-        ):
+        with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
                 src,
                 dst,
@@ -335,10 +330,7 @@ def dequantize(
             options = {"format": None, "keep_dtype": dtype}
             _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
             return
-        with (
-            destination(src, dst, overwrite, to, shard),
-            _progress("dequantizing", quiet) as callback,
-        ):
+        with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
                 src,
                 dst,
@@ -489,7 +481,7 @@ def _dry_run(
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
     check_destination(src, dst, overwrite, to, shard)
     options["layout"] = layout_in(to, options.get("layout"))
-    with _without_collection(), _opened(src) as opened:
+    with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
         check_holds(to, dst, plan, opened)
@@ -502,21 +494,6 @@ def _dry_run(
     table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
     for line in plan_summary(plan, dst, part):
         typer.echo(line)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pauses the garbage collector: a plan is up to a million objects, none of them garbage.
-
-    Looking through them again and again would take a tenth of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _part(opened: Source, plan: checkpoints.Plan, shard: tuple[int, int] | None, limit: int) -> str:
