@@ -24,7 +24,7 @@ _FOLDERS = {
     for spec in map(importlib.util.find_spec, ("jax", "jaxlib", "flax", "qtoolkit", "optax"))
     if spec is not None and spec.origin is not None
 }
-_LIBRARIES, _FLAX = tuple(_FOLDERS.values()), _FOLDERS.get("flax", "flax")
+_LIBRARIES = tuple(_FOLDERS.values())
 # Our own lines, and what JAX calls every function by, say nothing about a product.
 _NOT_SHOWN = (_FOLDERS["qtoolkit"], os.path.join(_FOLDERS["jax"], "_src", "traceback_util.py"))
 
@@ -314,7 +314,7 @@ def _users_line(eqn: Any) -> str:
 def _librarys_line(eqn: Any) -> str:
     """The innermost line of Flax that made an equation, else the outermost known line of JAX."""
     others = [frame for frame in _frames(eqn) if not frame.file_name.startswith(_NOT_SHOWN)]
-    of_flax = [frame for frame in others if frame.file_name.startswith(_FLAX)]
+    of_flax = [frame for frame in others if frame.file_name.startswith(_FOLDERS["flax"])]
     frame = next(iter(of_flax), others[-1] if others else None)
     return "" if frame is None else _shown(frame)
 
