@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 class Workers:
     """Threads that are started once, for many tensors.
 
-    Each thread allocates from a heap of its own, which glibc keeps when the thread ends. Threads of
-    their own for every tensor left sixteen heaps of 12 MiB behind, where four are enough.
+    Each thread allocates from a heap of its own, which glibc keeps when the thread ends. With
+    threads of their own for every matrix, a stack of 64 experts took 85 to 170 MiB more.
 
     Attributes:
       count: How many threads; 1 stands for none, everything is done where it is asked for.
