@@ -5,10 +5,11 @@ and red without.
 """
 
 import jax.numpy as jnp
-import ml_dtypes
+import layer_formulas
 import numpy as np
 import pytest
 from flax import nnx
+from layer_formulas import q
 
 import qtoolkit as qt
 from qtoolkit.nnx import _wrap
@@ -16,32 +17,13 @@ from qtoolkit.nnx import _wrap
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 
 
-def q(x):
-    """E4M3FN by one scale for the tensor, float64."""
-    x = np.asarray(x, np.float32)
-    scale = np.abs(x).max() / np.float32(448)
-    return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
-
-
 def taps(layer, x):
-    kernel = q(layer.kernel[...])
-    count = x.shape[1] - len(kernel) + 1
-    return sum(q(x)[:, i : i + count] @ tap for i, tap in enumerate(kernel))
+    return layer_formulas.taps(layer.kernel[...], x)
 
 
 def attention(layer, x):
-    """Of its own products: the projections around them are other layers', left as they are."""
-    heads = [
-        np.einsum("btd,dhf->bthf", x, part.kernel[...])
-        for part in (layer.query, layer.key, layer.value)
-    ]
-    query, key, value = (np.asarray(h, np.float32) for h in heads)
-    query = query / np.float32(np.sqrt(query.shape[-1]))
-    scores = np.einsum("bqhf,bkhf->bhqk", q(query), q(key)).astype(np.float32)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    seen = np.einsum("bhqk,bkhf->bqhf", q(weights), q(value))
-    return np.einsum("bqhf,hfd->bqd", seen, layer.out.kernel[...])
+    parts = (layer.query, layer.key, layer.value, layer.out)
+    return layer_formulas.attention(*(part.kernel[...] for part in parts), x)
 
 
 RNGS = {"use_bias": False, "rngs": nnx.Rngs(0)}
