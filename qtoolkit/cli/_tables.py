@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     if sys.stdout.isatty() and drawn_width <= shutil.get_terminal_size().columns:
         _rich_table(header, rows, right)
     else:
-        typer.echo("\n".join(lines))  # at once: 15,000 calls take a fifth of a second
+        typer.echo("\n".join(lines))
 
 
 def page_width() -> int:
@@ -97,16 +97,19 @@ def _plain_progress(title: str, clock: Callable[[], float] = time.monotonic) -> 
 
 def _amount(done: int, total: int, rate: float | None) -> str:
     """Bytes, and if the rate is known bytes a second and the time that is left."""
-    size, unit = next((s, u) for s, u in _UNITS if total >= s or s == 1)
-    text = f"{done / size:.{int(size > 1)}f}/{total / size:.{int(size > 1)}f} {unit}"
+    from rich.filesize import pick_unit_and_suffix
+
+    size, unit = pick_unit_and_suffix(total, _UNITS, 1000)
+    digits = int(size > 1)
+    text = f"{done / size:.{digits}f}/{total / size:.{digits}f} {unit}"
     if rate is None:
         return text
-    size, unit = next((s, u) for s, u in _UNITS if rate >= s or s == 1)
+    size, unit = pick_unit_and_suffix(int(rate), _UNITS, 1000)
     left = dt.timedelta(seconds=round((total - done) / rate))
     return f"{text}, {rate / size:.1f} {unit}/s, {left} left"
 
 
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+_UNITS = ["bytes", "kB", "MB", "GB", "TB"]
 
 
 @contextlib.contextmanager
