@@ -58,10 +58,11 @@ def _division(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b`, with b disguised so that XLA cannot see whether it repeats along an axis.
 
     If XLA sees that, it multiplies by reciprocals, and every sixth quotient is wrong in its last
-    bit. So each element selects one of two equal divisors. What it selects depends on its place in
-    the array, not on its value: in a repeated row values repeat, and so would the selection.
+    bit. So each element selects its divisor or 1, and always the former. What it selects depends on
+    its place in the array, not on its value: in a repeated row values repeat, and so would the
+    selection. With two equal divisors to select from, XLA may see that they are equal constants.
     """
-    return lax.div(a, lax.select(is_somewhere(a), b, settled(b)))
+    return lax.div(a, jnp.where(is_somewhere(a), b, b.dtype.type(1)))
 
 
 def _corrected_quotient(

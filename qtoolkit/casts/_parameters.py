@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from qtoolkit.casts._sources import shown_number
 
 _LEAST = 2.0**-126  # XLA reads smaller float32 numbers as zero
+_LEAST_FLOAT64 = 2.0**-1022  # and smaller float64 numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _converted(
             array = np.asarray(float(value), dtype)
     except OverflowError:  # integers beyond float64
         array = np.asarray(math.inf if value > 0 else -math.inf, dtype)
-    if abs(array) < _LEAST:  # float32's subnormals, as XLA reads them
+    if abs(array) < (_LEAST_FLOAT64 if dtype == np.float64 else _LEAST):
         array = np.asarray(math.copysign(0.0, value), dtype)
     return array, bool(domain.contains(array.astype(np.float64)))
 

@@ -228,6 +228,16 @@ def test_float64(fmt, target, largest, with_shift):
                 np.testing.assert_allclose(mine, slope * weight, rtol=1e-13, atol=1e-13)
 
 
+def test_a_small_float64_number_is_not_called_zero():
+    """Neither by the message nor as a shift. Oracle: E4M3FN's next value above 2**-300 is 2**-9."""
+    with jax.enable_x64(True):
+        x = jnp.zeros(2, jnp.float64)
+        with pytest.raises(ValueError, match=r"scale=1e-299 is 1e-299 in float64, expected .*126"):
+            fake_convert(x, 1e-299, fmt="e4m3fn")
+        up = fake_convert(x, 1.0, -(2.0**-300), fmt="e4m3fn", rounding="toward_positive")
+        np.testing.assert_array_equal(up, [2.0**-9] * 2)
+
+
 def test_scale_gradient_is_the_derivative_of_the_estimate():
     """Finite differences of the same function with the rounding's error held fixed."""
     x, s, z, h = 1.2345, 1.7, 0.4, 1e-6
