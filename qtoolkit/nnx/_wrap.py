@@ -207,9 +207,15 @@ def _recipes(
     """Maps each path to its module and its recipe by the rules; None: leave the module as it is.
 
     Of modules that are no layers only those are there that the rules leave. What they call may
-    compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example.
+    compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
+    and dicts compute nothing, and a rule for the path of one says nothing about what is in it.
     """
-    others = (found for found in modules if not found.has_products)
+    containers = nnx.List | nnx.Dict
+    others = (
+        found
+        for found in modules
+        if not (found.has_products or isinstance(found.module, containers))
+    )
     check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:

@@ -334,6 +334,8 @@ def test_the_last_rules_decide(nest):
     [
         ({"blokcs": A, "mlp": A}, ValueError, r"^wrap: rule 'blokcs' matches nothing, expected"),
         ({"blokcs": None, "mlp": A}, ValueError, r"^wrap: rule 'blokcs' matches nothing, expected"),
+        # A list computes nothing; "^blocks/" would leave what is in it.
+        ({"^blocks$": None, "mlp": A}, ValueError, r"^wrap: rule '\^blocks\$' matches nothing"),
         ({nnx.Einsum: A, "mlp": A}, ValueError, "^wrap: rule Einsum matches nothing"),
         (
             {"norm": A, "mlp": A},
