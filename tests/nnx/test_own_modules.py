@@ -115,6 +115,26 @@ def test_a_product_in_a_property():
     assert np.abs(wrapped(X) - model(X)).max() > 1e-3
 
 
+def test_a_method_that_does_not_call_its_module_self():
+    """Oracle: the method with `self`. The product was left, or `wrap` said that there is none."""
+
+    class Usual(Base):
+        def __init__(self):
+            super().__init__()
+            self.multiply = lambda a, b: a @ b
+
+        def __call__(self, x):
+            return self.multiply(x, self.kernel[...])
+
+    class Other(Usual):
+        def __call__(this, x):  # noqa: N805
+            return (lambda kernel: this.multiply(x, kernel))(this.kernel[...])
+
+    np.testing.assert_array_equal(
+        qt.nnx.wrap(Other(), strict=(X,))(X), qt.nnx.wrap(Usual(), strict=(X,))(X)
+    )
+
+
 def test_a_method_that_yields_runs_as_it_is():
     """Oracle: the plain model. Its products escaped from a trace, which raised."""
 
