@@ -100,6 +100,11 @@ def wrap(
             f"flax.linen.Module{hint}"
         )
     if module.scope is not None:
+        if not isinstance(module.parent, nn.Module):
+            raise ValueError(
+                f"wrap: {type(module).__name__} is bound to variables, expected one that is not; "
+                "write module, variables = bound.unbind(), and wrap the module"
+            )
         raise ValueError(
             f"wrap: {type(module).__name__} {module.name!r} is bound to the module around it, "
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"
