@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 from public_functions import (
     ANY,
@@ -181,3 +182,20 @@ def test_vectors_of_parameters_where_ranks_are_not_promoted(name):
     with jax.numpy_rank_promotion("raise"):
         got = gradient(LEARNED[name], *vectors)
     assert_same_bits(got, [expected[0], expected[1][0], expected[2][0]])
+
+
+def test_learned_scales_and_numerics_where_ranks_are_not_promoted():
+    """Oracle: the same without the flag."""
+
+    def observed():
+        model = qt.nnx.wrap(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), qt.recipes.int4_lsq)
+        qt.nnx.start_scales(model, x)
+        numbers = qt.nnx.numerics(model, x, lambda model, x: jnp.mean(model(x) ** 2))
+        return jax.tree.leaves(nnx.state(model)), numbers.to_json()
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 16)), jnp.float32)
+    expected, numbers = observed()
+    with jax.numpy_rank_promotion("raise"):
+        got, raised = observed()
+    assert_same_bits(got, expected)
+    assert raised == numbers

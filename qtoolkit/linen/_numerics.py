@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from qtoolkit.linen._state import SCALES
+from qtoolkit.linen._state import SCALES, described
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
 
@@ -112,6 +112,6 @@ def check_arguments(where: str, module: Any, variables: Any) -> None:
         )
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
-            f"{where}: variables has type {type(variables).__name__}, expected a dictionary of "
+            f"{where}: variables {described(variables)}, expected a dictionary of "
             'collections with "params", as init returns it'
         )

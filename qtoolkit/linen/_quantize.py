@@ -11,7 +11,7 @@ from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._run import Kernel, noting_kernels
-from qtoolkit.linen._state import COLLECTION, SCALES, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, described, state_of
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Batch, serving_rules, stored_kernel
@@ -79,7 +79,7 @@ def quantize(
     """
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
-            f"quantize: variables has type {type(variables).__name__}, expected a dictionary of "
+            f"quantize: variables {described(variables)}, expected a dictionary of "
             'collections with "params", as init returns it; pass {"params": params}'
         )
     served = _served(module, recipe, kv_cache)

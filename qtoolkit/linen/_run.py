@@ -185,13 +185,16 @@ def _keeps_state(recipe: Recipe) -> bool:
     return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
 
 
-def _is_in_jit(module: nn.Module) -> bool:
-    """Whether a module runs under `nn.jit`.
+def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
+    """Whether a module runs in a trace that must not close over the state of its products.
 
-    Its cached trace outlives the call, so it must not close over arrays of this call.
+    That of `nn.jit` is cached and outlives the call. `nn.custom_vjp` cannot differentiate by what
+    it closes over: probes of delayed scales, and learned scales.
     """
     assert module.scope is not None
-    return any("jit(" in part for part in module.scope.debug_path)
+    is_differentiated = recipe.is_delayed or any(recipe.learned)
+    transforms = ("jit(", "custom_vjp(") if is_differentiated else ("jit(",)
+    return any(name in part for part in module.scope.debug_path for name in transforms)
 
 
 @dataclasses.dataclass
@@ -273,12 +276,13 @@ class _Run:
         assert method is not None
         if not self.starting:
             _check_kernels(module, path)
-            multiply = self._multiply(recipe, path, name, kind, _is_in_jit(module))
+            is_apart = _is_apart(module, recipe)
+            multiply = self._multiply(recipe, path, name, kind, is_apart)
             kernels = _kernels.get()
             other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None):
                 return run_rewritten(method, module, multiply, args, kwargs, other_uses)
-        if not _keeps_state(recipe) or _is_in_jit(module):
+        if not _keeps_state(recipe) or _is_apart(module, recipe):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
         with jax.named_scope(scope(self.shown(path), None)):
@@ -299,21 +303,25 @@ class _Run:
         return tuple(kind for outer in around for kind in self.kinds.get(outer, ()))
 
     def _multiply(
-        self, recipe: Recipe, path: str, name: str, kind: type, is_in_jit: bool
+        self, recipe: Recipe, path: str, name: str, kind: type, is_apart: bool
     ) -> Multiply:
         """A `multiply` for the products of a method.
 
         It passes each product its state, checks dtypes, and records the kernel if somebody asked.
+
+        Args:
+          is_apart: See `_is_apart`.
         """
-        if is_in_jit and any(recipe.learned):
+        if is_apart and any(recipe.learned):
             raise ValueError(
-                f"wrap: {path}: the layer is under nn.jit, whose traces outlive a call, so that "
-                "learned scales do not reach it, expected one that is not; leave nn.jit out and "
-                "compile the whole step by jax.jit, or leave the layer alone by a rule"
+                f"wrap: {path or '(the model itself)'}: the layer is under nn.jit or "
+                "nn.custom_vjp, so that learned scales do not reach it, expected one that is not; "
+                "compile the whole step by jax.jit in place of nn.jit, or leave the layer alone by "
+                "a rule"
             )
-        rng = None if is_in_jit else self.rng
+        rng = None if is_apart else self.rng
         kept, scales = (
-            {} if is_in_jit else held.get(key_of(path), {}) for held in (self.kept, self.scales)
+            {} if is_apart else held.get(key_of(path), {}) for held in (self.kept, self.scales)
         )
 
         site, names = Site(recipe, self.shown(path)), Names(f"{name}.")

@@ -115,9 +115,9 @@ def _learned(scales: Kept) -> Any:
 def _check_steps(recipe: Recipe, name: str, steps: int) -> None:
     if steps != recipe.history:
         raise ValueError(
-            f'{name}: the collection "{COLLECTION}" has a history of {steps} steps, expected '
-            f"{recipe.history}, as the recipe says: it is of a module wrapped by another "
-            f'recipe. Begin anew with variables["{COLLECTION}"] = wrapped.init(key, x)'
+            f'{name.removeprefix(":")}: the collection "{COLLECTION}" has a history of {steps} '
+            f"steps, expected {recipe.history}, as the recipe says: it is of a module wrapped by "
+            f'another recipe. Begin anew with variables["{COLLECTION}"] = wrapped.init(key, x)'
             f'["{COLLECTION}"]'
         )
 
@@ -174,7 +174,7 @@ def value_and_grad(
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(variables, Mapping) or "params" not in variables:
             raise TypeError(
-                f"value_and_grad: variables has type {type(variables).__name__}, expected a "
+                f"value_and_grad: variables {described(variables)}, expected a "
                 'dictionary of collections with "params", as init returns it; pass '
                 '{"params": params, "qtoolkit": state}'
             )
@@ -200,6 +200,13 @@ def value_and_grad(
         return value, grads, _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
 
     return function
+
+
+def described(variables: Any) -> str:
+    """How an error message describes what was given in place of variables."""
+    if isinstance(variables, Mapping):
+        return f"has the keys {', '.join(map(str, variables)) or '(none)'}"
+    return f"has type {type(variables).__name__}"
 
 
 def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str, Any]:

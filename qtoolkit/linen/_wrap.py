@@ -45,8 +45,10 @@ def wrap(
     values come from `start_scales`. Random keys come from the rng collection "qtoolkit" if `apply`
     is given one, else from the state; without both they follow from the values that are rounded.
     Layers under `nn.jit` keep no state, since its traces outlive a call: they use current scales,
-    and cannot have learned ones. Under `jax.vmap` and `nn.vmap` each product scales each example by
-    itself, as `qtoolkit.dot_general` does.
+    and cannot have learned ones. Under `nn.custom_vjp`, which cannot differentiate by what it
+    closes over, neither delayed nor learned scales are possible, and the former become current.
+    Under `jax.vmap` and `nn.vmap` each product scales each example by itself, as
+    `qtoolkit.dot_general` does.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is
@@ -79,7 +81,7 @@ def wrap(
         module runs: an operand of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
         share; `strict` raises. In `init`: a rule matches no layer (a rule with None: no module).
-        When the module runs: a layer under `nn.jit` has learned scales.
+        When the module runs: a layer under `nn.jit` or `nn.custom_vjp` has learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -98,6 +100,11 @@ def wrap(
             f"flax.linen.Module{hint}"
         )
     if module.scope is not None:
+        if not isinstance(module.parent, nn.Module):
+            raise ValueError(
+                f"wrap: {type(module).__name__} is bound to variables, expected one that is not; "
+                "write module, variables = bound.unbind(), and wrap the module"
+            )
         raise ValueError(
             f"wrap: {type(module).__name__} {module.name!r} is bound to the module around it, "
             f"expected one made with parent=None; write {type(module).__name__}(..., parent=None)"

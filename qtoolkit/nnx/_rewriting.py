@@ -221,7 +221,7 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
     model, and nnx then forbids writing to it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    at_arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
     nodes = [leaves[i] for i in at_nodes]
     graph, state = nnx.split((module, nodes))
@@ -229,7 +229,7 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
 
     def pure(state: Any, arrays: list[Any]) -> Any:
         copied, given = nnx.merge(graph, state)
-        merged = with_values(leaves, [*places, *at_nodes], [*arrays, *given])
+        merged = with_values(leaves, [*at_arrays, *at_nodes], [*arrays, *given])
         args, kwargs = jax.tree.unflatten(structure, merged)
         before = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
         notes = [_notes(node) for node in (copied, *given)]
@@ -261,13 +261,26 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
 
     rewriting = rewritten(pure, site.multiply(state_of, prefix), _parameters)
     with jax.named_scope(scope(site.path or "", site.recipe)):
-        arrays, written = rewriting(state, [leaves[i] for i in places])
+        arrays, written = rewriting(state, [leaves[i] for i in at_arrays])
     (found,) = traced
-    for node, news in zip((module, *nodes), found.notes, strict=True):
-        for path, name, value in news:
-            setattr(functools.reduce(_part, path, node), name, value)
-    for (path, variable), values in zip(found.variables, written, strict=True):
-        _write((module, nodes), path, jax.tree.unflatten(variable, values))
+    changes = [
+        (node, path, key, value)
+        for node, news in zip((module, *nodes), found.notes, strict=True)
+        for path, key, value in news
+    ]
+    try:  # Find every place first, so that an error leaves the module as it was.
+        holders = [functools.reduce(_part, path, node) for node, path, _, _ in changes]
+        places = [_place((module, nodes), path) for path, _ in found.variables]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"wrap: {type(module).__name__}.{name} made a module or lengthened a list, expected "
+            "each to be there before the call; make it in __init__, or call the plain model once "
+            "and wrap it then"
+        ) from error
+    for holder, (_, _, key, value) in zip(holders, changes, strict=True):
+        setattr(holder, key, value)
+    for place, (_, variable), values in zip(places, found.variables, written, strict=True):
+        _write(*place, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
     outs = [next(remaining) if other is None else other[0] for other in found.others]
     return jax.tree.unflatten(found.structure, outs)
@@ -341,15 +354,22 @@ def _part(node: Any, name: Any) -> Any:
     return getattr(node, name) if is_attribute else node[name]
 
 
-def _write(module: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Sets a variable at a path inside of a module or a sequence of them, or makes it."""
+def _place(module: Any, path: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """The parent of the variable at a path inside of a module or a sequence, its name, and what is
+    there.
+    """
     *parents, name = path
-    module = functools.reduce(_part, parents, module)
-    found = getattr(module, name, None) if isinstance(name, str) else module[name]
+    parent = functools.reduce(_part, parents, module)
+    found = getattr(parent, name, None) if isinstance(name, str) else parent[name]
+    return parent, name, found
+
+
+def _write(parent: Any, name: Any, found: Any, variable: Any) -> None:
+    """Sets the variable that was found there, or makes it."""
     if isinstance(found, nnx.Variable):
         found.set_value(variable.get_value())
     else:
-        setattr(module, name, variable)
+        setattr(parent, name, variable)
 
 
 def _is_node(x: Any) -> bool:

@@ -269,6 +269,10 @@ def roll(model: nnx.Module, probes: Any) -> None:
       probes: A state with the gradients of its `Probe` variables; or their sum, or mean, over
         several micro-batches.
 
+    Raises:
+      TypeError: `probes` is no `nnx.State`.
+      ValueError: The model has delayed scales, and `probes` has a gradient for none of them.
+
     Examples:
       >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
       >>> wrt = nnx.DiffState(0, nnx.Any(nnx.Param, qt.nnx.Probe))
@@ -278,8 +282,28 @@ def roll(model: nnx.Module, probes: Any) -> None:
       >>> float(history.max())  # 448, known to 12.5 %
       480.0
     """
+    differentiate = (
+        "differentiate by probes, too, with wrt = nnx.DiffState(0, nnx.Any(nnx.Param, "
+        "qtoolkit.nnx.Probe)), or use qtoolkit.nnx.value_and_grad, which rolls"
+    )
+    if not isinstance(probes, nnx.State):
+        raise TypeError(
+            f"roll: probes has type {type(probes).__name__}, expected an nnx.State with the "
+            f"gradients of the model's probes; {differentiate}"
+        )
     counts = {tuple(path): probe[...] for path, probe in nnx.to_flat_state(probes)}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, ProductState):
-            module.roll(counts.get((*path, "probe")))
+    products = [
+        ((*path, "probe"), module)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, ProductState)
+    ]
+    delayed = [path for path, product in products if hasattr(product, "history")]
+    # Without this, gradients of parameters alone would leave every history as it is, silently.
+    if delayed and not any(path in counts for path in delayed):
+        raise ValueError(
+            f"roll: probes has no gradient for any of the {len(delayed)} delayed products of "
+            f"{type(model).__name__}, expected one for each; {differentiate}"
+        )
+    for path, product in products:
+        product.roll(counts.get(path))
     roll_bridged(model, counts)

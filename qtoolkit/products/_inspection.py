@@ -32,7 +32,10 @@ def computes_product(
       attributes: Further names after `self.` that are products: see `product_attributes`.
     """
     codes = list(_codes(function.__code__))
-    if any(_names_a_product(code, attributes, function.__globals__) for code in codes):
+    # A method may name its module otherwise; the first argument of a function may be an array.
+    first = function.__code__.co_varnames[:1]
+    known = {**dict.fromkeys(first, attributes | _METHODS), "self": attributes}
+    if any(_names_a_product(code, known, function.__globals__) for code in codes):
         return True
     if not depth:
         return False
@@ -115,15 +118,16 @@ def _called(function: Any, kind: type, names: set[str]) -> Iterator[Any]:
 
 
 def _names_a_product(
-    code: types.CodeType, attributes: frozenset[str], names: Mapping[str, Any]
+    code: types.CodeType, modules: Mapping[str, frozenset[str]], names: Mapping[str, Any]
 ) -> bool:
     """Whether code holds `x @ w`, `dot(x, w)`, `jnp.dot(x, w)`, `x.dot(w)` or imports `dot`.
 
     An attribute counts if it is looked up in a module such as `jnp`, or if arrays have it: `dot`.
-    Others do not, and after `self.` only `attributes`: `self.dot` or `block.conv` may be a layer.
+    Others do not, and after `self.` only those that `modules` has for that name: `self.dot` or
+    `block.conv` may be a layer.
     """
     # For each local variable, which of its attributes are products.
-    locals_ = {"self": attributes}
+    locals_ = dict(modules)
     known = _METHODS  # which attributes of the value that was loaded last are products
     last = ""
     for instruction in dis.get_instructions(code):

@@ -220,7 +220,7 @@ def _marks(extremes: list[Array]) -> tuple[Array, Array]:
     bits = tuple(_EXTREMES.values())[: len(extremes)]
     starts = np.array(list(map(_STARTS.__getitem__, _EXTREMES)), np.int32)
     places, marks = _mark(jnp.stack(extremes), np.array(bits, np.uint32))
-    return (places + starts[: len(extremes)]).reshape(-1), marks.reshape(-1)
+    return (places + starts[None, : len(extremes)]).reshape(-1), marks.reshape(-1)
 
 
 def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
@@ -229,7 +229,9 @@ def _mark(values: Array, bits: np.ndarray) -> tuple[Array, Array]:
     bucket = place >> shift
     within = (place - (bucket << shift)).astype(jnp.float32) * np.exp2(-shift.astype(np.float32))
     rows = jnp.asarray(np.arange(3, dtype=np.int32)[:, None] * (256 << bits).astype(np.int32))
-    return rows + bucket.astype(jnp.int32), jnp.stack([jnp.ones_like(within), within, within**2])
+    return rows + bucket.astype(jnp.int32)[None], jnp.stack(
+        [jnp.ones_like(within), within, within**2]
+    )
 
 
 def marked(value: Array, bits: int) -> Array:

@@ -349,6 +349,16 @@ def test_a_trace_of_nn_jit_is_not_used_for_another_recipe():
         np.testing.assert_array_equal(module.apply(variables, X), plain)
 
 
+def test_a_module_that_bind_has_bound_is_refused_with_what_to_write():
+    """Oracle: the module that `unbind` gives, as the message says."""
+    bound = nn.Dense(4).bind({"params": {}})
+    with pytest.raises(ValueError, match=r"^wrap: Dense is bound to variables.*bound\.unbind\(\)"):
+        wrap(bound)
+    module, _ = bound.unbind()
+    assert module == nn.Dense(4)
+    assert wrap(module).features == 4
+
+
 def test_decoding_with_a_cache():
     module = nn.MultiHeadAttention(4, decode=True)
     wrapped = wrap(module)

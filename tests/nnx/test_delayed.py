@@ -554,3 +554,16 @@ def test_what_is_no_module_of_nnx_is_named(x):
 def test_wrt_is_a_filter_and_no_number_of_an_argument(wrt):
     with pytest.raises(TypeError, match=r"wrt=.*, expected a filter .* e\.g\. wrt=nnx\.Param"):
         qt.nnx.value_and_grad(lambda model: 0.0, wrt)
+
+
+def test_gradients_without_probes_are_not_rolled_in_silence(x):
+    """Oracle: the histories, which stay as they were."""
+    model = qt.nnx.wrap(Net(), DELAYED)
+    with pytest.raises(ValueError, match=r"roll: probes has no gradient for any of the 2 delayed"):
+        qt.nnx.roll(model, nnx.grad(loss)(model, x))
+    for wrong in (None, {}, model):
+        with pytest.raises(TypeError, match=r"roll: probes has type .*, expected an nnx\.State"):
+            qt.nnx.roll(model, wrong)
+    assert not any(jax.tree.leaves(jax.tree.map(jnp.any, nnx.state(model, qt.nnx.ScalingState))))
+    stochastic = qt.nnx.wrap(Net(), qt.recipes.nvfp4)  # has keys alone: there is nothing to find
+    qt.nnx.roll(stochastic, nnx.State({}))

@@ -115,6 +115,26 @@ def test_a_product_in_a_property():
     assert np.abs(wrapped(X) - model(X)).max() > 1e-3
 
 
+def test_a_method_that_does_not_call_its_module_self():
+    """Oracle: the method with `self`. The product was left, or `wrap` said that there is none."""
+
+    class Usual(Base):
+        def __init__(self):
+            super().__init__()
+            self.multiply = lambda a, b: a @ b
+
+        def __call__(self, x):
+            return self.multiply(x, self.kernel[...])
+
+    class Other(Usual):
+        def __call__(this, x):  # noqa: N805
+            return (lambda kernel: this.multiply(x, kernel))(this.kernel[...])
+
+    np.testing.assert_array_equal(
+        qt.nnx.wrap(Other(), strict=(X,))(X), qt.nnx.wrap(Usual(), strict=(X,))(X)
+    )
+
+
 def test_a_method_that_yields_runs_as_it_is():
     """Oracle: the plain model. Its products escaped from a trace, which raised."""
 
@@ -152,3 +172,26 @@ def test_a_frozen_dataclass(rules):
     report = qt.nnx.report(wrapped, X)
     assert sum(p.count for p in report.quantized) == (6 if "" in rules else 3)
     assert {p.reason for p in report.left} == (set() if "" in rules else {"left by a rule"})
+
+
+class Lazy(nnx.Module):
+    """Makes a layer in its first call."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((4, 4)))
+        self.layers = nnx.List([])
+
+    def __call__(self, x):
+        if not self.layers:
+            self.layers.append(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        return self.layers[0](x @ self.w)
+
+
+def test_a_module_that_a_call_makes_is_refused_with_what_to_do():
+    """Oracle: the model whose layer was made before it was wrapped, as the message says."""
+    x, model = jnp.ones((2, 4)), Lazy()
+    with pytest.raises(ValueError, match=r"Lazy\.__call__ made a module or .*in __init__, or"):
+        qt.nnx.wrap(model)(x)
+    assert len(model.layers) == 0
+    model(x)
+    assert qt.nnx.wrap(model)(x).shape == x.shape
