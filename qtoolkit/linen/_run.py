@@ -188,12 +188,16 @@ def _keeps_state(recipe: Recipe) -> bool:
 def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
     """Whether a module runs in a trace that must not close over the state of its products.
 
-    That of `nn.jit` is cached and outlives the call. `nn.custom_vjp` cannot differentiate by what
-    it closes over: probes of delayed scales, and learned scales.
+    That of `nn.jit` is cached and outlives the call. Where Flax differentiates inside of the model,
+    no gradient reaches the probes of delayed scales, so histories would stay empty. `nn.custom_vjp`
+    cannot differentiate by what it closes over, learned scales for instance.
     """
     assert module.scope is not None
-    is_differentiated = recipe.is_delayed or any(recipe.learned)
-    transforms = ("jit(", "custom_vjp(") if is_differentiated else ("jit(",)
+    transforms = ["jit("]
+    if recipe.is_delayed:
+        transforms += ["vjp(", "jvp(", "value_and_grad("]
+    if any(recipe.learned):
+        transforms.append("custom_vjp(")
     return any(name in part for part in module.scope.debug_path for name in transforms)
 
 

@@ -45,10 +45,10 @@ def wrap(
     values come from `start_scales`. Random keys come from the rng collection "qtoolkit" if `apply`
     is given one, else from the state; without both they follow from the values that are rounded.
     Layers under `nn.jit` keep no state, since its traces outlive a call: they use current scales,
-    and cannot have learned ones. Under `nn.custom_vjp`, which cannot differentiate by what it
-    closes over, neither delayed nor learned scales are possible, and the former become current.
-    Under `jax.vmap` and `nn.vmap` each product scales each example by itself, as
-    `qtoolkit.dot_general` does.
+    and cannot have learned ones. Where Flax differentiates inside of the model, by `nn.vjp`,
+    `nn.jvp`, `nn.value_and_grad` or `nn.custom_vjp`, delayed scales become current; under the last
+    one learned scales are refused. Under `jax.vmap` and `nn.vmap` each product scales each example
+    by itself, as `qtoolkit.dot_general` does.
 
     Args:
       module: Any `nn.Module` that is not bound. It is not changed, and nothing outside it is

@@ -318,22 +318,42 @@ def test_a_branch_left_out_gives_its_history_to_no_other_product():
         assert amax <= got <= amax * 1.125  # known to 12.5 %
 
 
-class Straight(nn.Module):
-    """Its layer runs in `nn.custom_vjp`, with the derivative that it has anyway."""
+def _custom(dense, x):
+    """`nn.custom_vjp` with the derivative that the layer has anyway."""
+    layer = nn.custom_vjp(
+        lambda dense, x: dense(x),
+        lambda dense, x: nn.vjp(lambda dense, x: dense(x), dense, x),
+        lambda pullback, cotangent: pullback(cotangent),
+    )
+    return layer(dense, x)
+
+
+def _grad(dense, x):
+    return nn.grad(lambda dense, x: (dense(x) ** 2).sum(), dense, x)[0]
+
+
+DIFFERENTIATED = {
+    "nn.custom_vjp": _custom,
+    "nn.vjp": lambda dense, x: nn.vjp(lambda dense, x: dense(x), dense, x)[0],
+    "nn.grad": _grad,
+}
+
+
+class Differentiated(nn.Module):
+    """Its layer runs in a transformation of Flax that differentiates."""
+
+    by: str
 
     @nn.compact
     def __call__(self, x):
-        layer = nn.custom_vjp(
-            lambda dense, x: dense(x),
-            lambda dense, x: nn.vjp(lambda dense, x: dense(x), dense, x),
-            lambda pullback, cotangent: pullback(cotangent),
-        )
-        return layer(nn.Dense(4), x)
+        return DIFFERENTIATED[self.by](nn.Dense(4), x)
 
 
-def test_delayed_scales_become_current_in_custom_vjp():
-    """It cannot differentiate by probes outside of it. Oracle: the recipe without histories."""
-    delayed, current = (wrap(Straight(), r) for r in (recipes.te_delayed_hybrid, Recipe()))
+@pytest.mark.parametrize("by", DIFFERENTIATED)
+def test_delayed_scales_become_current_where_the_model_differentiates(by):
+    """No gradient reaches the probes there. Oracle: the recipe without histories."""
+    module = Differentiated(by)
+    delayed, current = (wrap(module, r) for r in (recipes.te_delayed_hybrid, Recipe()))
     variables = delayed.init(KEY, X)
     assert set(variables) == {"params"}
     got = value_and_grad(loss)(variables, X, delayed)
