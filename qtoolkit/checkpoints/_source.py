@@ -385,24 +385,23 @@ def open_source(path: Path) -> Source:
         return Folder(path)
     if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
         return SafetensorsFile(path)
-    with contextlib.suppress(PermissionError):
-        kind = _sniffed(path, read_file(path, 512, whole=False))
-        if kind != "safetensors" and is_url(path):
-            raise CheckpointError(
-                f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
-            )
-        if kind == "gguf":
-            from qtoolkit.checkpoints._gguf import GgufFile
+    kind = kind_of_file(path)
+    if kind != "safetensors" and is_url(path):
+        raise CheckpointError(
+            f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
+        )
+    if kind == "gguf":
+        from qtoolkit.checkpoints._gguf import GgufFile
 
-            return GgufFile(path)
-        if kind == "npz":
-            from qtoolkit.checkpoints._npz import NpzFile
+        return GgufFile(path)
+    if kind == "npz":
+        from qtoolkit.checkpoints._npz import NpzFile
 
-            return NpzFile(path)
-        if kind == "msgpack":
-            from qtoolkit.checkpoints._msgpack import MsgpackFile
+        return NpzFile(path)
+    if kind == "msgpack":
+        from qtoolkit.checkpoints._msgpack import MsgpackFile
 
-            return MsgpackFile(path)
+        return MsgpackFile(path)
     return SafetensorsFile(path)
 
 
@@ -423,6 +422,17 @@ def kind_of_source(path: Path, argument: str) -> Kind:
                 "again, or rename it"
             )
     return kind
+
+
+def kind_of_file(path: Path) -> str:
+    """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
+
+    Raises:
+      CheckpointError: It holds weights or text of another kind, such as a pickle.
+    """
+    with contextlib.suppress(PermissionError):
+        return _sniffed(path, read_file(path, 512, whole=False))
+    return "safetensors"
 
 
 def _sniffed(path: Path, start: bytes) -> str:

@@ -205,6 +205,21 @@ def test_codes_that_the_format_has_not(tmp_path):
         dequantize_checkpoint(path, tmp_path / "wide.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("start", "remedy"),
+    [
+        (b"PK\x03\x04", "npz, expected safetensors, .*numpy.load"),
+        (b"\x82\xa1a\x01\xa1b\x02", "msgpack, expected .*flax.serialization.msgpack_restore"),
+        (b"GGUF\x03\0\0\0", "gguf, expected .*dequantize_checkpoint"),
+    ],
+)
+def test_load_says_what_reads_a_file_of_another_kind(tmp_path, start, remedy):
+    """Not that a sound file is damaged. The starts are those that each kind's definition gives."""
+    (tmp_path / "model").write_bytes(start + bytes(64))
+    with pytest.raises(CheckpointError, match=f"model: {remedy}"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("ending", [".npz", ".msgpack", ".gguf", ".BIN", ".pt"])
 def test_names_of_other_containers_are_refused(tmp_path, ending):
     with pytest.raises(CheckpointError, match=r"a safetensors file, .*; name it .*x\.safetensors"):
