@@ -1,6 +1,7 @@
 """`Source`, the one interface to read checkpoints of any container. No JAX here."""
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -326,6 +327,12 @@ def _no_weights(path: Path, names: list[str]) -> str:
         found = [name for name in names if name.lower().endswith(ending)]
         if found:
             return f"no safetensors in the folder, but {shown(found[0])}; {remedy}"
+    # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
+    for pattern in ("*", os.path.join("snapshots", "*")):
+        inside = "" if is_url(path) else os.path.join(glob.escape(os.fspath(path)), pattern)
+        if found := sorted(glob.glob(os.path.join(inside, "*.safetensors"))) if inside else []:
+            folder = shown(os.path.dirname(found[0]))
+            return f"no safetensors files in the folder itself, but in {folder}; give that one"
     return "no safetensors files in the folder, expected at least one"
 
 
