@@ -150,8 +150,8 @@ def dequantize_checkpoint(
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
       to, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
-      dtype: float32, float16 or bfloat16, for all weights; None for the one that config.json
-        names, else float32.
+      dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
+        the one that config.json names, else float32; the others keep theirs.
 
     Returns:
       What was done, tensor by tensor.

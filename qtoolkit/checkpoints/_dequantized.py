@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._saved import saved_arrays
+from qtoolkit.checkpoints._saved import copied_parts, saved_arrays
 from qtoolkit.checkpoints._source import (
     MODELOPT_CONFIG,
     Folder,
@@ -200,6 +200,12 @@ def check_quantized(opened: Source) -> Source:
     """
     source = dequantized(opened)
     if not stored_as(source):
+        if copied := copied_parts(opened.metadata, opened.tensors, ()):
+            raise CheckpointError(
+                f"{opened.path}: tensor {shown(min(copied))}: of a packed QArray or one of more "
+                "than 8 bits, which the commands do not read; dequantize it in Python: "
+                "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+            )
         raise CheckpointError(
             f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
             "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"

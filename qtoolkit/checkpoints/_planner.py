@@ -22,6 +22,7 @@ from qtoolkit.checkpoints._roles import (
     module_of,
     unused_patterns,
 )
+from qtoolkit.checkpoints._saved import copied_parts
 from qtoolkit.checkpoints._source import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -181,6 +182,8 @@ class _Planner:
         self.roles = Roles(source.tensors, self.config, channel_axis)
         self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
         self.input_scales = input_scales
+        stored = getattr(source, "stored", {})
+        self.parts = copied_parts(source.metadata, source.tensors, stored)
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
@@ -290,6 +293,8 @@ class _Planner:
     ) -> tuple[Format | BlockFormat | None, str]:
         """The format of a tensor, or None and the reason not to quantize it."""
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
+        if info.name in self.parts and (is_plain or fmt is None):
+            return None, "of a quantized array that is copied"
         if position is None and info.dtype not in (*_SOURCES, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
@@ -315,6 +320,10 @@ class _Planner:
     ) -> TensorPlan:
         if fmt is None:
             return self._kept(info, reason)
+        if info.name in self.parts:
+            raise self._error(
+                info, "of a quantized array, which rules cannot quantize again; leave it out"
+            )
         if info.dtype not in _SOURCES:
             raise self._error(
                 info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
@@ -378,7 +387,8 @@ class _Planner:
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
         """A tensor that is not quantized: copied, or cast to another wide dtype."""
-        wanted = self.keep_dtype if info.dtype in _SOURCES else None
+        is_cast = info.dtype in _SOURCES and info.name not in self.parts
+        wanted = self.keep_dtype if is_cast else None
         stored = getattr(self.source, "stored", {})
         if wanted is None and info.name in stored:
             wanted = model_dtype(self.config)

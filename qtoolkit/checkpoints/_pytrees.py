@@ -20,12 +20,20 @@ from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, 
 from qtoolkit.checkpoints._qarrays import qarray_of
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
-from qtoolkit.checkpoints._source import Folder, is_orbax, kind_of_source
+from qtoolkit.checkpoints._source import Folder, is_orbax, kind_of_file, kind_of_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Entry
 
 if TYPE_CHECKING:
     from qtoolkit.checkpoints._orbax import OrbaxFolder
+
+
+# What reads other files than `load` does.
+_READ_BY = {
+    "npz": "read it with numpy.load",
+    "msgpack": "read it with flax.serialization.msgpack_restore",
+    "gguf": "make a safetensors file of it with dequantize_checkpoint",
+}
 
 
 def save(
@@ -153,7 +161,14 @@ def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
 
 
 def _opened(path: Path) -> "SafetensorsFile | Folder | OrbaxFolder":
-    if kind_of_source(path, "path") != "folder":
+    what = kind_of_source(path, "path")
+    if what != "folder":
+        kind = kind_of_file(path) if what == "file" else ""
+        if kind in _READ_BY:
+            raise CheckpointError(
+                f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
+                f"{_READ_BY[kind]}"
+            )
         return SafetensorsFile(path)
     if not is_orbax(path):
         return Folder(path)

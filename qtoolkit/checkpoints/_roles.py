@@ -27,7 +27,7 @@ DEFAULT_SKIP = (
     r"|vocab_(transform|projector)|(generator|discriminator)_predictions|output_projection"
     r"|[^./]*norm[^./]*|([^./]*_)?ln(\d+|_[^./]*)?"
     r"|([^./]*_)?router|(?!ffn_gate([./]|$))([^./]*_)?gate|ffn_gate_inp[^./]*"
-    r"|a_log|([^./]*_)?conv1d|dt_bias|opt_state"
+    r"|a_log|([^./]*_)?conv1d|dt_bias|opt_states?|optim(izer)?(_states?)?"
     r"|([^./]*_)?(vision|image|video|audio|speech)_(tower|model|encoder|backbone)|vqmodel|vpm|apm"
     r"|vision|visual(_tokenizer)?|vision_language_adapter|patch_merger|([^./]*_)?(aligner|projector)"
     r"|connector|([^./]*_)?resampler|qformer|query_tokens|audio_projection_layer"

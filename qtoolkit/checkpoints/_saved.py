@@ -8,7 +8,7 @@ arrays.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._stored import Entry, Stored
@@ -26,7 +26,7 @@ def saved_arrays(
     """The stored weights of a file, and the names of all tensors that belong to them.
 
     Packed arrays, arrays with elements of more than 8 bits, and arrays whose scales have a format
-    without a dtype are left out: their tensors are read as they are.
+    without a dtype are no stored weights: their tensors are copied as they are.
 
     Raises:
       CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
@@ -40,16 +40,31 @@ def saved_arrays(
     try:
         for name, about in json.loads(metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(about["spec"])
-            if about["packed_size"] is not None or not _is_read(spec):
-                continue
             entries = {part: tensors.get(f"{name}_{part}") for part in PARTS}
-            found[name] = _stored(tensors[name], spec, tuple(about["lengths"]), entries, where)
             names |= {name, *(info.name for info in entries.values() if info is not None)}
+            if about["packed_size"] is None and _is_read(spec):
+                found[name] = _stored(tensors[name], spec, tuple(about["lengths"]), entries, where)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise not_described(where, error) from error
     return found, names
+
+
+def copied_parts(
+    metadata: Mapping[str, str], names: Collection[str], stored: Container[str]
+) -> set[str]:
+    """Codes and scales of the arrays that are described but not `stored`: numbers only together."""
+    try:
+        about = json.loads(metadata.get(ARRAYS_KEY, "{}"))
+    except (ValueError, RecursionError):
+        return set()
+    found: set[str] = set()
+    for name in about if isinstance(about, dict) else ():
+        parts = {f"{name}_{part}" for part in PARTS} & set(names)
+        if name not in stored and parts:
+            found |= {name, *parts}
+    return found
 
 
 def not_described(where: object, error: Exception) -> CheckpointError:

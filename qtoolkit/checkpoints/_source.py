@@ -1,6 +1,7 @@
 """`Source`, the one interface to read checkpoints of any container. No JAX here."""
 
 import contextlib
+import glob
 import json
 import os
 import re
@@ -326,6 +327,12 @@ def _no_weights(path: Path, names: list[str]) -> str:
         found = [name for name in names if name.lower().endswith(ending)]
         if found:
             return f"no safetensors in the folder, but {shown(found[0])}; {remedy}"
+    # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
+    for pattern in ("*", os.path.join("snapshots", "*")):
+        inside = "" if is_url(path) else os.path.join(glob.escape(os.fspath(path)), pattern)
+        if found := sorted(glob.glob(os.path.join(inside, "*.safetensors"))) if inside else []:
+            folder = shown(os.path.dirname(found[0]))
+            return f"no safetensors files in the folder itself, but in {folder}; give that one"
     return "no safetensors files in the folder, expected at least one"
 
 
@@ -385,24 +392,23 @@ def open_source(path: Path) -> Source:
         return Folder(path)
     if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
         return SafetensorsFile(path)
-    with contextlib.suppress(PermissionError):
-        kind = _sniffed(path, read_file(path, 512, whole=False))
-        if kind != "safetensors" and is_url(path):
-            raise CheckpointError(
-                f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
-            )
-        if kind == "gguf":
-            from qtoolkit.checkpoints._gguf import GgufFile
+    kind = kind_of_file(path)
+    if kind != "safetensors" and is_url(path):
+        raise CheckpointError(
+            f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
+        )
+    if kind == "gguf":
+        from qtoolkit.checkpoints._gguf import GgufFile
 
-            return GgufFile(path)
-        if kind == "npz":
-            from qtoolkit.checkpoints._npz import NpzFile
+        return GgufFile(path)
+    if kind == "npz":
+        from qtoolkit.checkpoints._npz import NpzFile
 
-            return NpzFile(path)
-        if kind == "msgpack":
-            from qtoolkit.checkpoints._msgpack import MsgpackFile
+        return NpzFile(path)
+    if kind == "msgpack":
+        from qtoolkit.checkpoints._msgpack import MsgpackFile
 
-            return MsgpackFile(path)
+        return MsgpackFile(path)
     return SafetensorsFile(path)
 
 
@@ -423,6 +429,17 @@ def kind_of_source(path: Path, argument: str) -> Kind:
                 "again, or rename it"
             )
     return kind
+
+
+def kind_of_file(path: Path) -> str:
+    """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
+
+    Raises:
+      CheckpointError: It holds weights or text of another kind, such as a pickle.
+    """
+    with contextlib.suppress(PermissionError):
+        return _sniffed(path, read_file(path, 512, whole=False))
+    return "safetensors"
 
 
 def _sniffed(path: Path, start: bytes) -> str:

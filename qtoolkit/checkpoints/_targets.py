@@ -134,8 +134,7 @@ def wide_dtype(fmt: FormatLike) -> str:
         if known == resolved:
             return dtype
     raise CheckpointError(
-        f"--keep-dtype {resolved.name}: expected float32, bfloat16 or float16, for what is not "
-        "quantized"
+        f"dtype {resolved.name} for what is not quantized, expected float32, bfloat16 or float16"
     )
 
 

@@ -303,7 +303,7 @@ def dequantize(
             metavar="NAME",
             callback=_one_of("--dtype", WIDE),
             autocompletion=_complete(WIDE),
-            show_default="that of config.json, else float32",
+            show_default="for quantized weights that of config.json, else float32; else none",
             help="float32, bfloat16 or float16.",
         ),
     ] = None,

@@ -39,6 +39,23 @@ INSPECT_HEADER = ("tensor", "dtype", "shape", "bytes", "scales")
 STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
 LAYOUTS_HEADER = ("layout", "formats", "loaded by")
 
+# Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
+# as it loads them (tests/interop/test_transformers.py). There are more than were tried.
+_ASK_FOR_WEIGHTS = frozenset(
+    [
+        "falcon",
+        "gpt_bigcode",
+        "mamba",
+        "mamba2",
+        "modernbert",
+        "rwkv",
+        "siglip",
+        "t5",
+        "umt5",
+        "wav2vec2",
+    ]
+)
+
 
 def plan_rows(plan: Plan) -> list[list[str]]:
     """A row for every tensor of the source, with the bytes that would be written for it."""
@@ -222,7 +239,12 @@ def loading_lines(report: Report) -> list[str]:
     if report.files:
         if not by_transformers:
             return [f"load it (by its documentation, untested here): vllm.LLM({literal})"]
-        return [f"load it: transformers.{_model_class(report)}.from_pretrained({literal})"]
+        if not {"model.safetensors", "model.safetensors.index.json"} & {*report.files}:
+            return [
+                "transformers finds weights by the name model.safetensors; give those of the "
+                "source that name, and convert it again"
+            ]
+        return [f"load it: transformers.{_call(report, literal)}"]
     if not by_transformers:
         loading = (
             "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it writes "
@@ -247,14 +269,20 @@ def _literal(text: str) -> str:
     return f'"{text}"' if text.isprintable() and not set('"\\') & set(text) else ascii(text)
 
 
-def _model_class(report: Report) -> str:
-    """The class of transformers that the config.json of a written folder names."""
-    config = join(report.target, "config.json")
-    named = read_json(config).get("architectures") if "config.json" in report.files else None
+def _call(report: Report, literal: str) -> str:
+    """What loads a written folder: the class that its config.json names, and options."""
+    has_config = "config.json" in report.files
+    config = read_json(join(report.target, "config.json")) if has_config else {}
+    named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     if not isinstance(first, str) or not first.isidentifier():
-        return "AutoModel"
-    return "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
+        first = "AutoModel"
+    name = "AutoModelForCausalLM" if first.endswith("ForCausalLM") else first
+    packed = "pack-quantized" in json.dumps(report.quantization_config)
+    if packed and str(config.get("model_type")) in _ASK_FOR_WEIGHTS:
+        wide = "transformers.CompressedTensorsConfig(dequantize=True)"
+        return f"{name}.from_pretrained({literal}, quantization_config={wide})"
+    return f"{name}.from_pretrained({literal})"
 
 
 def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:

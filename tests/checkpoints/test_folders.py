@@ -127,7 +127,7 @@ def test_keep_dtype_casts_what_stays_wide(tmp_path):
     config = json.loads((tmp_path / "dst" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
     assert [t.action for t in report.tensors if t.name == "model.norm.weight"] == ["cast"]
-    with pytest.raises(CheckpointError, match="--keep-dtype e4m3fn: expected float32, bfloat16"):
+    with pytest.raises(CheckpointError, match="dtype e4m3fn for what is not quantized, exp"):
         convert(source, tmp_path / "no", keep_dtype="e4m3fn")
 
 
@@ -212,6 +212,19 @@ def only_config(folder):
     os.unlink(folder / "pytorch_model.bin")
 
 
+def part(folder):
+    only_config(folder)
+    (folder / "unet").mkdir()
+    save(folder / "unet" / "diffusion_pytorch_model.safetensors", {"a.weight": np.ones(2)})
+
+
+def snapshot(folder):
+    """As huggingface_hub lays out its cache."""
+    only_config(folder)
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    save(folder / "snapshots" / "abc" / "model.safetensors", {"a.weight": np.ones(2)})
+
+
 def orbax(folder):
     only_config(folder)
     (folder / "_METADATA").touch()
@@ -231,7 +244,9 @@ def orbax(folder):
         (gptq, "quantized by gptq, expected compressed-tensors, fp8, modelopt"),
         (codes_without_scales, r"a\.weight: F8_E4M3 without the scales that layout finegrained"),
         (only_pickles, r"no safetensors in the folder, but pytorch_model\.bin; a pickle.*refused"),
-        (only_config, "no safetensors files in the folder"),
+        (only_config, "no safetensors files in the folder, expected at least one"),
+        (part, "in the folder itself, but in .*/src/unet; give that one"),
+        (snapshot, "in the folder itself, but in .*/src/snapshots/abc; give that one"),
         (orbax, "src: .*expected what orbax reads; write it again"),
     ],
 )

@@ -205,6 +205,21 @@ def test_codes_that_the_format_has_not(tmp_path):
         dequantize_checkpoint(path, tmp_path / "wide.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("start", "remedy"),
+    [
+        (b"PK\x03\x04", "npz, expected safetensors, .*numpy.load"),
+        (b"\x82\xa1a\x01\xa1b\x02", "msgpack, expected .*flax.serialization.msgpack_restore"),
+        (b"GGUF\x03\0\0\0", "gguf, expected .*dequantize_checkpoint"),
+    ],
+)
+def test_load_says_what_reads_a_file_of_another_kind(tmp_path, start, remedy):
+    """Not that a sound file is damaged. The starts are those that each kind's definition gives."""
+    (tmp_path / "model").write_bytes(start + bytes(64))
+    with pytest.raises(CheckpointError, match=f"model: {remedy}"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize("ending", [".npz", ".msgpack", ".gguf", ".BIN", ".pt"])
 def test_names_of_other_containers_are_refused(tmp_path, ending):
     with pytest.raises(CheckpointError, match=r"a safetensors file, .*; name it .*x\.safetensors"):
@@ -257,6 +272,38 @@ def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step)
         dequantize_checkpoint(a, b)
         np.testing.assert_array_equal(load(b)["w"], value)
     np.testing.assert_array_equal(load(b)["packed"].dequantize(), kept.dequantize())
+
+
+COPIED = {
+    "packed": qt.BlockFormat.channel("int4", 0),
+    "packed, two scales": "nvfp4",
+    "int16": qt.BlockFormat.channel("int16", 0),
+    "float16": qt.BlockFormat.tensor("float16"),
+    "scales without a dtype": qt.BlockFormat(
+        element="e4m3fn", block=(32,), axes=(-1,), scale="ue4m3"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_arrays_that_commands_do_not_read_keep_their_numbers(tmp_path, kind):
+    """Oracle: `QArray.dequantize`. Scales cast to float16 left codes that nothing described."""
+    x = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    array = qt.quantize(x, COPIED[kind])
+    array = array.pack() if kind.startswith("packed") else array
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save(a, {"w": array, "wide": x, "read": qt.quantize(x, "mxfp8_e4m3")})
+    for options in ({}, {"keep_dtype": "float16"}, {"keep_dtype": "float16", "skip": "wide"}):
+        convert(a, b, format="e4m3fn", overwrite=True, **options)
+        np.testing.assert_array_equal(load(b)["w"].dequantize(), array.dequantize())
+    dequantize_checkpoint(a, b, dtype="bfloat16", overwrite=True)
+    assert load(b)["read"].dtype == "bfloat16"
+    np.testing.assert_array_equal(load(b)["w"].dequantize(), array.dequantize())
+    with pytest.raises(CheckpointError, match="of a quantized array, which rules cannot"):
+        convert(a, b, format=qt.Rules({"scale": "e4m3fn"}), overwrite=True)
+    save(a, {"w": array}, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"do not read; .*load\(FILE\)\[NAME\]"):
+        dequantize_checkpoint(a, b, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,9 @@ MODELS = {
     ),
     "flax": (
         "params.blocks_0.attention.query.kernel params/Dense_0/kernel",
-        "params.lm_head.kernel params/Embed_0/embedding params.head.kernel",
+        """params.lm_head.kernel params/Embed_0/embedding params.head.kernel
+        opt_state.0.nu.Dense_0.kernel optimizer.0.nu.Dense_0.kernel
+        optimizer_state/0/mu/Dense_0/kernel optim.0.nu.kernel""",
     ),
 }
 

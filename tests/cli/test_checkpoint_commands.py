@@ -56,6 +56,39 @@ def test_a_folder_and_the_line_that_loads_it(source, tmp_path):
     assert sorted(os.listdir(tmp_path / "dst")) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fmt", "dequantizes"),
+    [
+        ("t5", "int4_group32", True),
+        ("mamba", "mxfp4", True),
+        ("t5", "int8", False),
+        ("llama", "nvfp4", False),
+    ],
+)
+def test_models_that_ask_packed_layers_for_weights_are_loaded_wide(
+    source, tmp_path, model_type, fmt, dequantizes
+):
+    """Oracle: tests/interop/test_transformers.py, where transformers fails without the option."""
+    config = json.loads((source / "config.json").read_text()) | {"model_type": model_type}
+    (source / "config.json").write_text(json.dumps(config))
+    result = run("convert", source, tmp_path / "dst", "--format", fmt)
+    end = ", quantization_config=transformers.CompressedTensorsConfig(dequantize=True))"
+    line = result.stdout.splitlines()[-1]
+    assert line.startswith("load it: transformers.AutoModelForCausalLM.from_pretrained(")
+    assert line.endswith(end) == dequantizes
+
+
+@pytest.mark.parametrize("size", ["5GB", "1KB"])
+def test_weights_of_a_name_that_transformers_does_not_find(source, tmp_path, size):
+    """Mistral's: "no file named model.safetensors", says transformers 5.24."""
+    (source / "model.safetensors").rename(source / "consolidated.safetensors")
+    result = run("convert", source, tmp_path / "dst", "--max-shard-size", size)
+    assert result.stdout.splitlines()[-1] == (
+        "transformers finds weights by the name model.safetensors; give those of the source that "
+        "name, and convert it again"
+    )
+
+
 def test_a_file_and_the_config_that_its_loaders_need(source, tmp_path):
     file = source / "model.safetensors"
     result = run("convert", file, tmp_path / "dst", *CT)
