@@ -203,8 +203,6 @@ def check_data_format(where: str, x: ArrayLike, fmt: FormatLike) -> tuple[jax.Ar
         BlockFormat.tensor(element)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if element.max_finite <= 0:
-        raise ValueError(f"{where}: {element.name} has no positive value, expected a wider format")
     return x, element
 
 
