@@ -342,6 +342,11 @@ class BlockFormat:
                 f"element={element.name} cannot be scaled: it has the range of float32, or more "
                 "significant bits, or is bool; expected a narrower element, or scale=None"
             )
+        if element.max_finite <= 0 and not self.zero_point:
+            raise self._error(
+                f"element={element.name} cannot be scaled: it has no positive value, which "
+                "amax could become; expected a wider element, a zero_point, or scale=None"
+            )
         if not _is_int(self.element_exponent) or abs(self.element_exponent) > 24:
             raise self._error(f"element_exponent={self.element_exponent}, expected -24 to 24")
         if self.element_exponent and not self.has_powers:

@@ -38,7 +38,7 @@ from qtoolkit.gradients._estimators import (
     slope_times_tangent,
     tangent,
 )
-from qtoolkit.gradients._linear import broadcast_product, ranked
+from qtoolkit.gradients._linear import broadcast_product, ranked, spread
 
 
 def fake_convert(
@@ -129,7 +129,7 @@ def _argument_dot(
     x: jax.Array, scale: jax.Array, x_dot: Any, scale_dot: Any, shift_dot: Any
 ) -> jax.Array:
     """The tangent of `_argument`, in the dtype of `x`."""
-    u_dot = linear_product(scale, x_dot)
+    u_dot = linear_product(spread(scale, x), x_dot)
     u_dot += broadcast_product(differentiable_widened(x), scale_dot, x.dtype)
     if shift_dot is not None:
         u_dot -= broadcast_product(jnp.ones_like(differentiable_widened(x)), shift_dot, x.dtype)

@@ -36,7 +36,7 @@ from qtoolkit.casts.internal import (
     settled,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
-from qtoolkit.gradients._linear import ranked
+from qtoolkit.gradients._linear import ranked, spread
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8
@@ -203,8 +203,6 @@ def check_data_format(where: str, x: ArrayLike, fmt: FormatLike) -> tuple[jax.Ar
         BlockFormat.tensor(element)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if element.max_finite <= 0:
-        raise ValueError(f"{where}: {element.name} has no positive value, expected a wider format")
     return x, element
 
 
@@ -303,8 +301,7 @@ def _times(
     Both multiplications round by themselves, or XLA would merge the factor with a neighbour's.
     """
     by_factor = linear_product(jnp.asarray(factor, jnp.float32), linear_in_dtype(dot, jnp.float32))
-    wide = jnp.broadcast_to(by_factor, slope.shape)
-    return linear_in_dtype(linear_product(slope, wide), dtype)
+    return linear_in_dtype(linear_product(slope, spread(by_factor, slope)), dtype)
 
 
 _learned.defjvp(_learned_jvp, symbolic_zeros=True)

@@ -22,6 +22,16 @@ def ranked(parameter: jax.Array | None, ndim: int) -> jax.Array | None:
     return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, which broadcasts to the shape of `like`, in that shape; on an Explicit mesh with its
+    sharding, which JAX wants two arrays to share before it selects between their elements.
+    """
+    sharding = jax.typeof(like).sharding
+    return jnp.broadcast_to(
+        x, like.shape, out_sharding=sharding if sharding.mesh.explicit_axes else None
+    )
+
+
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`coefficient * x`, in its dtype and then in `dtype`; linear in `x`, which broadcasts.
 

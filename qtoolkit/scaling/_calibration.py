@@ -19,6 +19,7 @@ from qtoolkit.scaling._observer import (
     SUM,
     Observer,
     amax_bits,
+    check_number,
     from_bits,
     pytree,
     start,
@@ -62,6 +63,7 @@ class AbsMax(Observer):
             another length later on.
 
         Raises:
+          TypeError: `shape` is no tuple, such as an array.
           ValueError: `spec` has no scale, or a zero point; `shape` does not fit it.
         """
         fields = start("AbsMax.of", spec, shape, zero_point=False)
@@ -113,8 +115,10 @@ class MovingAverage(Observer):
           decay: 0 <= decay < 1; 0 is the last batch alone.
 
         Raises:
+          TypeError: As `AbsMax.of`; or `decay` is no number.
           ValueError: As `AbsMax.of`; or `decay` is out of range.
         """
+        check_number("MovingAverage.of", "decay", decay)
         if not 0 <= decay < 1:
             raise ValueError(f"MovingAverage.of: decay={decay}, expected 0 <= decay < 1")
         fields = start("MovingAverage.of", spec, shape, zero_point=False)
@@ -167,6 +171,7 @@ class MinMax(Observer):
           shape: As in `AbsMax.of`.
 
         Raises:
+          TypeError: As `AbsMax.of`.
           ValueError: `spec` has no zero point; `shape` does not fit it.
         """
         fields = start("MinMax.of", spec, shape, zero_point=True)

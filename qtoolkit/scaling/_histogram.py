@@ -30,6 +30,7 @@ from qtoolkit.scaling._observer import (
     STATIC,
     Observer,
     added,
+    check_number,
     from_bits,
     pytree,
     start,
@@ -213,8 +214,10 @@ class Percentile(Histogram):
           bins: Where the bins lie; `Bins()` by default.
 
         Raises:
+          TypeError: As `AbsMax.of`; or `fraction` is no number.
           ValueError: As `AbsMax.of`; `fraction` is out of range; there are 2**31 counts or more.
         """
+        check_number("Percentile.of", "fraction", fraction)
         if not 0 < fraction <= 1:
             raise ValueError(f"Percentile.of: fraction={fraction}, expected 0 < fraction <= 1")
         return cls(**_start("Percentile.of", spec, shape, bins or Bins()), fraction=float(fraction))

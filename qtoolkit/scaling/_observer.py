@@ -17,6 +17,7 @@ How a field is merged is declared with the field; `merge` and `merge_across` bot
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -162,7 +163,7 @@ class Observer:
         """
         where = f"{type(self).__name__}.observe"
         batch = check_differentiable(where, x, wide=False)
-        found = self.spec.scale_shape(batch.shape)
+        found = _scale_shape(where, self.spec, batch.shape)
         if found != self.shape:
             raise ValueError(
                 f"{where}: x of shape {batch.shape} has scales of shape {found}, expected "
@@ -328,9 +329,28 @@ def start(
     if fmt.zero_point != zero_point:
         has, use = ("a", "MinMax") if fmt.zero_point else ("no", "AbsMax")
         raise ValueError(f"{where}: {fmt.name} has {has} zero point; use {use}")
+    if not isinstance(shape, tuple | list):
+        raise TypeError(
+            f"{where}: shape has type {type(shape).__name__}, expected that of an array, e.g. "
+            "x.shape"
+        )
     # Two separate arrays: JAX cannot donate a buffer that occurs twice.
     count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
-    return {"spec": fmt, "shape": fmt.scale_shape(tuple(shape)), "count": count, "bad": bad}
+    found = _scale_shape(where, fmt, tuple(shape))
+    return {"spec": fmt, "shape": found, "count": count, "bad": bad}
+
+
+def check_number(where: str, name: str, value: Any) -> None:
+    """TypeError where a setting is no number, so that it can be compared with its range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{where}: {name}={value!r}, expected a number")
+
+
+def _scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return spec.scale_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def amax_bits(x: Array, spec: BlockFormat) -> Array:

@@ -1,6 +1,7 @@
 """Indexing, transposing and reshaping of quantized arrays, where every block stays one block."""
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -211,17 +212,16 @@ def _view(
 
 def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]) -> BlockFormat:
     """`spec` if it still gives these lengths; else with other axes, or with another block, too."""
-    divided = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
-    from_end = tuple(axis - len(shape) for axis in divided)
-    along = [dataclasses.replace(spec, axes=None)]
-    along += [
-        spec.along(*axes) for axes in (from_end, tuple(divided)) if len(axes) == len(spec.block)
-    ]
-    for candidate in (spec, *along):
+    rank, plain = len(shape), dataclasses.replace(spec, axes=None)
+    along = [spec.along(*axes) for axes in itertools.permutations(range(-rank, 0), len(spec.block))]
+    # `channel` and `token` name their axis, published formats do not: q.T.T has the spec of q.
+    names_axis = spec.block in ((1,), (None,))
+    for candidate in (spec, *((*along, plain) if names_axis else (plain, *along))):
         if _lengths(candidate, shape) == lengths:
             return candidate
-    block = tuple(lengths[axis] for axis in divided)
-    return dataclasses.replace(spec, block=block, axes=from_end, other_axes=None)
+    named = [axis for axis in range(-rank, 0) if lengths[axis] != (spec.other_axes or shape[axis])]
+    block = tuple(lengths[axis] for axis in named)
+    return dataclasses.replace(spec, block=block, axes=tuple(named) or None)
 
 
 def _lengths(spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...] | None:

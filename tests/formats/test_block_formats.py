@@ -286,6 +286,7 @@ def test_along():
         ({"element": "e8m0"}, "element=e8m0fnu cannot be scaled"),
         ({"element": "int32"}, "element=int32 cannot be scaled"),
         ({"element": "bool"}, "element=bool cannot be scaled"),
+        ({"element": "int1"}, "element=int1 cannot be scaled: it has no positive value"),
         ({"element_exponent": 25}, "element_exponent=25, expected -24 to 24"),
         ({"element_exponent": 0.5}, "element_exponent=0.5, expected -24 to 24"),
         ({"element": "e4m3fn", "zero_point": True}, "zero_point needs integers of up to 16 bits"),

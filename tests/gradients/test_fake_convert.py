@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from qtoolkit import Stochastic, fake_cast, fake_convert, round_to_format
 from qtoolkit.casts import DETERMINISTIC
@@ -420,3 +421,19 @@ def test_an_element_under_a_zero_cotangent_adds_nothing(gradient):
     expected = gradients(scale, shift, x[kept == 1], kept[kept == 1])
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert np.isnan(gradients(scale, shift, x, jnp.ones(5))[0])  # where they count, they show
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("rule", ["clipped", EWGS(0.5)])
+def test_the_gradient_by_data_on_an_explicit_mesh_is_that_of_one_device(rule):
+    host = np.linspace(-500, 500, 48, dtype=np.float32).reshape(8, 6)
+    scale = np.full((8, 1), 2, np.float32)
+
+    def gradient(x):
+        return jax.grad(lambda x: fake_convert(x, scale, fmt="e4m3fn", gradient=rule).sum())(x)
+
+    expected = np.asarray(gradient(jnp.asarray(host)))
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        got = gradient(jax.device_put(host, NamedSharding(mesh, PartitionSpec("rows"))))
+    np.testing.assert_array_equal(got, expected)

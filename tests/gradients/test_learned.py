@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
 from qtoolkit import IntFormat, format
@@ -748,7 +749,7 @@ def test_errors_of_formats_factors_and_bits():
             f("e8m0fnu")
         with pytest.raises(ValueError, match=r"element=bool cannot be scaled"):
             f("bool")
-        with pytest.raises(ValueError, match=r"^lsq\w*: int1 has no positive value"):
+        with pytest.raises(ValueError, match=r"^lsq\w*: .*element=int1 cannot be scaled: it has"):
             f(one_bit)
     for bad in (-1.0, np.nan, np.inf, "1", True, jnp.float32(1)):
         with pytest.raises(ValueError, match=r"lsq: gradient_factor=.*expected None or a finite"):
@@ -781,3 +782,28 @@ def test_forward_is_fake_quantize_with_the_scale(name, dtype):
     scale = jnp.float32(0.3)
     expected = qt.fake_quantize(x, qt.BlockFormat.tensor(name), scale=scale)
     np.testing.assert_array_equal(lsq(x, scale, name), expected)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", [(), (8, 1), (1, 6)])
+def test_gradients_on_a_mesh_are_those_of_one_device(shape, kind):
+    """All terms are multiples of 1/8 and few, so that sums are exact in whatever order."""
+    host = (np.arange(48, dtype=np.float32).reshape(8, 6) - 24) / 8
+    scale = np.full(shape, 0.25, np.float32)
+
+    def gradients(x):
+        by_scale = jax.grad(lambda s: lsq(x, s, "int4", gradient_factor=1.0).sum())(scale)
+        by_both = jax.grad(
+            lambda s, o: lsq_plus(
+                x, s, o, "int4", gradient_factor=1.0, offset_gradient_factor=1.0
+            ).sum(),
+            (0, 1),
+        )(scale, scale)
+        return by_scale, by_both, jax.grad(lambda a: pact(x, a, 2).sum())(scale)
+
+    expected = jax.tree.map(np.asarray, gradients(jnp.asarray(host)))
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        got = gradients(jax.device_put(host, NamedSharding(mesh, PartitionSpec("rows"))))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)

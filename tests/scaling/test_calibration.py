@@ -718,7 +718,7 @@ def test_wrong_input_raises():
     state = AbsMax.of(BlockFormat.channel("int8"), (4, 8))
     with pytest.raises(ValueError, match=r"observe: x of shape \(4, 9\).*expected \(1, 8\)"):
         state.observe(np.zeros((4, 9), F32))
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match=r"AbsMax.observe: .* is empty"):
         state.observe(np.zeros((0, 8), F32))
     with pytest.raises(TypeError, match=r"AbsMax.observe: x has dtype int32"):
         state.observe(np.zeros((4, 8), np.int32))
@@ -736,6 +736,14 @@ def test_wrong_input_raises():
             cls.of("int8", (64,), octaves=0)
     with pytest.raises(ValueError, match=r"fraction=1\.5, expected"):
         Percentile.of("int8", (4,), fraction=1.5)
+    for shape in (np.ones((2, 2)), 3, None):
+        with pytest.raises(TypeError, match=r"AbsMax.of: shape has type .*, expected .* x\.shape"):
+            AbsMax.of("int8", shape)
+    for bad in ("0.5", None, True):
+        with pytest.raises(TypeError, match=rf"MovingAverage.of: decay={bad!r}, expected a number"):
+            MovingAverage.of("int8", (2,), decay=bad)
+        with pytest.raises(TypeError, match=rf"Percentile.of: fraction={bad!r}, expected a number"):
+            Percentile.of("int8", (2,), fraction=bad)
     with pytest.raises(ValueError, match=r"decay=1, expected"):
         MovingAverage.of("int8", (4,), decay=1)
     with pytest.raises(ValueError, match="too many counts"):

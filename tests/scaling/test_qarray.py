@@ -81,6 +81,31 @@ def test_axes_move_with_their_blocks(quantized, order):
     same(q.transpose(None).transpose(), y)
 
 
+@pytest.mark.parametrize(
+    ("spec", "turned"),
+    [
+        ("mxfp4", "mxfp4@-2"),
+        ("nvfp4", "nvfp4@-2"),
+        ("deepseek_1x128", "deepseek_1x128@-1,-2"),
+        ("deepseek_128x128", "deepseek_128x128"),
+        (BlockFormat.token("int8"), "int8 by token@-2"),
+        (BlockFormat.channel("int8"), "int8 by channel@-2"),
+        (BlockFormat(element="int8", block=(2, 32)), "int8 by blocks of 2x32@-1,-2"),
+    ],
+)
+def test_transposed_arrays_name_their_axes(spec, turned):
+    """Turned twice, an array has the structure it had: `jax.tree.map` takes both."""
+    q = qt.quantize(jnp.ones((256, 384)), spec)
+    assert q.T.spec.name == turned
+    assert q.T.spec.scale_shape(q.T.shape) == q.T.scale.shape
+    assert jax.tree.structure(q.T.T) == jax.tree.structure(q)
+
+
+def test_one_index_of_a_channel_has_one_scale():
+    q = qt.quantize(X, BlockFormat.channel("int8", axis=0))[0]
+    assert q.spec == BlockFormat.tensor("int8")
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "shape", [(24, 32), (4, 192), (768,), (-1, 8), (2, 2, 6, 32), (4, 6, 4, 8), (1, 4, 6, 1, 32)]
