@@ -215,7 +215,7 @@ def _written(
         format=plan.format_names,
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
-        left=_left(opened, to),
+        left=_left(opened, work, to),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         caution=plan.caution,
@@ -242,9 +242,13 @@ def _written(
     return dataclasses.replace(report, tensors=tuple(work.reports))
 
 
-def _left(opened: Source, to: ContainerName) -> tuple[str, ...]:
-    """The files of a source folder that do not go with the weights."""
+def _left(opened: Source, work: "Work", to: ContainerName) -> tuple[str, ...]:
+    """What of a source does not go with the weights: files of a folder, and scales of activations
+    and caches, which belonged to the codes that are gone.
+    """
+    written = {entry.name for tensor in work.plan.tensors for entry in tensor.entries}
+    scales = [name for name in getattr(work.source, "beside", ()) if name not in written]
     if not isinstance(opened, Folder):
-        return ()
+        return tuple(scales)
     config = [CONFIG] if opened.has_config else []
-    return (*opened.left, *(() if to == "safetensors" else (*config, *opened.copied)))
+    return (*opened.left, *(() if to == "safetensors" else (*config, *opened.copied)), *scales)

@@ -61,7 +61,8 @@ class Report:
         if the target is a file.
       shard: Which part of a conversion this is, "0/8"; empty if it is all of it.
       resumed: The names in `files` that an earlier run had written already.
-      left: What was in the source folder and was not copied: hidden files, other weights.
+      left: What was in the source and was not copied: hidden files, other weights, scales of
+        activations and caches.
       loads_nowhere: Whether no loader of models can read the weights as they are. The config of a
         target folder is then called qtoolkit_config.json instead of config.json.
       quantization_config: What config.json says to loaders. If the target is a single file, loaders

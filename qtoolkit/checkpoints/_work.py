@@ -103,7 +103,7 @@ class Work:
     ) -> None:
         self.reports: list[TensorReport] = []
         self.plan = plan
-        self._source = source
+        self.source = source
         self._workers = workers
         self._allow_nonfinite = allow_nonfinite
         self._progress = progress
@@ -153,7 +153,7 @@ class Work:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         wide = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
         raise CheckpointError(
-            f"{self._source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers; "
+            f"{self.source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers; "
             f"copy them as they are, with --skip{wide}, or pass --allow-nonfinite"
         )
 
@@ -161,7 +161,7 @@ class Work:
         size, sums = tensor.source.nbytes, Sums()
         for start in range(0, size, _COPY):
             data = np.empty(min(_COPY, size - start), np.uint8)
-            self._source.read_into(tensor.name, start, data.data)
+            self.source.read_into(tensor.name, start, data.data)
             sums.nonfinite += _nonfinite_count(data, tensor.source.dtype)
             yield tensor.name, data
         self._report(tensor, sums)
@@ -193,7 +193,7 @@ class Work:
 
     def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
         def read(start: int, buffer: memoryview) -> None:
-            self._source.read_into(tensor.name, offset + start, buffer)
+            self.source.read_into(tensor.name, offset + start, buffer)
 
         return read
 
