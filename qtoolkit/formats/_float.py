@@ -5,6 +5,7 @@ import enum
 import functools
 import itertools
 import math
+import operator
 from fractions import Fraction
 from typing import Any
 
@@ -280,6 +281,7 @@ class FloatFormat:
         Above `max_code` these fields mean infinity or NaN; the number is the one they would stand
         for otherwise: 480 for the NaN of E4M3FN, 0x7F, one step above its largest value, 448.
         """
+        code = operator.index(code)  # an integer of NumPy would overflow
         field, mantissa = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
         if self.has_zero:
             hidden, field = int(field > 0), max(field, 1)
@@ -293,9 +295,10 @@ class FloatFormat:
         """What `code` stands for: a Fraction, or a float that is infinite, NaN or -0.
 
         Raises:
-          ValueError: `code` is negative, or 2**bits or more.
+          TypeError: `code` is no integer.
+          ValueError: It is negative, or 2**bits or more.
         """
-        check_code(self, code)
+        code = checked_code(self, code)
         if any(code in codes for codes in self.nan_ranges):
             return math.nan
         magnitude = code & (self.magnitude_count - 1)
@@ -375,12 +378,24 @@ def check_dtype(fmt: Any) -> None:
         )
 
 
-def check_code(fmt: Any, code: int) -> None:
-    """Raises ValueError if `code` is no code of `fmt`."""
+def checked_code(fmt: Any, code: Any) -> int:
+    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow.
+
+    Raises:
+      TypeError: It is no integer.
+      ValueError: It is no code of `fmt`.
+    """
+    try:
+        code = operator.index(code)
+    except TypeError:
+        raise TypeError(
+            f"{fmt.name}: code has type {type(code).__name__}, expected an integer"
+        ) from None
     if not 0 <= code < 1 << fmt.bits:
         raise ValueError(
             f"{fmt.name}: code {code}, expected 0 to {(1 << fmt.bits) - 1} ({fmt.bits} bits)"
         )
+    return code
 
 
 def float64_values(fmt: Any) -> np.ndarray:

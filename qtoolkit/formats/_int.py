@@ -6,7 +6,7 @@ from fractions import Fraction
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
 
-from qtoolkit.formats._float import check_code, check_dtype, float64_values, unsigned_dtype
+from qtoolkit.formats._float import check_dtype, checked_code, float64_values, unsigned_dtype
 from qtoolkit.formats._hashing import hashed_once
 
 
@@ -40,6 +40,11 @@ class IntFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        for field in ("signed", "is_bool"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"IntFormat {self.name!r}: {field}={getattr(self, field)!r}, expected bool"
+                )
         if type(self.bits) is not int or not 1 <= self.bits <= 64:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):
@@ -115,8 +120,13 @@ class IntFormat:
         return ()
 
     def value(self, code: int) -> Fraction:
-        """The integer that `code` stands for. ValueError: it is negative, or 2**bits or more."""
-        check_code(self, code)
+        """The integer that `code` stands for.
+
+        Raises:
+          TypeError: `code` is no integer.
+          ValueError: It is negative, or 2**bits or more.
+        """
+        code = checked_code(self, code)
         return Fraction(code - (2**self.bits if code > self.max_finite else 0))
 
     def values(self) -> np.ndarray:

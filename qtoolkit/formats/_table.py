@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.formats._float import Overflow, check_code, float64_values, unsigned_dtype
+from qtoolkit.formats._float import Overflow, checked_code, float64_values, unsigned_dtype
 from qtoolkit.formats._hashing import hashed_once
 
 
@@ -78,8 +78,8 @@ class TableFormat:
         largest = max(abs(value) for value in finite)
         if self.beyond is not None and not largest < self.beyond < math.inf:
             raise ValueError(
-                f"{where}: beyond={self.beyond}, expected more than the largest value, "
-                f"{float(self.max_finite)}"
+                f"{where}: beyond={self.beyond}, expected more than the largest magnitude, "
+                f"{largest}"
             )
 
     def _check_numbers(self, where: str) -> None:
@@ -89,7 +89,7 @@ class TableFormat:
                 continue
             try:
                 numbers = tuple(map(_one_nan, (value,) if field == "beyond" else value))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 expected = "a number" if field == "beyond" else "a sequence of numbers"
                 raise TypeError(f"{where}: {field}={value!r}, expected {expected}") from None
             object.__setattr__(self, field, numbers[0] if field == "beyond" else numbers)
@@ -174,9 +174,10 @@ class TableFormat:
         """What `code` stands for: a Fraction, or an infinity or NaN as a float.
 
         Raises:
-          ValueError: `code` is negative, or 2**bits or more.
+          TypeError: `code` is no integer.
+          ValueError: It is negative, or 2**bits or more.
         """
-        check_code(self, code)
+        code = checked_code(self, code)
         value = self.values_by_code[code]
         return Fraction(value) if math.isfinite(value) else value
 

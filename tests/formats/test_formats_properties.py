@@ -198,6 +198,17 @@ def test_all_codes(name):
             fmt.value(code)
 
 
+@pytest.mark.parametrize("name", ["e4m3fn", "e8m0fnu", "binary8p3se", "float16", "int5", "nf4"])
+def test_codes_may_be_integers_of_numpy(name):
+    """As `encode` returns them; the oracle is the same code as an integer of Python."""
+    fmt = qt.format(name)
+    codes = np.arange(1 << fmt.bits, dtype=fmt.code_dtype)
+    got, expected = map(fmt.value, codes), map(fmt.value, range(1 << fmt.bits))
+    assert list(map(repr, got)) == list(map(repr, expected))
+    with pytest.raises(TypeError, match=f"{name}: code has type float, expected an integer"):
+        fmt.value(1.0)
+
+
 def test_values_of_the_smallest():
     assert qt.format("e2m1").values().tolist() == [
         *(0, 0.5, 1, 1.5, 2, 3, 4, 6),
@@ -531,6 +542,13 @@ def test_fields_of_wrong_types_raise(fields, why):
 def test_bad_integer_constructions_raise(bits):
     with pytest.raises(ValueError, match=rf"^IntFormat 'made': bits={bits!r}, expected 1 to 64$"):
         IntFormat(name="made", bits=bits)
+
+
+@pytest.mark.parametrize("field", ["signed", "is_bool"])
+def test_integers_are_signed_or_not(field):
+    """signed=2 was a format from -8 to 3."""
+    with pytest.raises(TypeError, match=rf"IntFormat 'made': {field}=2, expected bool"):
+        IntFormat(**{"name": "made", "bits": 4, field: 2})
 
 
 @pytest.mark.parametrize("fields", [{"bits": 2, "signed": False}, {"bits": 1}, {"bits": 8}])

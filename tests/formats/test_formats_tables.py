@@ -182,7 +182,8 @@ def test_equal_hashable_and_picklable_whichever_nan():
         ((0, 1), {"ties": ()}, "expected 1 ties, each between its neighbouring values"),
         ((0, 1), {"ties": (2,)}, "expected 1 ties, each between"),
         ((0, 1), {"ties": (math.nan,)}, "expected 1 ties, each between"),
-        ((0, 1), {"beyond": 1.0}, "beyond=1.0, expected more than the largest value, 1.0"),
+        ((0, 1), {"beyond": 1.0}, "beyond=1.0, expected more than the largest magnitude, 1.0"),
+        ((-9, 1), {"beyond": 2.0}, "beyond=2.0, expected more than the largest magnitude, 9.0"),
         ((0, 1), {"beyond": math.nan}, "beyond=nan, expected more than"),
     ],
 )
