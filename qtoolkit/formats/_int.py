@@ -45,6 +45,8 @@ class IntFormat:
                 raise TypeError(
                     f"IntFormat {self.name!r}: {field}={getattr(self, field)!r}, expected bool"
                 )
+        if isinstance(self.bits, np.integer):  # the powers of two below would overflow in it
+            object.__setattr__(self, "bits", int(self.bits))
         if type(self.bits) is not int or not 1 <= self.bits <= 64:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):
