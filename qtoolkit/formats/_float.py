@@ -273,7 +273,8 @@ class FloatFormat:
     @property
     def epsilon(self) -> Fraction:
         """Distance from 1 to the next larger value: 1/8 for E4M3FN."""
-        return _power_of_two(-self.mantissa_bits)
+        # Where 1 is subnormal, the step is that of the subnormals.
+        return _power_of_two(max(self.min_exponent, 0) - self.mantissa_bits)
 
     def magnitude(self, code: int) -> Fraction:
         """The number in the exponent and mantissa fields of `code`, which has no sign bit.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
@@ -45,6 +46,9 @@ class IntFormat:
                 raise TypeError(
                     f"IntFormat {self.name!r}: {field}={getattr(self, field)!r}, expected bool"
                 )
+        bits: Any = self.bits
+        if isinstance(bits, np.integer):  # the powers of two below would overflow in it
+            object.__setattr__(self, "bits", int(bits))
         if type(self.bits) is not int or not 1 <= self.bits <= 64:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):

@@ -2,6 +2,8 @@
 
 import re
 
+import numpy as np
+
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 
 
@@ -32,8 +34,9 @@ def p3109(bits: int, precision: int, *, signed: bool = True, extended: bool = Tr
       ('binary8p3sf', 57344.0, False)
     """
     for argument, value in (("bits", bits), ("precision", precision)):
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"p3109: {argument}={value!r}, expected an integer, as in p3109(8, 3)")
+    bits, precision = int(bits), int(precision)  # those of NumPy overflow
     name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
     if not 3 <= bits <= 16 or not 1 <= precision <= bits - signed:
         raise ValueError(

@@ -11,9 +11,11 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from qtoolkit.casts.internal import (
     binary_parts,
+    check_differentiable,
     differentiable_widened,
     elementwise,
     from_stored,
@@ -42,11 +44,11 @@ _LEAST = Fraction(1, 2**126)  # float32's lowest normal number; XLA's CPU reads 
 _SAFE = 100  # products with 2**e are used for -100 <= e <= 100 at most: see `are_safe`
 
 
-def scale_from_amax(amax: jax.Array, fmt: FormatLike) -> jax.Array:
+def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
     """The scale that maps `amax` to the largest finite value of `fmt`: their IEEE quotient.
 
     Args:
-      amax: float32, finite and not negative; not checked.
+      amax: float32, float16 or bfloat16, finite and not negative, which is not checked.
       fmt: The format that x / scale is to be rounded to.
 
     Returns:
@@ -55,8 +57,9 @@ def scale_from_amax(amax: jax.Array, fmt: FormatLike) -> jax.Array:
       normal number: XLA's CPU would take a smaller scale for zero and divide by that.
 
     Raises:
-      TypeError: `fmt` is a block format, whose rules `quantize` follows.
-      ValueError: `fmt` names no format.
+      TypeError: `amax` has another dtype; or `fmt` is a block format, whose rules `quantize`
+        follows.
+      ValueError: `fmt` names no format, or has no positive value (int1).
 
     Examples:
       >>> amax = jnp.asarray([896.0, 7.0, 0.0])
@@ -68,7 +71,13 @@ def scale_from_amax(amax: jax.Array, fmt: FormatLike) -> jax.Array:
             f"scale_from_amax: fmt is the block format {fmt.name}, expected a number format; "
             "quantize(x, fmt).scale has the scales of block formats"
         )
-    return _quotient_scale(amax, format(fmt).max_finite, _LEAST)
+    element = format(fmt)
+    if element.max_finite <= 0:
+        raise ValueError(
+            f"scale_from_amax: {element.name} has no positive value, expected a wider format"
+        )
+    amax = check_differentiable("scale_from_amax", amax, "amax", wide=False)
+    return _quotient_scale(differentiable_widened(amax), element.max_finite, _LEAST)
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:

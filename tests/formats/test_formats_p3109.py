@@ -204,3 +204,10 @@ def test_what_float64_does_not_hold_has_no_list_of_values():
     with pytest.raises(ValueError, match=r"^binary16p1se: float64 does not hold every value; use"):
         fmt.values()
     assert qt.p3109(16, 8).values().shape == (65536,)
+
+
+def test_widths_may_be_integers_of_numpy():
+    for bits in np.arange(3, 17, dtype=np.int8):
+        assert qt.p3109(bits, np.uint8(2)) == qt.p3109(int(bits), 2)
+        assert qt.IntFormat(name="made", bits=bits) == qt.IntFormat(name="made", bits=int(bits))
+        assert qt.IntFormat(name="made", bits=bits).max_finite == 2 ** (int(bits) - 1) - 1

@@ -474,6 +474,20 @@ def test_formats_of_ones_own(exponent_bits, mantissa_bits, bias):
         )
 
 
+@pytest.mark.parametrize("bias", [-2, -1, 0, 1, 3])
+def test_epsilon_is_the_step_above_one(bias):
+    """Also where 1 is subnormal; the oracle is the list of values."""
+    fmt = FloatFormat(
+        name="made",
+        exponent_bits=3,
+        mantissa_bits=3,
+        bias=bias,
+        specials=Specials.NONE,
+        overflow=Overflow.MAX,
+    )
+    assert fmt.epsilon == min(v for v in fmt.values() if v > 1) - 1
+
+
 def test_overflow_is_a_field_of_its_own():
     for overflow, code in ((Overflow.NAN, 0x7F), (Overflow.MAX, 0x7E)):
         assert FloatFormat(**(GOOD | {"overflow": overflow})).overflow_code == code

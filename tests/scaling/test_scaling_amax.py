@@ -234,3 +234,19 @@ def test_block_formats_have_no_single_scale():
         TypeError, match=r"^scale_from_amax: fmt is the block format mxfp4, expected"
     ):
         scale_from_amax(jnp.ones(3), qt.spec("mxfp4"))
+
+
+def test_scales_of_numbers_of_numpy_and_of_half_precision():
+    """The oracle is NumPy's float32 quotient."""
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        for value in (dtype(3), jnp.asarray([3, 0], dtype)):
+            expected = np.where(np.float32(value) == 0, 1, np.float32(value) / np.float32(448))
+            np.testing.assert_array_equal(scale_from_amax(value, "e4m3fn"), expected)
+
+
+def test_what_is_no_amax():
+    for bad in (3.0, [3.0], None, np.float64(3), jnp.arange(3)):
+        with pytest.raises(TypeError, match=r"^scale_from_amax: amax has .*, expected float32, "):
+            scale_from_amax(bad, "e4m3fn")
+    with pytest.raises(ValueError, match=r"^scale_from_amax: int1 has no positive value"):
+        scale_from_amax(jnp.ones(3), "int1")
