@@ -51,9 +51,9 @@ def quantize(
     format (E8M0). The same bits eager, under `jit`, in any
     fusion and on any mesh; float32 subnormals are exact beside E8M0 scales only.
 
-    A block of zeros gives exact zeros, and no scale is ever infinite or zero. Infinities do not
-    count for the scale and follow `saturation`. NaN stays its own element's; where elements have no
-    NaN, it makes the scale of its block NaN.
+    A block of zeros gives exact zeros if the element format has a zero, and no scale is ever
+    infinite or zero. Infinities do not count for the scale and follow `saturation`. NaN stays its
+    own element's; where elements have no NaN, it makes the scale of its block NaN.
 
     Args:
       x: float32, float16 or bfloat16, not empty.
