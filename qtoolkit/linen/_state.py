@@ -17,7 +17,7 @@ trains: lhs_scale, lhs_offset, rhs_scale, rhs_offset, float32[...], NaN until `s
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -211,7 +211,7 @@ def described(variables: Any) -> str:
 
 def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str, Any]:
     """The collections to differentiate by."""
-    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    names = tuple(wrt) if isinstance(wrt, Iterable) and not isinstance(wrt, str) else (wrt,)
     known = [name for name in variables if name != COLLECTION]
     wrong = [name for name in names if name not in known]
     if wrong or not names:

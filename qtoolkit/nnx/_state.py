@@ -213,6 +213,7 @@ def value_and_grad(
     Raises (when it is called):
       TypeError: The model is no `nnx.Module`; `wrt` selects kernels of a model from `quantize`,
         which have no derivative.
+      ValueError: `wrt` selects nothing.
 
     Examples:
       >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
@@ -231,7 +232,13 @@ def value_and_grad(
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         _check_model(model)
         wanted = nnx.All(wrt, nnx.Not(ScalingState), nnx.Not(bridged_state()))
-        check_trainable("value_and_grad", nnx.to_pure_dict(nnx.state(model, wanted)))
+        trained = nnx.state(model, wanted)
+        if not trained:
+            raise ValueError(
+                f"value_and_grad: wrt={wrt!r} selects nothing that {type(model).__name__} trains, "
+                "expected a filter of its Variables, e.g. wrt=nnx.Param"
+            )
+        check_trainable("value_and_grad", nnx.to_pure_dict(trained))
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)

@@ -376,8 +376,9 @@ def test_what_cannot_be(variables):
     np.testing.assert_array_equal(
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)
     )
-    with pytest.raises(ValueError, match=r"wrt='scales', expected collections among params, qt"):
-        qt.linen.value_and_grad(loss, wrt="scales")(variables, X)
+    for wrt in ("scales", 0):
+        with pytest.raises(ValueError, match=rf"wrt={wrt!r}, expected collections among params, q"):
+            qt.linen.value_and_grad(loss, wrt=wrt)(variables, X)
     with pytest.raises(ValueError, match="quantize: recipe is None for Net, which is not wrapped"):
         qt.linen.quantize(Net(), plain, None, X)
     jitted = qt.linen.wrap(nn.jit(nn.Dense)(4), LSQ)

@@ -550,6 +550,13 @@ def test_what_is_no_module_of_nnx_is_named(x):
         qt.nnx.value_and_grad(loss)(linen.Dense(3), x)
 
 
+@pytest.mark.parametrize("wrt", ["kernel", nnx.LoRAParam, qt.nnx.ScalingState])
+def test_gradients_by_nothing_are_refused(x, wrt):
+    """They were an empty state, which trains nothing, silently."""
+    with pytest.raises(ValueError, match=r"wrt=.* selects nothing that Net trains, expected"):
+        qt.nnx.value_and_grad(loss, wrt)(qt.nnx.wrap(Net(), DELAYED), x)
+
+
 @pytest.mark.parametrize("wrt", [0, nnx.DiffState(0, nnx.Param)])
 def test_wrt_is_a_filter_and_no_number_of_an_argument(wrt):
     with pytest.raises(TypeError, match=r"wrt=.*, expected a filter .* e\.g\. wrt=nnx\.Param"):
