@@ -21,7 +21,7 @@ def byte_count(size: int | str, name: str = "max_shard_size") -> int:
         unit = match[2][:1].upper() + match[2][1:].lower()
         count = int(float(match[1]) * _UNITS[unit]) if unit in _UNITS else 0
     else:
-        count = size if isinstance(size, int) else 0
+        count = size if isinstance(size, int) and not isinstance(size, bool) else 0
     if count <= 0:
         raise ValueError(f"{name}={size!r}, expected such as '5GB', '500MiB' or bytes")
     return count

@@ -380,9 +380,9 @@ class _Planner:
             )
         if self.roles.outputs_last(info):
             raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
-                f"GPT-2's Conv1D, and layout {self.layout.name} holds [outputs, inputs] only; use "
-                "--layout plain"
+                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], by "
+                f"its architecture or --channel-axis, and layout {self.layout.name} holds "
+                "[outputs, inputs] only; use --layout plain"
             )
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:

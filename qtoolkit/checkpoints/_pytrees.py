@@ -266,7 +266,8 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
 def _differs(path: Path, names: Any, what: str) -> CheckpointError:
     names = list(names)
     some = ", ".join(map(shown, names[:3])) + (" ..." if len(names) > 3 else "")
-    return CheckpointError(f"{path}: {len(names)} tensors, {some}, {what}")
+    number = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
+    return CheckpointError(f"{path}: {number}, {some}, {what}")
 
 
 def _is_qarray(x: Any) -> bool:

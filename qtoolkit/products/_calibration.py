@@ -303,8 +303,9 @@ def _check_summary(summary: Summary) -> None:
         )
     if any(recipe.is_calibrated for recipe in summary.recipes):
         raise ValueError(
-            "calibrate: the model was frozen, and keeps its scales, expected one from wrap; "
-            "calibrate that one again, and freeze it"
+            "calibrate: the recipe has Static() scaling, as freeze makes it, and keeps its "
+            "scales, expected one with current scaling, e.g. te_current; calibrate the model "
+            "wrapped with that, and freeze it"
         )
 
 

@@ -67,7 +67,8 @@ class Static:
 
     Attributes:
       scale: A positive number, in the normal range of float32. None: the layer keeps a scale that
-        calibration found for the product; `qtoolkit.nnx.freeze` makes such recipes.
+        calibration found for the product. `qtoolkit.nnx.freeze` makes such recipes, of a model
+        that is wrapped and calibrated with `Current` scaling.
 
     Examples:
       >>> static = qt.Operand("e4m3fn", scaling=qt.products.Static(0.5))

@@ -168,8 +168,8 @@ def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
     if recipe.is_calibrated:
         raise ValueError(
             f"{where}: not calibrated, though the recipe has Static() scaling; expected a scale "
-            "from calibrate and freeze (of qtoolkit.nnx or qtoolkit.linen) with batches that reach "
-            "it, or give Static a number"
+            "from calibrate and freeze (of qtoolkit.nnx or qtoolkit.linen), of a model wrapped "
+            "with current scaling and with batches that reach it; or give Static a number"
         )
 
 
