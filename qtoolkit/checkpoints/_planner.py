@@ -380,8 +380,8 @@ class _Planner:
             )
         if self.roles.outputs_last(info):
             raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], by "
-                f"its architecture or --channel-axis, and layout {self.layout.name} holds "
+                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
+                f"GPT-2's Conv1D or by --channel-axis, and layout {self.layout.name} holds "
                 "[outputs, inputs] only; use --layout plain"
             )
 
