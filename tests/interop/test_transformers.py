@@ -148,6 +148,15 @@ def test_experts_that_transformers_misreads_come_with_a_caution(
     assert ("without an error" in report.caution) == bool(report.caution)
 
 
+@pytest.fixture
+def uninitialized_is_nan():
+    """What torch allocates and nobody writes is NaN: it could be an older copy of the weights."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # then torch fills such memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("fmt", ["e4m3fn", "int4_group128", "nvfp4"])
 @pytest.mark.parametrize("skip", [r"experts\.3\.", r"layers\.0\.", r"w2", r"experts"])
 def test_experts_that_stay_wide_come_with_a_caution_where_they_are_misread(
@@ -163,7 +172,7 @@ def test_experts_that_stay_wide_come_with_a_caution_where_they_are_misread(
         assert report.caution
         return
     error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert not error < 0.1 if report.caution else error < 0.02  # uninitialized memory may be NaN
+    assert not error < 0.1 if report.caution else error < 0.02  # NaN where nothing was read
 
 
 def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
