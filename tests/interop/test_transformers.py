@@ -187,21 +187,74 @@ def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
         assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()
 
 
-def test_models_that_ask_for_weights_of_layers_run_dequantized(tmp_path):
-    """T5's code reads wo.weight.dtype, and a packed layer has none. Oracle: dequantized weights."""
+FEW = {"num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+SMALL = {"hidden_size": 128, "num_hidden_layers": 1}
+TOWER = {"intermediate_size": 256, "num_attention_heads": 4, **SMALL}
+SPECIAL = {f"{kind}_token_id": 0 for kind in ("pad", "bos", "eos", "cls", "sep")}
+# Their code asks layers for `weight`, which packed layers have not. The keys are model_type's.
+ASK_FOR_WEIGHTS = {
+    "t5": ("T5ForConditionalGeneration", {"d_model": 128, "d_kv": 32, "d_ff": 256, **FEW}),
+    "umt5": ("UMT5ForConditionalGeneration", {"d_model": 128, "d_kv": 32, "d_ff": 256, **FEW}),
+    "falcon": ("FalconForCausalLM", {"num_attention_heads": 4, **SMALL}),
+    "mamba": ("MambaForCausalLM", {"time_step_rank": 32, **SMALL}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 32, "n_groups": 1, "state_size": 16, **SMALL},
+    ),
+    "rwkv": (
+        "RwkvForCausalLM",
+        {"attention_hidden_size": 128, "intermediate_size": 256, **SMALL, "num_hidden_layers": 2},
+    ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {"intermediate_size": 256, "num_attention_heads": 4, **SPECIAL, **SMALL},
+    ),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", {"n_embd": 128, "n_layer": 1, "n_head": 4}),
+    "siglip": (
+        "SiglipModel",
+        {
+            "text_config": {"vocab_size": 64, **TOWER},
+            "vision_config": {"image_size": 32, "patch_size": 8, **TOWER},
+        },
+    ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        {
+            "conv_dim": (32, 32),
+            "conv_stride": (5, 2),
+            "conv_kernel": (10, 3),
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 4,
+            "num_feat_extract_layers": 2,
+            **TOWER,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ASK_FOR_WEIGHTS)
+def test_models_that_ask_for_weights_of_layers_run_dequantized(tmp_path, kind):
+    """T5's code reads wo.weight.dtype, for instance. Oracle: the dequantized weights."""
+    name, sizes = ASK_FOR_WEIGHTS[kind]
     torch.manual_seed(0)
-    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, decoder_start_token_id=0, **sizes)
-    )
+    cls = getattr(transformers, name)
+    sizes = sizes if kind in ("siglip", "wav2vec2") else {"vocab_size": 64, **sizes}
+    model = cls(cls.config_class(**sizes))
     model.save_pretrained(tmp_path / "wide")
-    convert(tmp_path / "wide", tmp_path / "out", format="int4_group128")
+    convert(tmp_path / "wide", tmp_path / "out", format="int4_group32")
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    inputs = {"input_ids": IDS}
+    if kind in ("t5", "umt5"):
+        inputs["decoder_input_ids"] = IDS
+    elif kind == "siglip":
+        inputs["pixel_values"] = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
+    elif kind == "wav2vec2":
+        inputs = {"input_values": torch.linspace(-1, 1, 800)[None]}
 
     def run(folder, **options):
-        loaded = type(model).from_pretrained(folder, dtype=torch.float32, **options)
+        loaded = cls.from_pretrained(folder, dtype=torch.float32, **options)
         with torch.no_grad():
-            return loaded.eval()(input_ids=IDS, decoder_input_ids=IDS).logits.numpy()
+            return loaded.eval()(**inputs)[0].numpy()
 
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
         run(tmp_path / "out")
