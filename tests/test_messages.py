@@ -209,6 +209,14 @@ PYTHON = {
         lambda: q() @ X.T, TypeError,
         "got an operator", "expected .dequantize() first", "write q.dequantize() + 1",
     ),
+    "abs(q)": (
+        lambda: abs(q()), TypeError,
+        "got an operator", "expected .dequantize() first", "write q.dequantize() + 1",
+    ),
+    "q < 1": (
+        lambda: q() < 1, TypeError,
+        "got an operator", "expected .dequantize() first", "write q.dequantize() + 1",
+    ),
     "jnp.dot(q, x)": (
         lambda: jnp.dot(q(), X.T), TypeError,
         "QArray", "where an array is expected", "call .dequantize() first",

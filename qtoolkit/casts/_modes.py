@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from qtoolkit.formats.internal import plain_number
+
 DETERMINISTIC = (
     "nearest_even",
     "nearest_away",
@@ -51,6 +53,7 @@ class Stochastic:
     def __post_init__(self) -> None:
         if self.variant not in ("A", "B", "C"):
             raise ValueError(f"Stochastic: variant={self.variant!r}, expected 'A', 'B' or 'C'")
+        object.__setattr__(self, "bits", plain_number(self.bits))
         if type(self.bits) is not int or not 1 <= self.bits <= MAX_RANDOM_BITS:
             raise ValueError(
                 f"Stochastic: bits={self.bits!r}, expected an integer from 1 to {MAX_RANDOM_BITS}"

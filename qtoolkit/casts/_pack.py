@@ -94,7 +94,10 @@ def _arguments(where: str, codes: ArrayLike, fmt: FormatLike | int, axis: int) -
         raise ValueError(f"{where}: {bits} bits, expected one of {', '.join(map(str, WIDTHS))}")
     rank = np.ndim(codes)
     if not isinstance(axis, int | np.integer) or not -rank <= axis < rank:
-        raise ValueError(f"{where}: axis={axis!r} of an array with {rank} axes")
+        expected = f"an integer from {-rank} to {rank - 1}" if rank else "an array with axes"
+        raise ValueError(
+            f"{where}: axis={axis!r} of an array with {rank} axes, expected {expected}"
+        )
     return bits, int(axis) % rank
 
 

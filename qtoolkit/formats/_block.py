@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qtoolkit.formats._float import FloatFormat
+from qtoolkit.formats._float import FloatFormat, plain_number
 from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
@@ -266,7 +266,7 @@ class BlockFormat:
                     f"BlockFormat of {self.element.name}: {field}={value!r}, expected a tuple, "
                     f"e.g. ({value},)"
                 )
-            object.__setattr__(self, field, tuple(value))
+            object.__setattr__(self, field, tuple(map(plain_number, value)))
         for length in self.block:
             if length is not None and not (_is_int(length) and length >= 1):
                 raise self._error(f"block={self.block}, expected positive integers or None")

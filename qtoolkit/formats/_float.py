@@ -92,8 +92,10 @@ class FloatFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_name(self)
         for field, kind in _FIELD_TYPES.items():
-            value = getattr(self, field)
+            value = plain_number(getattr(self, field))
+            object.__setattr__(self, field, value)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(
                     f"FloatFormat {self.name!r}: {field}={value!r}, expected {kind.__name__}"
@@ -347,6 +349,17 @@ _FIELD_TYPES = {
     "signed": bool,
     "has_zero": bool,
 }
+
+
+def plain_number(value: Any) -> Any:
+    """A number of NumPy as Python's, whose powers do not overflow; anything else as it is."""
+    return value.item() if isinstance(value, np.integer | np.floating) else value
+
+
+def check_name(fmt: Any) -> None:
+    """Raises TypeError if `fmt.name` is not a string."""
+    if not isinstance(fmt.name, str):
+        raise TypeError(f"{type(fmt).__name__}: name={fmt.name!r}, expected a string")
 
 
 def check_dtype(fmt: Any) -> None:

@@ -2,12 +2,18 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
 
-from qtoolkit.formats._float import check_dtype, checked_code, float64_values, unsigned_dtype
+from qtoolkit.formats._float import (
+    check_dtype,
+    check_name,
+    checked_code,
+    float64_values,
+    plain_number,
+    unsigned_dtype,
+)
 from qtoolkit.formats._hashing import hashed_once
 
 
@@ -41,14 +47,13 @@ class IntFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_name(self)
         for field in ("signed", "is_bool"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
                     f"IntFormat {self.name!r}: {field}={getattr(self, field)!r}, expected bool"
                 )
-        bits: Any = self.bits
-        if isinstance(bits, np.integer):  # the powers of two below would overflow in it
-            object.__setattr__(self, "bits", int(bits))
+        object.__setattr__(self, "bits", plain_number(self.bits))
         if type(self.bits) is not int or not 1 <= self.bits <= 64:
             raise ValueError(f"IntFormat {self.name!r}: bits={self.bits!r}, expected 1 to 64")
         if self.is_bool and (self.bits != 1 or self.signed):

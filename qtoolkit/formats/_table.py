@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.formats._float import Overflow, checked_code, float64_values, unsigned_dtype
+from qtoolkit.formats._float import (
+    Overflow,
+    check_name,
+    checked_code,
+    float64_values,
+    unsigned_dtype,
+)
 from qtoolkit.formats._hashing import hashed_once
 
 
@@ -46,6 +52,7 @@ class TableFormat:
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_name(self)
         where = f"TableFormat {self.name!r}"
         self._check_numbers(where)
         count = len(self.values_by_code)

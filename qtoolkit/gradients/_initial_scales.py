@@ -15,6 +15,7 @@ from qtoolkit.casts.internal import (
     round_values,
 )
 from qtoolkit.formats import Format, FormatLike
+from qtoolkit.formats.internal import plain_number
 from qtoolkit.gradients._learned import LEAST, check_data_format
 from qtoolkit.scaling.internal import check_axes
 
@@ -101,7 +102,8 @@ def lsq_plus_scale_offset(
             f"{where}: of='weights' with {fmt.name}, which has no negative values; expected a "
             "signed format, or of='activations'"
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+    steps = plain_number(steps)
+    if type(steps) is not int or steps < 0:
         raise ValueError(f"{where}: steps={steps!r}, expected an integer of at least 0")
     if of == "weights":
         return _of_weights(x, fmt, check_axes(where, axis, x.ndim))

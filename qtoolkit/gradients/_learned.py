@@ -36,6 +36,7 @@ from qtoolkit.casts.internal import (
     settled,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
+from qtoolkit.formats.internal import plain_number
 from qtoolkit.gradients._linear import ranked, spread
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
@@ -192,7 +193,8 @@ def pact(x: ArrayLike, alpha: ArrayLike, bits: int) -> jax.Array:
       Array(1., dtype=float32)
     """
     x = _checked_data("pact", x)
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= _MAX_PACT_BITS:
+    bits = plain_number(bits)
+    if type(bits) is not int or not 1 <= bits <= _MAX_PACT_BITS:
         raise ValueError(f"pact: bits={bits!r}, expected an integer from 1 to {_MAX_PACT_BITS}")
     return _pact_jitted(x, _parameter("pact", "alpha", alpha, x), bits)
 

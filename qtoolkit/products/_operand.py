@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST
 from qtoolkit.formats import E4M3FN, BlockFormat, SpecLike, spec
-from qtoolkit.formats.internal import hashed_once
+from qtoolkit.formats.internal import hashed_once, plain_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Delayed:
 
     def __post_init__(self) -> None:
         for name, least, most in (("history", 1, 4096), ("margin", 0, 64)):
-            value = getattr(self, name)
+            value = plain_number(getattr(self, name))
+            object.__setattr__(self, name, value)
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(
                     f"Delayed: {name}={value!r}, expected an integer of {least} to {most}"
@@ -83,6 +84,7 @@ class Static:
     def __post_init__(self) -> None:
         if self.scale is None:
             return
+        object.__setattr__(self, "scale", plain_number(self.scale))
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
         if not is_number or not 2.0**-126 <= self.scale <= 2.0**127:
             raise ValueError(
@@ -145,8 +147,9 @@ class Hadamard:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        is_int = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not is_int or self.block < 2 or self.block & (self.block - 1):
+        for field in ("block", "seed"):
+            object.__setattr__(self, field, plain_number(getattr(self, field)))
+        if type(self.block) is not int or self.block < 2 or self.block & (self.block - 1):
             raise ValueError(f"Hadamard: block={self.block!r}, expected a power of two, 2 or more")
         if self.seed is not None and type(self.seed) is not int:
             raise ValueError(f"Hadamard: seed={self.seed!r}, expected an integer or None")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.formats import Rules
+from qtoolkit.formats.internal import plain_number
 from qtoolkit.products._numerics import scalar_loss
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
@@ -62,7 +63,8 @@ class Sensitivity:
         Raises:
           ValueError: `keep` is no number from 0 to the number of layers; or the model was frozen.
         """
-        if not isinstance(keep, int) or isinstance(keep, bool) or not 0 <= keep <= len(self.paths):
+        keep = plain_number(keep)
+        if type(keep) is not int or not 0 <= keep <= len(self.paths):
             raise ValueError(
                 f"rules: keep={keep!r}, expected an integer from 0 to {len(self.paths)}, the "
                 "number of layers"

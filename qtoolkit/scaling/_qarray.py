@@ -260,6 +260,7 @@ class QArray:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __rtruediv__ = __pow__ = __rpow__ = __neg__ = __matmul__ = __rmatmul__ = _refuse
+    __abs__ = __pos__ = __floordiv__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def _check_lengths(self) -> None:
         lengths, rank = self.lengths, len(self.shape)

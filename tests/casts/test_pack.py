@@ -177,9 +177,10 @@ def test_bad_arguments(name):
     with pytest.raises(TypeError, match=r"format: got 4\.0 of type float"):
         function(bytes_, 4.0)
     for axis in (2, -3):
-        with pytest.raises(ValueError, match=rf"^{name}: axis={axis} of an array with 2 axes"):
+        got = f"{name}: axis={axis} of an array with 2 axes"
+        with pytest.raises(ValueError, match=f"^{got}, expected an integer from -2 to 1$"):
             function(bytes_, 4, axis=axis)
-    with pytest.raises(ValueError, match=rf"^{name}: axis=-1 of an array with 0 axes"):
+    with pytest.raises(ValueError, match=f"^{name}: axis=-1 .* 0 axes, expected an array"):
         function(np.uint8(3), 4)
 
 

@@ -591,3 +591,38 @@ def test_constructions_by_keyword_alone(kind):
         kind("made", 8)
     with pytest.raises(TypeError, match="missing"):
         kind(name="made")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kind: FloatFormat(**GOOD | {"bias": kind(7), "mantissa_bits": kind(3)}),
+        lambda kind: IntFormat(name="made", bits=kind(64)),
+        lambda kind: qt.BlockFormat(element="int8", block=(kind(32),), axes=(kind(-1),)),
+        lambda kind: qt.Stochastic("A", bits=kind(8)),
+        lambda kind: qt.products.Delayed(history=kind(4), margin=kind(1)),
+        lambda kind: qt.products.Hadamard(block=kind(16), seed=kind(3)),
+        lambda kind: qt.products.Static(kind(2)),
+    ],
+)
+@pytest.mark.parametrize("kind", [np.int64, np.int16])
+def test_numbers_of_numpy_are_as_good_as_those_of_python(make, kind):
+    """Equal, and kept as Python's: those of NumPy overflow, and JSON does not take them."""
+    got, expected = make(kind), make(int)
+    assert got == expected
+    assert repr(got) == repr(expected)
+
+
+def test_a_static_scale_may_be_a_float_of_numpy():
+    assert qt.products.Static(np.float32(0.5)) == qt.products.Static(0.5)
+
+
+@pytest.mark.parametrize("kind", [FloatFormat, IntFormat, TableFormat])
+def test_names_are_strings(kind):
+    fields = {
+        FloatFormat: GOOD,
+        IntFormat: {"bits": 8},
+        TableFormat: {"values_by_code": (0.0, 1.0)},
+    }
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: name=3, expected a string$"):
+        kind(**fields[kind] | {"name": 3})
