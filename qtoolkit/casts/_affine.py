@@ -33,7 +33,7 @@ def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
 
 @elementwise
 def _product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
-    return settled(settled(a) * b)
+    return settled(unmerged(a) * b)
 
 
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @elementwise
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    return ieee_quotient(settled(a), b)
+    return ieee_quotient(unmerged(a), b)
 
 
 def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
@@ -102,6 +102,20 @@ def _corrected_quotient(
     for part in (a_field, b_field):
         is_normal &= (part > 0) & (part < np.int32(255))
     return jnp.where(is_normal, lax.bitcast_convert_type(quotient, jnp.float32), divide(a, b))
+
+
+@elementwise
+def unmerged(x: jax.Array) -> jax.Array:
+    """`x`, unchanged, behind an operation that XLA does not see through: it will not merge the
+    product or quotient that `x` may be with one that follows.
+
+    It is the first half of `settled`, and no guard before an addition: LLVM removes it from numbers
+    that it knows to be positive.
+    """
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(x, unsigned)
+    bits = jnp.minimum(bits, unsigned.type(_QUIET_NAN[x.dtype.itemsize][1]))
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 @elementwise

@@ -40,7 +40,7 @@ from qtoolkit.formats import FLOAT16, FLOAT32, FloatFormat, Overflow, Specials
 
 def float_codes(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> jax.Array:
     """Rounds values with float32 patterns `bits` to the codes of `fmt`, as uint32."""
-    if _addition_rounds(fmt, projection.rounding):
+    if addition_rounds(fmt, projection.rounding):
         return _codes_by_addition(bits, fmt, projection)
     if is_upper_part(fmt, FLOAT32):
         return upper_part(bits, fmt, FLOAT32, projection) >> np.uint32(32 - fmt.bits)
@@ -66,7 +66,7 @@ def float_values(bits: jax.Array, fmt: FloatFormat, projection: Projection) -> j
         return upper_part(bits, fmt, FLOAT32, projection)
     if fmt == FLOAT16 and projection == UNCLAMPED:
         return _through_float16(bits)
-    if not _addition_rounds(fmt, projection.rounding):
+    if not addition_rounds(fmt, projection.rounding):
         return float_pattern(float_codes(bits, fmt, projection), fmt)
     magnitude, negative = bits & u32(MAGNITUDE), bits >= u32(SIGN)
     limited = _limited(magnitude, negative, fmt, projection)
@@ -349,7 +349,7 @@ def _goes_up(
     return rounding.goes_up(fraction.astype(jnp.uint32), random)
 
 
-def _addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
+def addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
     """Whether float32 sums round to `fmt`: each step and 2**23 times it must be normal numbers.
 
     In such formats subnormal inputs, which XLA may read as zero, lie below half a step, and for

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qtoolkit.casts._affine import settled
+from qtoolkit.casts._affine import unmerged
 from qtoolkit.casts._bits import (
     FLOAT32_MANTISSA,
     INF,
@@ -103,8 +103,8 @@ def times_to_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -> 
     steps = steps * first * np.float32(2.0**74) * second
     whole = pattern(steps + np.float32(_HIDDEN)) - np.float32(_HIDDEN).view(np.uint32)
     subnormal = from_pattern(whole | (bits & u32(SIGN)), jnp.float32)
-    # `settled`, or XLA takes the product of the halves first where they are the same everywhere.
-    return jnp.where(steps < np.float32(_HIDDEN), subnormal, settled(x * first) * second)
+    # `unmerged`, or XLA takes the product of the halves first where they are the same everywhere.
+    return jnp.where(steps < np.float32(_HIDDEN), subnormal, unmerged(x * first) * second)
 
 
 def _halves(exponent: jax.Array, is_nan: jax.Array) -> tuple[jax.Array, jax.Array]:

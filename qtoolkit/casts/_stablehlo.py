@@ -49,6 +49,10 @@ def _is_writable(equation: Any, rules: Rules) -> bool:
         return equation.invars[0].aval.dtype == np.bool_ and len(equation.invars) == 3
     if primitive is lax.convert_element_type_p:
         return params["new_dtype"] != np.bool_
+    if primitive is lax.round_p:
+        return params["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN
+    if primitive is lax.reduce_precision_p:
+        return True
     return primitive in rules or primitive in _TO_DTYPE or primitive in _OPERATIONS
 
 
@@ -94,6 +98,9 @@ class Writer:
             return self.results(params["jaxpr"], operands)
         if primitive in self.rules:
             return self._by_rule(equation, operands)
+        if primitive is lax.reduce_precision_p:
+            bits = [mlir.i32_attr(params[f"{part}_bits"]) for part in ("exponent", "mantissa")]
+            return [stablehlo.reduce_precision(operands[0], bits[0], bits[1])]
         if primitive in _TO_DTYPE:
             return [_TO_DTYPE[primitive](self._type(params["new_dtype"]), *operands)]
         if primitive in _COMPARISONS:
@@ -198,6 +205,7 @@ _OPERATIONS: dict[Any, Callable[..., ir.Value]] = {
     lax.neg_p: stablehlo.negate,
     lax.not_p: stablehlo.not_,
     lax.or_p: stablehlo.or_,
+    lax.round_p: stablehlo.round_nearest_even,
     lax.select_n_p: _selected,
     lax.shift_left_p: stablehlo.shift_left,
     lax.shift_right_arithmetic_p: stablehlo.shift_right_arithmetic,

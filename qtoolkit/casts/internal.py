@@ -7,9 +7,16 @@ from qtoolkit.casts._affine import (
     product,
     quotient,
     settled,
+    unmerged,
 )
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
+from qtoolkit.casts._compact import (
+    codes_through_float16,
+    has_unlimited_values,
+    is_part_of_float16,
+    unlimited_values,
+)
 from qtoolkit.casts._elementwise import (
     by_platform,
     elementwise,
@@ -103,6 +110,7 @@ __all__ = [
     "check_target",
     "check_value_source",
     "codes_of",
+    "codes_through_float16",
     "differentiable_in_dtype",
     "differentiable_product",
     "differentiable_quotient",
@@ -115,12 +123,14 @@ __all__ = [
     "from_magnitude_ordinal",
     "from_ordinal",
     "from_stored",
+    "has_unlimited_values",
     "holds",
     "ieee_quotient",
     "in_dtype",
     "infinity_ordinal",
     "inside",
     "is_array",
+    "is_part_of_float16",
     "is_sharded",
     "is_zero",
     "kept_from_zero",
@@ -150,6 +160,8 @@ __all__ = [
     "times_power_of_two",
     "times_to_subnormal",
     "to_stored",
+    "unlimited_values",
+    "unmerged",
     "values_of",
     "varying_alike",
     "widened",

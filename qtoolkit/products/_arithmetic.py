@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.casts.internal import by_platform, elementwise, settled
+from qtoolkit.casts.internal import by_platform, elementwise, settled, unmerged
 from qtoolkit.products._bilinear import Bilinear, Blocked, DotGeneral
 from qtoolkit.products._native import native_operands
 from qtoolkit.products._rounded import Rounded
@@ -148,7 +148,7 @@ _kept_in_shape = by_platform(
 
 @elementwise
 def _times_both(x: Array, first: Array, second: Array) -> Array:
-    return settled(settled(x * first) * second)
+    return settled(unmerged(x * first) * second)
 
 
 @elementwise

@@ -14,10 +14,12 @@ from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
     UNCLAMPED,
     codes_of,
+    codes_through_float16,
     differentiable_widened,
     dtype_from_codes,
     elementwise,
     exact_float32,
+    is_part_of_float16,
     ordinal,
     projection_of,
     to_stored,
@@ -372,6 +374,8 @@ def code_values(q: Array, fmt: Format) -> Array:
     # These formats would clamp an infinity. Others keep it or make it a NaN.
     if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
         wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
+    if is_part_of_float16(fmt):
+        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
     return codes_of(wide, fmt, UNCLAMPED)
 
 

@@ -22,6 +22,7 @@ from qtoolkit.casts.internal import (
     elementwise,
     exact_float32,
     from_magnitude_ordinal,
+    has_unlimited_values,
     in_dtype,
     is_sharded,
     kept_from_zero,
@@ -32,9 +33,10 @@ from qtoolkit.casts.internal import (
     round_values,
     times_from_subnormal,
     times_to_subnormal,
+    unlimited_values,
     values_of,
 )
-from qtoolkit.formats import BlockFormat, FloatFormat, Format, IntFormat
+from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
 from qtoolkit.scaling._blocks import Blocks, largest_ordinal, magnitude_max
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -184,10 +186,13 @@ def operand_values(
     """
     scales, largest = _found(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
+    is_own = given.scale is None and given.tensor_scale is None
+    is_unlimited = is_own and projection == NEAREST and _never_overflows(spec)
+    compute = _unlimited_operands if is_unlimited else _operands
 
     def everything() -> Array:
         elements = _elements(x, blocks, projection, scales)
-        return blocks.join(_of_elements(_operands, elements, spec, scales, blocks, is_short=True))
+        return blocks.join(_of_elements(compute, elements, spec, scales, blocks, is_short=True))
 
     # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
     if scales.scale is None or is_sharded(x):
@@ -347,6 +352,22 @@ def _values(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Arra
 def _operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q, wide = element_values(_scaled(x, divide), spec, x.projection, None), exact_float32(x.view)
     return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
+
+
+def _never_overflows(spec: BlockFormat) -> bool:
+    """Whether no element that is divided by the scale of its own block is rounded to more than the
+    largest value of the format: to nearest, and by `unlimited_values`.
+
+    amax / (amax / 448), both quotients rounded, is at most 448 and two units of float32's last
+    place, which round to 448.
+    """
+    is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
+    return is_exact and spec.rule == "amax" and has_unlimited_values(spec.element)
+
+
+def _unlimited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+    assert isinstance(spec.element, FloatFormat)
+    return unlimited_values(_scaled(x, divide), spec.element).astype(x.view.dtype)
 
 
 def _unscaled(q: Array, spec: BlockFormat, divide: Map, multiply: Map) -> Array:

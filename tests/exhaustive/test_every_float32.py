@@ -6,11 +6,13 @@ Where ml_dtypes differs the difference is stated, counted and checked against wh
 import concurrent.futures
 import os
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 import qtoolkit as qt
+from qtoolkit.casts.internal import has_unlimited_values, unlimited_values
 
 CHUNK = 2**20  # stays in the caches
 # numpy's own for float16. Largest values typed in: what is clipped before is our "finite".
@@ -71,6 +73,35 @@ def test_every_float32_pattern(name):
     assert numbers + nans == 2**32
     said = ", which ml_dtypes makes zero," if name in WITHOUT_NAN else ""
     print(f"{name}: {numbers:,} numbers and {nans:,} NaNs{said} in two saturations, all right")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", [name for name in FORMATS if has_unlimited_values(qt.format(name))]
+)
+def test_every_float32_pattern_without_limit(name):
+    """`unlimited_values`, which products round with; clipped, it is the cast of the clipped input.
+
+    Up to 2**100: no quotient of a product is larger than the largest value of its format.
+    """
+    dtype, largest = FORMATS[name]
+    largest = np.float32(largest)
+    rounded = jax.jit(lambda x: unlimited_values(x, qt.format(name)))
+
+    def check(pattern):
+        x = pattern.view(np.float32)
+        number, near = ~np.isnan(x), ~(np.abs(x) > np.float32(2.0**100))
+        got = np.asarray(rounded(x))
+        assert np.array_equal(np.isnan(got), ~number)
+        assert np.array_equal(got[np.isinf(x)], x[np.isinf(x)])
+        x, got = x[number & near], got[number & near]
+        clipped = np.clip(got, -largest, largest)
+        expected = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
+        assert np.array_equal(clipped.view(np.uint32), expected.view(np.uint32))
+        return int(number.sum()), int((~number).sum())
+
+    numbers, nans = _chunks(check)
+    assert numbers + nans == 2**32
 
 
 @pytest.mark.exhaustive
