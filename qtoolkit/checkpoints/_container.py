@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
-from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._header import CheckpointError, MisuseError, shown
 from qtoolkit.checkpoints._partial import reserved
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
@@ -20,21 +20,44 @@ _BESIDE_ARRAYS = re.compile(
 )
 
 
-def _check_container(to: ContainerName, shard: tuple[int, int] | None) -> None:
-    """Raises where a checkpoint is written to no such container, or not in shards."""
+def _check_container(
+    to: ContainerName, shard: tuple[int, int] | None, max_shard_size: int | str | None
+) -> None:
+    """Raises where a checkpoint is written to no such container, or not in files of some size."""
     if to not in get_args(ContainerName):
         raise ValueError(f"to={to!r}, expected one of {', '.join(get_args(ContainerName))}")
     if to == "orbax" and shard is not None:
-        raise CheckpointError(
+        raise MisuseError(
             "--to orbax: one process writes a checkpoint of orbax, and shards are files of a "
             "folder; leave --shard out"
+        )
+    if to == "orbax" and max_shard_size is not None:
+        raise MisuseError(
+            "--to orbax: orbax cuts its files itself, and --max-shard-size is of safetensors in a "
+            "folder; leave --max-shard-size out"
+        )
+
+
+def _check_one_file(
+    src: Path, shard: tuple[int, int] | None, max_shard_size: int | str | None
+) -> None:
+    """Raises where options for the files of a folder are given and one file is written."""
+    if shard is not None:
+        raise MisuseError(
+            f"{src}: is a file, which becomes one file, and shards are files of a folder; "
+            "leave --shard out"
+        )
+    if max_shard_size is not None:
+        raise MisuseError(
+            f"{src}: becomes one file, and --max-shard-size cuts those of a folder; leave "
+            "--max-shard-size out"
         )
 
 
 def layout_in(to: ContainerName, layout: str | None) -> str | None:
     """The layout in a container: that of a folder's loaders only where they find their files."""
     if to == "orbax" and layout not in (None, "plain"):
-        raise CheckpointError(
+        raise MisuseError(
             f"--to orbax: layout {layout!r}, expected 'plain': loaders of others read safetensors; "
             "leave --to out to write them"
         )
@@ -57,17 +80,23 @@ def tree_of(opened: Source) -> Any:
 
 
 def check_destination(
-    src: Path, dst: Path, overwrite: bool, to: ContainerName, shard: tuple[int, int] | None
+    src: Path,
+    dst: Path,
+    overwrite: bool,
+    to: ContainerName,
+    shard: tuple[int, int] | None,
+    max_shard_size: int | str | None,
 ) -> None:
     """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
 
     Raises:
+      MisuseError: A shard or a size of files for a target that is not a folder of files.
       CheckpointError, OSError: As `check_paths`, `check_folder`, `check_target` or
         `check_orbax_folder`; or a killed run has left `src` under another name.
       TypeError: One is no path.
       ValueError: There is no such container.
     """
-    _check_container(to, shard)
+    _check_container(to, shard, max_shard_size)
     kind_of_source(src, "src")
     check_path(dst, "dst")
     check_paths(src, dst)
@@ -77,6 +106,7 @@ def check_destination(
         found = storage(src).entries(src)
         check_folder(dst, overwrite, {name for name in found if not name.startswith(".")})
     else:
+        _check_one_file(src, shard, max_shard_size)
         check_target(dst, overwrite)
 
 
@@ -86,21 +116,27 @@ def _writes_folder(src: Path, to: ContainerName) -> bool:
 
 @contextlib.contextmanager
 def destination(
-    src: Path, dst: Path, overwrite: bool, to: ContainerName, shard: tuple[int, int] | None
+    src: Path,
+    dst: Path,
+    overwrite: bool,
+    to: ContainerName,
+    shard: tuple[int, int] | None,
+    max_shard_size: int | str | None,
 ) -> Iterator[None]:
     """Checks as `check_destination` does, and holds the lock of `dst` for the conversion.
 
     `convert` enters it before it loads JAX: of two conversions with one `dst` the second fails at
     once. Behind a URL there is no lock.
     """
-    check_destination(src, dst, overwrite, to, shard)
+    check_destination(src, dst, overwrite, to, shard, max_shard_size)
     if is_url(dst):
         yield
         return
     folder = _writes_folder(src, to)
     target = os.path.realpath(dst)
     with reserved(target, dst, folder=folder, shared=shard is not None, overwrite=overwrite):
-        check_destination(src, dst, overwrite, to, shard)  # it may have been written meanwhile
+        # It may have been written meanwhile.
+        check_destination(src, dst, overwrite, to, shard, max_shard_size)
         yield
 
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._container import destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
-from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._input_scales import InputScales
-from qtoolkit.checkpoints._limits import byte_count, worker_count
+from qtoolkit.checkpoints._limits import file_limit, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
 from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._planner import make_plan
@@ -37,7 +36,7 @@ def convert(
     channel_axis: AxisChoice = "auto",
     input_scales: InputScales | None = None,
     to: ContainerName = "safetensors",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     shard: Shard | None = None,
@@ -63,7 +62,7 @@ def convert(
       to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
         split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
         every run, its bytes are not: orbax chooses names of files at random.
-      max_shard_size: Bytes of a file of a folder, or such as "5GB".
+      max_shard_size: Bytes of a file of a folder, or such as "5GB", which None stands for.
       allow_nonfinite: Whether weights with NaN or Inf are quantized and cast; what is copied may
         have them, as masks do, and is named in the report. Inf saturates, but stays in
         float16 and bfloat16. NaN stays NaN where the format has one; in int8 and FP4 its scale,
@@ -86,9 +85,9 @@ def convert(
 
     Raises:
       CheckpointError: `src` is no checkpoint or damaged, `dst` exists or is `src`, weights that are
-        not copied have NaN or Inf, there is a shard of something that is no folder of files, orbax
-        cannot hold a tensor, or `make_plan` raises it. Nothing is written, of shards no file that
-        is not whole.
+        not copied have NaN or Inf, there is a shard or a size of files for something that is no
+        folder of files, orbax cannot hold a tensor, or `make_plan` raises it. Nothing is written,
+        of shards no file that is not whole.
       OSError: A file cannot be opened, read or written; it names the file.
       TypeError, ValueError: As `make_plan`; or `max_shard_size`, `shard`, `workers` or `max_memory`
         is out of range.
@@ -108,12 +107,12 @@ def convert(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
             "dequantize_checkpoint writes wide weights"
         )
-    limit = byte_count(max_shard_size)
+    limit = file_limit(max_shard_size)
     check_shard(shard)
     count = worker_count(workers, max_memory)
     _check_progress(progress)
     with (
-        destination(src, dst, overwrite, to, shard),
+        destination(src, dst, overwrite, to, shard, max_shard_size),
         contextlib.closing(open_source(src)) as opened,
         Workers(count) as threads,
     ):
@@ -138,7 +137,7 @@ def dequantize_checkpoint(
     *,
     dtype: FormatLike | None = None,
     to: ContainerName = "safetensors",
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
@@ -167,12 +166,12 @@ def dequantize_checkpoint(
       >>> qt.checkpoints.load("wide.safetensors")
       {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
-    limit = byte_count(max_shard_size)
+    limit = file_limit(max_shard_size)
     check_shard(shard)
     count = worker_count(workers, max_memory)
     _check_progress(progress)
     with (
-        destination(src, dst, overwrite, to, shard),
+        destination(src, dst, overwrite, to, shard, max_shard_size),
         contextlib.closing(open_source(src)) as opened,
         Workers(count) as threads,
     ):
@@ -224,11 +223,6 @@ def _written(
     if isinstance(opened, Folder) and to == "safetensors":
         return write_folder(
             dst, opened, plan, work, report, limit=limit, overwrite=overwrite, shard=shard
-        )
-    if shard is not None:
-        raise CheckpointError(
-            f"{opened.path}: is a file, which becomes one file, and shards are files of a folder; "
-            "leave --shard out"
         )
     work.start(plan.tensors)
     chunks = work.chunks(plan.tensors, work.finish)

@@ -83,6 +83,10 @@ class CheckpointError(ValueError):
     """
 
 
+class MisuseError(CheckpointError):
+    """Options that exclude each other, or one that could have no effect: exit code 2."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
     """The entry of one tensor in a header.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
 from qtoolkit.checkpoints._plan import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
 from qtoolkit.checkpoints._targets import word_of
@@ -64,7 +64,7 @@ def check_used(given: InputScales | None, tensors: Sequence[TensorPlan], layout:
     if given is None:
         return
     if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
-        raise CheckpointError(
+        raise MisuseError(
             f"--input-scales: nothing in layout {layout.name} with this format and "
             "scaling takes static activation scales, expected one that does; leave "
             "--input-scales out, or use --scaling tensor with --layout modelopt or "

@@ -27,6 +27,15 @@ def byte_count(size: int | str, name: str = "max_shard_size") -> int:
     return count
 
 
+def file_limit(max_shard_size: int | str | None) -> int:
+    """The bytes of a file of a folder; None stands for 5 GB.
+
+    Raises:
+      ValueError: As `byte_count`.
+    """
+    return 5 * 10**9 if max_shard_size is None else byte_count(max_shard_size)
+
+
 def worker_count(workers: int | None = None, max_memory: int | str | None = None) -> int:
     """Threads of a conversion, `workers` or one for each core and at most 4.
 

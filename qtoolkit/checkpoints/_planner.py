@@ -8,7 +8,7 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._dequantized import folder_of
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._pytrees import remaining_arrays
@@ -79,7 +79,8 @@ def make_plan(
         format: nothing is quantized.
       scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
         elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
-        has first for the format.
+        has first for the format. Formats without scales, bfloat16 and float16, and block formats
+        take None alone.
       layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
         that layout holds the format and the model is not of diffusers; else "plain".
       skip: Regular expressions; a tensor is kept if one is found in its name.
@@ -90,11 +91,12 @@ def make_plan(
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
 
     Raises:
-      CheckpointError: The layout cannot hold the format or one of the tensors; the source is a
-        folder of an adapter, or one that loaders would misread for lack of a config.json; a tensor
-        to be quantized is float64 (by a rule: not float32, float16 or bfloat16); the name for its
-        scales is taken; a regular expression is invalid, or it or a rule matches nothing; the axis
-        of the outputs cannot be found out.
+      CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
+        scales are given to formats that have none; the source is a folder of an adapter, or one
+        that loaders would misread for lack of a config.json; a tensor to be quantized is float64
+        (by a rule: not float32, float16 or bfloat16); the name for its scales is taken; a regular
+        expression is invalid, or it or a rule matches nothing; the axis of the outputs cannot be
+        found out.
       TypeError: A rule has a class as its key, or a value that is no format.
       ValueError: Unknown format, scaling or layout.
 
@@ -187,6 +189,13 @@ class _Planner:
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        if self.scaling is not None and not has_scales:
+            names = ", ".join(dict.fromkeys(f.name for f in _formats(rules)))
+            raise MisuseError(
+                f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
+                "expected no --scaling; leave it out"
+            )
         is_plain = not isinstance(given, Rules)
         patterns = self._patterns(skip)
         tensors = tuple(
@@ -198,7 +207,7 @@ class _Planner:
         used = used_schemes(tensors)
         if format is not None:
             self._check_schemes(used, tensors)
-        word = self._scaling_word(used, rules)
+        word = self._scaling_word(used, has_scales)
         kept = kept_modules(tensors) if used else []
         if used:
             self._check_loadable(tensors)
@@ -247,12 +256,11 @@ class _Planner:
                 "compressed-tensors holds several"
             )
 
-    def _scaling_word(self, used: Iterable[Scheme], rules: Rules[Any]) -> str:
+    def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
         """`Plan.scaling`: what all schemes in use have, else what was asked for."""
         words = {word_of(scheme) for scheme in used}
         if len(words) == 1:
             return words.pop()
-        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
         return (self.scaling or "tensor") if has_scales else "none"
 
     def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:

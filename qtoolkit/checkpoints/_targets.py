@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, MisuseError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, scaling_of, spelling
 from qtoolkit.formats import (
@@ -32,7 +32,7 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
       CheckpointError: The layout has none; the message names the layouts that have one.
     """
     if isinstance(of, BlockFormat) and scaling is not None:
-        raise CheckpointError(
+        raise MisuseError(
             f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
             "no --scaling; leave it out"
         )

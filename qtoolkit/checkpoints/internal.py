@@ -6,8 +6,8 @@ from qtoolkit.checkpoints._container import (
     layout_in,
 )
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
-from qtoolkit.checkpoints._header import shown
-from qtoolkit.checkpoints._limits import byte_count, worker_count
+from qtoolkit.checkpoints._header import MisuseError, shown
+from qtoolkit.checkpoints._limits import byte_count, file_limit, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._place import WHOLE, whole
 from qtoolkit.checkpoints._plan import ContainerName
@@ -28,6 +28,7 @@ __all__ = [
     "ContainerName",
     "DequantizedSource",
     "Folder",
+    "MisuseError",
     "Source",
     "Statistics",
     "Stored",
@@ -39,6 +40,7 @@ __all__ = [
     "check_target",
     "compiled",
     "dequantized",
+    "file_limit",
     "join",
     "layout_in",
     "layout_of",

@@ -23,6 +23,7 @@ from qtoolkit.checkpoints.internal import (
     check_quantized,
     compiled,
     dequantized,
+    file_limit,
     layout_in,
     part_names,
     read_json,
@@ -202,6 +203,7 @@ _OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
 _SHARD_SIZE = typer.Option(
     metavar="SIZE",
     callback=_size("--max-shard-size", byte_count),
+    show_default="5GB",
     help="Bytes of a file of a folder: 5GB, 500MiB.",
 )
 _JSON = typer.Option("--json", help="Print one JSON object instead of text.")
@@ -241,7 +243,7 @@ def convert(
     channel_axis: Annotated[str, _CHANNEL_AXIS] = "auto",
     input_scales: Annotated[Path | None, _INPUT_SCALES] = None,
     to: Annotated[Any, _TO] = "safetensors",
-    max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
+    max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
     allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
@@ -308,7 +310,7 @@ def dequantize(
         ),
     ] = None,
     to: Annotated[Any, _TO] = "safetensors",
-    max_shard_size: Annotated[str, _SHARD_SIZE] = "5GB",
+    max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, _WORKERS] = None,
@@ -362,12 +364,18 @@ def finalize(
     All files must be there, made with the same options of the same source, as far as its headers
     and samples of its weights tell. The result is byte for byte what one process writes.
     """
+    if discard and (overwrite or report or as_json or verbose):
+        raise failure(
+            "finalize --discard: nothing is written or printed; leave --overwrite, --report, "
+            "--json and --verbose out",
+            2,
+        )
+    shown_as = _ShownAs.of(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
         if discard:
             checkpoints.discard(dst)
             return
-        done = checkpoints.finalize(dst, overwrite=overwrite)
-        _print_report(done, _ShownAs.of(report, as_json, quiet, verbose))
+        _print_report(checkpoints.finalize(dst, overwrite=overwrite), shown_as)
 
 
 def inspect(
@@ -444,7 +452,16 @@ class _ShownAs(NamedTuple):
 
     @classmethod
     def of(cls, report: str | None, as_json: bool, quiet: bool, verbose: bool) -> "_ShownAs":
-        """From `--report`, `--json`, `--quiet` and `--verbose`."""
+        """From `--report`, `--json`, `--quiet` and `--verbose`; exits if one excludes another."""
+        message = ""
+        if as_json and report == "md":
+            message = "--json and --report md exclude each other; give one of them"
+        elif quiet and verbose:
+            message = "--quiet and --verbose exclude each other; give one of them"
+        elif verbose and (as_json or report):
+            message = "--verbose: --json and --report name every tensor already; leave it out"
+        if message:
+            raise failure(message, 2)
         return cls(as_json or report == "json", report == "md", quiet, verbose)
 
 
@@ -472,20 +489,20 @@ def _dry_run(
     options: dict[str, Any],
     to: Any,
     shard: tuple[int, int] | None,
-    max_shard_size: str,
+    max_shard_size: str | None,
     overwrite: bool,
     shown_as: _ShownAs,
 ) -> None:
     """Prints the plan that `make_plan` makes with these options."""
     if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
-    check_destination(src, dst, overwrite, to, shard)
+    check_destination(src, dst, overwrite, to, shard, max_shard_size)
     options["layout"] = layout_in(to, options.get("layout"))
     with _opened(src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
         check_holds(to, dst, plan, opened)
-        part = _part(opened, plan, shard, byte_count(max_shard_size))
+        part = _part(opened, plan, shard, file_limit(max_shard_size))
     if shown_as.quiet:
         return
     if shown_as.as_json:

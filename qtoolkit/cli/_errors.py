@@ -15,12 +15,12 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from qtoolkit.checkpoints import CheckpointError
-from qtoolkit.checkpoints.internal import WHOLE
+from qtoolkit.checkpoints.internal import WHOLE, MisuseError
 
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str) -> Iterator[None]:
-    """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1.
+    """Turns expected failures into `qtoolkit: <message>` on stderr and exit code 1, misuse 2.
 
     Ctrl-C exits with 130 and says `interrupted; <interrupted>`, a termination signal with 143 and
     `terminated; <interrupted>`, each after the clean-up of what it stopped. Bugs keep their
@@ -34,7 +34,7 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             _silence(sys.stdout)  # the reader of our output has exited, e.g. `| head`
             raise typer.Exit(1) from None
         except CheckpointError as error:
-            raise failure(str(error), 1) from error
+            raise failure(str(error), 2 if isinstance(error, MisuseError) else 1) from error
         except OSError as error:
             raise os_failure(error) from error
         except KeyboardInterrupt as error:

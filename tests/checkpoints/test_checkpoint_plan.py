@@ -135,9 +135,14 @@ def test_metadata_is_kept_and_says_what_was_done(tmp_path):
 
 
 def test_formats_of_16_bits_get_no_scale(tmp_path):
-    plan = plan_of(tmp_path, {"w": MATRIX}, format="float16", scaling="channel")
+    plan = plan_of(tmp_path, {"w": MATRIX}, format="float16")
     assert [(output.name, output.dtype) for output in plan.outputs] == [("w", "F16")]
     assert plan.scaling == "none"
+    with pytest.raises(CheckpointError, match=r"^--scaling channel: float16 has no scales, .*out$"):
+        plan_of(tmp_path, {"w": MATRIX}, format="float16", scaling="channel")
+    rules = Rules({"w": "bfloat16"})
+    with pytest.raises(CheckpointError, match=r"^--scaling tensor: bfloat16 has no scales"):
+        plan_of(tmp_path, {"w": MATRIX}, format=rules, scaling="tensor")
 
 
 def test_errors_say_where_what_and_what_to_do(tmp_path):

@@ -42,20 +42,22 @@ def kill_late(name, done, total):
         kill()
 
 def folder(kind, **options):
-    convert(source, f"{{root}}/{{kind}}/dst", max_shard_size="{SIZE}", **options)
+    convert(source, f"{{root}}/{{kind}}/dst", **options)
 
 def saved():
     Place.replace = kill
     folder("orbax, saved", to="orbax")
 
+size = {{"max_shard_size": "{SIZE}"}}
+
 RUNS = {{
     "file": lambda: convert(
         f"{{source}}/model.safetensors", f"{{root}}/file/dst", progress=kill_late
     ),
-    "folder": lambda: folder("folder", progress=kill_late),
+    "folder": lambda: folder("folder", **size, progress=kill_late),
     "orbax": lambda: folder("orbax", to="orbax", progress=kill_late),
     "orbax, saved": saved,
-    "shard": lambda: folder("shard", shard=(0, 2), progress=kill_late),
+    "shard": lambda: folder("shard", **size, shard=(0, 2), progress=kill_late),
 }}
 for kind, run in RUNS.items():
     os.mkdir(f"{{root}}/{{kind}}")
@@ -97,8 +99,8 @@ def run(kind, source, target):
             convert(source, target, max_shard_size=SIZE, shard=(index, 2))
         finalize(target)
     else:
-        to = "orbax" if kind == "orbax" else "safetensors"
-        convert(source, target, max_shard_size=SIZE, to=to)
+        is_orbax = kind == "orbax"
+        convert(source, target, **({"to": "orbax"} if is_orbax else {"max_shard_size": SIZE}))
 
 
 @pytest.fixture(scope="module")

@@ -459,7 +459,7 @@ def test_the_commands(source, tmp_path):
             "\n",
         )
     code, _, error = run("convert", source / "model.safetensors", target, "--shard", "0/2")
-    assert code == 1
+    assert code == 2
     assert error.endswith(
         "model.safetensors: is a file, which becomes one file, and shards are files of a folder; "
         "leave --shard out\n"

@@ -316,9 +316,62 @@ def test_a_dry_run_loads_nothing_heavy(source):
 def test_block_formats_take_no_scaling_and_remedies_work(source, tmp_path):
     target = tmp_path / "dst"
     options = ("convert", source, target, "--format", "nvfp4")
-    assert "nvfp4 is a block format" in fails(*options, "--scaling", "channel")
+    assert "nvfp4 is a block format" in fails(*options, "--scaling", "channel", code=2)
     message = fails(*options, "--layout", "modelopt")
     assert "or use --layout compressed-tensors, which needs none" in message
+
+
+RULES = {
+    "wide": '{"rules": [], "default": "bfloat16"}',
+    "none": '{"rules": [["norm", null]]}',
+}
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--format", "float16", "--scaling", "channel"),
+            "--scaling channel: float16 has no scales, expected no --scaling; leave it out",
+        ),
+        (("--rules", "wide", "--scaling", "tensor"), "--scaling tensor: bfloat16 has no scales"),
+        (("--rules", "none", "--scaling", "tensor"), "what no rule quantizes has no scales"),
+        (("--to", "orbax", "--max-shard-size", "1KB"), "leave --max-shard-size out"),
+        (("--to", "orbax", "--shard", "0/2"), "leave --shard out"),
+        (("--to", "orbax", "--layout", "modelopt"), "leave --to out"),
+        (("--max-shard-size", "1KB"), "src/model.safetensors: becomes one file, and --max-shard-"),
+        (("--shard", "0/2"), "src/model.safetensors: is a file, which becomes one file"),
+        (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
+        (("--json", "--report", "md"), "--json and --report md exclude each other"),
+        (("-q", "-v"), "--quiet and --verbose exclude each other"),
+        (("-v", "--json"), "--verbose: --json and --report name every tensor already; leave it"),
+        (("-v", "--report", "json"), "--verbose: --json and --report name every tensor already"),
+    ],
+)
+def test_options_without_effect_are_misuse(source, tmp_path, monkeypatch, arguments, message, dry):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {**RULES, "scales": "{}"}.items():
+        (tmp_path / name).write_text(text)
+    file = source / "model.safetensors"
+    assert message in fails("convert", file, "dst", *arguments, *dry, code=2)
+    assert not (tmp_path / "dst").exists()
+
+
+def test_dequantize_refuses_the_same_options(source, tmp_path):
+    command = ("dequantize", source / "model.safetensors", tmp_path / "dst")
+    assert "becomes one file" in fails(*command, "--max-shard-size", "5GB", code=2)
+    assert "exclude each other" in fails(*command, "-q", "-v", code=2)
+
+
+def test_finalize_says_what_it_would_ignore_before_it_writes(source, tmp_path):
+    run("convert", source, tmp_path / "dst", *CT, "--scaling", "tensor", "--shard", "0/1", "-q")
+    for arguments in (("-q", "-v"), ("--json", "--report", "md")):
+        assert "exclude" in fails("finalize", tmp_path / "dst", *arguments, code=2)
+    for option in ("--overwrite", "--json", "-v"):
+        message = fails("finalize", tmp_path / "dst", "--discard", option, code=2)
+        assert "--discard: nothing is written or printed; leave --overwrite" in message
+    assert run("finalize", tmp_path / "dst", "-q").exit_code == 0
 
 
 def test_a_dry_run_heeds_quiet_and_refuses_a_report_in_markdown(source, tmp_path):
