@@ -12,7 +12,7 @@ from qtoolkit.checkpoints._partial import reserved
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
 from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax, kind_of_source
-from qtoolkit.checkpoints._storage import Path, check_path, is_url, storage
+from qtoolkit.checkpoints._storage import Path, check_path, check_writable, is_url, storage
 
 # Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".
 _BESIDE_ARRAYS = re.compile(
@@ -99,6 +99,7 @@ def check_destination(
     _check_container(to, shard, max_shard_size)
     kind_of_source(src, "src")
     check_path(dst, "dst")
+    check_writable(dst)
     check_paths(src, dst)
     if to == "orbax":
         check_orbax_folder(dst, overwrite)

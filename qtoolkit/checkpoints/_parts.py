@@ -27,7 +27,16 @@ from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Report, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
 from qtoolkit.checkpoints._source import Folder, is_under_way
-from qtoolkit.checkpoints._storage import Path, check_path, copy, is_url, join, naming, storage
+from qtoolkit.checkpoints._storage import (
+    Path,
+    check_path,
+    check_writable,
+    copy,
+    is_url,
+    join,
+    naming,
+    storage,
+)
 
 Shard = tuple[int, int]
 
@@ -189,6 +198,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       ('model.safetensors',)
     """
     check_path(dst, "dst")
+    check_writable(dst)
     place = Place.of(dst)
     _check_parts(place)
     with naming(dst, place.parts), place.locked(shared=False):
@@ -214,6 +224,7 @@ def discard(dst: Path) -> None:
       ['model']
     """
     check_path(dst, "dst")
+    check_writable(dst)
     place = Place.of(dst)
     _check_parts(place)
     with place.locked(shared=False):

@@ -24,7 +24,15 @@ from qtoolkit.checkpoints._header import (
     shown,
 )
 from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, partial_file
-from qtoolkit.checkpoints._storage import Path, check_path, fill, is_url, naming, storage
+from qtoolkit.checkpoints._storage import (
+    Path,
+    check_path,
+    check_writable,
+    fill,
+    is_url,
+    naming,
+    storage,
+)
 
 
 class Closing:
@@ -195,6 +203,7 @@ _OTHER_FILES = (".npz", ".npy", ".msgpack", ".gguf", ".bin", ".pt", ".pth", ".ck
 def check_target(path: Path, overwrite: bool) -> str:
     """The real path to write `path` to; raises where that cannot work or would lose a file."""
     check_path(path, "path")
+    check_writable(path)
     stem, ending = os.path.splitext(str(path))
     if ending.lower() in _OTHER_FILES:
         raise CheckpointError(

@@ -24,6 +24,8 @@ Path = str | os.PathLike[str]
 Kind = Literal["file", "folder", "other", ""]
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# Protocols of fsspec that write nothing, or, as HTTP, nothing that most servers take.
+_READ_ONLY = ("http", "https", "data", "git", "github", "gist", "reference", "zip", "tar")
 _PART = 2**23  # bytes of one part of an upload; S3 takes at most 10,000 parts of 5 MiB or more
 
 
@@ -75,6 +77,28 @@ def check_path(path: Any, argument: str) -> None:
         f"{argument}: got {reprlib.repr(path)} of type {type(path).__name__}, expected a path as "
         f"str or os.PathLike, e.g. {remedy}"
     )
+
+
+def check_writable(path: Path) -> None:
+    """Raises where nothing can be written, whatever is there: no server is asked.
+
+    Raises:
+      CheckpointError: A URL whose protocol only reads.
+      OSError: Symbolic links that lead in a circle; `os.path.realpath` returns one of them.
+    """
+    if is_url(path):
+        protocol = str(path).partition("://")[0].lower()
+        if protocol in _READ_ONLY:
+            raise CheckpointError(
+                f"{path}: {protocol}:// is only read, expected a path of this machine or the URL "
+                "of an object store, such as s3://, gs:// or az://; give one of these"
+            )
+        return
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
 
 
 def is_url(path: Path) -> bool:

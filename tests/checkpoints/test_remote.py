@@ -538,6 +538,24 @@ def test_an_http_server_that_is_not_there_is_not_a_missing_file(tmp_path):
     assert found.value.errno == errno.EIO
 
 
+@pytest.mark.parametrize("url", ["https://host/model", "HTTP://host/model", "zip://model"])
+def test_a_target_that_is_only_read_is_refused_before_anything_is_asked(tmp_path, monkeypatch, url):
+    save(tmp_path / "src", {"w": np.ones((4, 4), np.float32)})
+
+    def asked(*_):
+        raise AssertionError("a server was asked")
+
+    monkeypatch.setattr(storage_module._Remote, "__init__", asked)
+    message = rf"^{url}: \w+:// is only read, expected .* s3://, gs:// or az://; give one of these$"
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path / "src", url)
+    with pytest.raises(CheckpointError, match=message):
+        save(url, {"w": np.ones((4, 4), np.float32)})
+    for finish in (finalize, discard):
+        with pytest.raises(CheckpointError, match=message):
+            finish(url)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

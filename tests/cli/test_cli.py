@@ -133,6 +133,15 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["empty", "model.safetensors"]
 
 
+def test_links_that_lead_in_a_circle_are_one_line(source, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for arguments in (("convert", source, tmp_path / "loop"), ("inspect", tmp_path / "loop")):
+        assert fails(*arguments) == (
+            f"{tmp_path}/loop: Too many levels of symbolic links; its links lead in a circle: "
+            "remove them, or give another name"
+        )
+
+
 def test_a_tensor_that_cannot_be_converted_is_named(tmp_path):
     save(tmp_path / "wide", {"layers/3/kernel": np.zeros((2, 2))})
     assert fails("convert", tmp_path / "wide", tmp_path / "out") == (
