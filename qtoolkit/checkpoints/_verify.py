@@ -89,7 +89,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
             if progress is not None:
                 progress(shown(name), done, total)
         problems = [*problems_beside(source, target), *check.problems] + [
-            f"{shown(name)}: is not in {src}"
+            f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
             if name not in source.tensors
         ]

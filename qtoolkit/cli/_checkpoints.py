@@ -65,7 +65,7 @@ WIDE = ("float32", "bfloat16", "float16")
 def _one_of(option: str, choices: Sequence[str]) -> Any:
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
-            raise failure(f"{option}: {shown(value)!r}, expected one of {', '.join(choices)}", 2)
+            raise failure(f"{option}: {value!r}, expected one of {', '.join(choices)}", 2)
         return value
 
     return check
@@ -100,7 +100,7 @@ def _shard(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if not found or not int(found[1]) < int(found[2]):
         raise failure(
-            f"--shard: {shown(text)!r}, expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8", 2
+            f"--shard: {text!r}, expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8", 2
         )
     return int(found[1]), int(found[2])
 

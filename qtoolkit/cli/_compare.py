@@ -24,7 +24,9 @@ _IMAGES = (".png", ".svg", ".pdf")
 def picture(path: Path | None) -> Path | None:
     """A callback for options that name a picture file: refuses others before any work."""
     if path is not None and path.suffix.lower() not in _IMAGES:
-        raise typer.BadParameter(f"{path.name}, expected a name that ends in {', '.join(_IMAGES)}")
+        raise typer.BadParameter(
+            f"{shown(path.name)}, expected a name that ends in {', '.join(_IMAGES)}"
+        )
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("matplotlib is missing; pip install matplotlib")
     return path
@@ -84,8 +86,8 @@ def verify(
             for problem in found.problems:
                 typer.echo(problem)
             typer.echo(
-                f"{converted}: {tensor_count(found.tensors)}, {found.quantized or 'none'} of them "
-                f"quantized: {_verdict(len(found.problems))}"
+                f"{shown(converted)}: {tensor_count(found.tensors)}, "
+                f"{found.quantized or 'none'} of them quantized: {_verdict(len(found.problems))}"
             )
         if found.problems:
             raise typer.Exit(1)
@@ -132,7 +134,7 @@ def _summary(found: Comparison) -> list[str]:
         if names:
             more = ", ..." if len(names) > 3 else ""
             listed = ", ".join(map(shown, names[:3])) + more
-            lines.append(f"  only in {path}: {tensor_count(len(names))}: {listed}")
+            lines.append(f"  only in {shown(path)}: {tensor_count(len(names))}: {listed}")
     return lines
 
 
@@ -162,4 +164,4 @@ def _draw(found: Comparison, path: Path) -> None:
 
     axes = sqnr_by_tensor(dict(known))
     axes.figure.savefig(path)
-    typer.echo(f"{path} written", err=True)
+    note(f"{path} written")

@@ -56,10 +56,17 @@ def printing() -> Iterator[None]:
         raise OSError(error.errno, error.strerror, "standard output") from error
 
 
+def printable(text: str) -> str:
+    """A line with control characters, which paths may contain and terminals obey, escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def note(message: str) -> None:
     """Prints a line on stderr. Where that is full, nothing more is printed, and nothing fails."""
     try:
-        typer.echo(message, err=True)
+        typer.echo(printable(message), err=True)
     except OSError:
         _silence(sys.stderr)
 
@@ -167,10 +174,7 @@ def os_failure(error: OSError) -> typer.Exit:
 
 
 def _say(message: str) -> None:
-    line = " ".join(message.splitlines())
-    # Names of files may contain control characters of terminals.
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-    note(f"qtoolkit: {line}")
+    note(f"qtoolkit: {' '.join(message.splitlines())}")
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -32,6 +32,7 @@ from qtoolkit.checkpoints.internal import (
     statistics,
     stored_as,
 )
+from qtoolkit.cli._errors import printable
 
 PLAN_HEADER = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
 REPORT_HEADER = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
@@ -116,7 +117,7 @@ def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
         sum(tensor.nbytes for tensor in plan.tensors),
     )
     return [
-        f"{dst}: {title}; a dry run, nothing was written",
+        f"{shown(dst)}: {title}; a dry run, nothing was written",
         *lines,
         *([f"  note       {plan.caution}"] if plan.caution else []),
         *([f"  shard      {part}"] if part else []),
@@ -127,8 +128,8 @@ def report_summary(report: Report) -> list[str]:
     """The lines that end a conversion."""
     if report.shard and not report.files:
         return [
-            f"{report.target}: shard {report.shard}: no file is left for it, there are more shards "
-            "than files; a smaller --max-shard-size makes more of these"
+            f"{shown(report.target)}: shard {report.shard}: no file is left for it, there are more "
+            "shards than files; a smaller --max-shard-size makes more of these"
         ]
     part = f" shard {report.shard}, {file_count(len(report.files))}:" if report.shard else ""
     title, *lines = _outcome(
@@ -141,7 +142,7 @@ def report_summary(report: Report) -> list[str]:
         report.bytes_before,
         report.bytes_after,
     )
-    lines = [f"{report.target}:{part} {title}", *lines, *_errors(report), *_notes(report)]
+    lines = [f"{shown(report.target)}:{part} {title}", *lines, *_errors(report), *_notes(report)]
     if report.resumed:
         lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
     if report.left and not report.shard:
@@ -201,7 +202,7 @@ def report_markdown(report: Report) -> str:
     """A table of every tensor, and the summary, in Markdown."""
     header, rows, right = report_rows(report)
     lines = [
-        f"# {_escaped(report.target)}",
+        f"# {_escaped(shown(report.target))}",
         "",
         *(f"* {_escaped(line.strip())}" for line in report_summary(report)),
         "",
@@ -216,8 +217,10 @@ def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
     literal = _literal(report.target)
     if report.shard:
-        target = shown(report.target)
-        return [f"when all shards are done: qtoolkit finalize {shlex.quote(target)}"]
+        # $'...' is how shells spell control characters.
+        target = report.target
+        quoted = shlex.quote(target) if target.isprintable() else f"${target!a}"
+        return [f"when all shards are done: qtoolkit finalize {quoted}"]
     if report.loads_nowhere:
         if report.files:
             parked = "qtoolkit_config.json" in report.files
@@ -343,7 +346,7 @@ def inspect_summary(source: Source) -> list[str]:
     try:
         wide = dequantized(source)
     except CheckpointError as error:
-        lines.append(f"not readable as quantized: {error}")
+        lines.append(f"not readable as quantized: {printable(str(error))}")
     else:
         if quantized := stored_as(wide):
             lines.append(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import typer
 
-from qtoolkit.cli._errors import note
+from qtoolkit.cli._errors import note, printable
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -17,6 +17,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
     Drawn on a terminal that is wide enough; plain lines elsewhere, never folded or cut.
     """
+    rows = [[*map(printable, row)] for row in rows]
     lines = list(_plain_table(header, rows, right))
     drawn_width = max(map(len, lines)) + len(header)
     if sys.stdout.isatty() and drawn_width <= shutil.get_terminal_size().columns:
@@ -66,7 +67,7 @@ def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Seq
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
     """Gives a callback (name, bytes done, bytes in all): a bar on a terminal, else lines.
 
-    Both show the bytes, how many a second, and the time that is left.
+    Both show the bytes, and once they are known, how many a second and the time that is left.
     """
     if sys.stderr.isatty():
         with _rich_progress(title) as callback:
@@ -75,8 +76,11 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
         yield _plain_progress(title)
 
 
+_SETTLED = 1.0  # seconds after which a rate says something about the rest
+
+
 def _plain_progress(title: str, clock: Callable[[], float] = time.monotonic) -> Callable[..., None]:
-    """Prints a line at every tenth."""
+    """Prints a line at every tenth; without a rate as long as that is of less than a second."""
     printed = 0
     # Of the first call: what comes before it, such as loading JAX, says nothing about the rest.
     first: tuple[float, int] | None = None
@@ -89,7 +93,7 @@ def _plain_progress(title: str, clock: Callable[[], float] = time.monotonic) -> 
         if tenths > printed:
             printed = tenths
             seconds, count = now - first[0], done - first[1]
-            rate = count / seconds if count and seconds > 0 else None
+            rate = count / seconds if count and seconds >= _SETTLED else None
             note(f"{title}: {10 * tenths:3} %, {_amount(done, total, rate)}  {name}")
 
     return callback

@@ -299,6 +299,39 @@ def test_names_from_files_never_reach_the_terminal_raw(tmp_path):
         assert "a\\x1b[2J.weight" in result.output
 
 
+def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
+    """A bell beside the escape: `typer.echo` removes escape sequences where it prints to a pipe."""
+    monkeypatch.chdir(tmp_path)
+    odd, other = "o\x07\x1b[2J", "p\x07\x1b[2J"
+    save(odd, {"w": np.ones((2, 2), np.float32), "more": np.ones((2, 2), np.float32)})
+    save("q" + odd, {"a.SCB": np.ones(2, np.float32), "a.weight": np.ones((2, 2), np.int8)})
+    save("wide", {"w": np.full((2, 2), 3, np.float32)})
+    for code, *arguments in (
+        (0, "convert", odd, other, "--dry-run"),
+        (0, "convert", odd, other),
+        (1, "convert", odd, other),
+        (0, "convert", odd, other, "--overwrite", "--report", "md"),
+        (0, "convert", source, "f" + odd, "--shard", "0/1"),
+        (0, "finalize", "f" + odd),
+        (0, "dequantize", other, "d" + odd),
+        (0, "compare", odd, "wide", "--plot", f"{odd}.png"),
+        (0, "compare", odd, odd, "--plot", f"{odd}.png"),
+        (2, "compare", odd, odd, "--plot", odd),
+        (1, "verify", "wide", odd),
+        (1, "verify", "wide", other),
+        (0, "inspect", "q" + odd),
+        (1, "inspect", "none" + odd),
+        (2, "layouts", odd),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == code, result.output
+        assert all(map(str.isprintable, result.output.splitlines())), result.output
+        assert "\\x07\\x1b[2J" in result.output, arguments
+        assert "\\\\x07" not in result.output, arguments  # escaped once
+    line = run("convert", source, "g" + odd, "--shard", "0/1").stdout.splitlines()[-1]
+    assert line == r"when all shards are done: qtoolkit finalize $'go\x07\x1b[2J'"
+
+
 def test_completion_is_on():
     assert "--install-completion" in run("--help").stdout
 

@@ -471,6 +471,15 @@ def test_lines_of_progress_have_bytes_rate_and_time_left(monkeypatch, capsys):
         "converting:  20 %, 0.5/2.5 GB, 500.0 MB/s, 0:00:04 left  b",
         "converting:  80 %, 2.0/2.5 GB, 500.0 MB/s, 0:00:01 left  d",
     ]
+    times = iter([100, 100.0001, 100.5, 103])  # no rate of a moment
+    callback = _tables._plain_progress("converting", clock=lambda: next(times))
+    for name, done in (("a", 1), ("b", 20), ("c", 50), ("d", 61)):
+        callback(name, done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "converting:  20 %, 20/100 bytes  b",
+        "converting:  50 %, 50/100 bytes  c",
+        "converting:  60 %, 61/100 bytes, 20.0 bytes/s, 0:00:02 left  d",
+    ]
     _tables._plain_progress("converting")("a", 700, 700)
     assert capsys.readouterr().err == "converting: 100 %, 700/700 bytes  a\n"
 
