@@ -155,12 +155,12 @@ def check_orbax_folder(path: Path, overwrite: bool) -> None:
     found = storage(path).entries(target) if kind == "folder" else {}
     if not found:
         return
-    if not overwrite:
-        raise exists_already(path)
     others = [n for n in found if n not in ORBAX_FILES and not _BESIDE_ARRAYS.fullmatch(n)]
     if others or ORBAX_FILES.isdisjoint(found):
         what = f"holds {shown(others[0])}" if others else "holds nothing of orbax"
         raise CheckpointError(
-            f"{path}: {what}, so it is no checkpoint of orbax that --overwrite could replace; "
-            "choose another name"
+            f"{path}: exists already and {what}, expected nothing but what --to orbax writes, "
+            "which --overwrite replaces; choose another name"
         )
+    if not overwrite:
+        raise exists_already(path)

@@ -120,8 +120,8 @@ def _check_replaceable(
     if folders or not any(name.endswith(".safetensors") for name in found):
         what = f"holds the folder {shown(folders[0])}" if folders else "holds no safetensors"
         raise CheckpointError(
-            f"{path}: {what}, so it is no checkpoint that --overwrite could replace; choose "
-            "another name"
+            f"{path}: {what}, so it is no checkpoint of safetensors that --overwrite could "
+            "replace; choose another name"
         )
     try:
         weights, _ = weight_files(target, [*found])

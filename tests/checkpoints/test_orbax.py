@@ -435,9 +435,16 @@ def test_overwriting(folder, tmp_path):
     convert(src, dst, scaling="channel", overwrite=True, **options)
     assert restored(dst)["params"]["dense"]["kernel_scale"].shape == (1, 32)
     (dst / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds notes.txt, so it is no checkpoint of orbax"):
-        convert(src, dst, overwrite=True, **options)
+    message = "dst: exists already and holds notes.txt, expected nothing but what --to orbax writes"
+    for overwrite in (False, True):  # the remedy is not --overwrite, which is refused as well
+        with pytest.raises(CheckpointError, match=message):
+            convert(src, dst, overwrite=overwrite, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    (dst / "notes.txt").unlink()
+    (tmp_path / "model").mkdir()
+    save(tmp_path / "model" / "model.safetensors", {"w": np.ones((4, 4), np.float32)})
+    with pytest.raises(CheckpointError, match="so it is no checkpoint of safetensors that --over"):
+        convert(tmp_path / "model", dst, overwrite=True)
 
 
 def test_after_a_kill_a_rerun_finishes(folder, tmp_path):
