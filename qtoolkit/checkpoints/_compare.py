@@ -213,9 +213,11 @@ def _excess(stored: Stored) -> float:
     largest = float(element.max_finite)
     if isinstance(element, FloatFormat):
         step = largest - float(element.magnitude(element.max_code - 1))
-    else:
-        assert isinstance(element, IntFormat), element.name
+    elif isinstance(element, IntFormat):
         step = 1.0
+    else:
+        values = np.unique(element.values())
+        step = float(values[-1] - values[-2])
     return 1 + step / 2 / largest
 
 

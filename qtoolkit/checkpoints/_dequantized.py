@@ -202,8 +202,8 @@ def check_quantized(opened: Source) -> Source:
     if not stored_as(source):
         if copied := copied_parts(opened.metadata, opened.tensors, ()):
             raise CheckpointError(
-                f"{opened.path}: tensor {shown(min(copied))}: of a packed QArray or one of more "
-                "than 8 bits, which the commands do not read; dequantize it in Python: "
+                f"{opened.path}: tensor {shown(min(copied))}: of a QArray of more than 8 "
+                "bits or another that the commands do not read; dequantize it in Python: "
                 "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
             )
         raise CheckpointError(

@@ -13,7 +13,7 @@ import numpy as np
 from qtoolkit.checkpoints._header import DTYPE_BITS, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.formats import BlockFormat
 
-Packing = Literal["bytes", "nibbles", "words"]
+Packing = Literal["bytes", "nibbles", "words", "bits"]
 _WORDS = 32  # 32 codes of any number of bits fill whole 32-bit words
 ReadBytes = Callable[[str, int, memoryview], None]
 
@@ -46,7 +46,8 @@ class Stored:
       second_divides: Whether the second scale is the reciprocal: x = q * scale / second.
       packing: "bytes", a code each; "nibbles", two codes to a byte, the first one low; "words",
         codes of n bits plus 2**(n-1), dense in 32-bit words from the lowest bits on, a row padded
-        to whole words.
+        to whole words; "bits", codes of n bits as `qtoolkit.pack` packs a row: dense, from the
+        lowest bits on, padded to a whole byte, for six bits to three.
       constants: Further entries, with their bytes.
     """
 
@@ -88,8 +89,10 @@ def pack_codes(codes: np.ndarray, stored: Stored) -> np.ndarray:
     if stored.packing == "bytes":
         return codes
     bits = stored.spec.element.bits
+    if stored.packing == "bits":
+        return _dense(codes, bits, 24 if bits == 6 else 8)
     offset = codes ^ np.uint8(1 << (bits - 1))  # two's complement to value + 2**(bits - 1)
-    return _to_words(offset & np.uint8((1 << bits) - 1), bits)
+    return _dense(offset & np.uint8((1 << bits) - 1), bits, 32)
 
 
 def unpack_codes(packed: np.ndarray, columns: int, stored: Stored) -> np.ndarray:
@@ -103,15 +106,16 @@ def unpack_codes(packed: np.ndarray, columns: int, stored: Stored) -> np.ndarray
     bits = stored.spec.element.bits
     stream = np.unpackbits(packed, axis=1, bitorder="little")[:, : columns * bits]
     codes = np.packbits(stream.reshape(len(packed), columns, bits), axis=2, bitorder="little")
-    return codes.reshape(len(packed), columns) ^ np.uint8(1 << (bits - 1))
+    offset = 0 if stored.packing == "bits" else 1 << (bits - 1)
+    return codes.reshape(len(packed), columns) ^ np.uint8(offset)
 
 
-def _to_words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Little-endian bytes: the bits of a row one after the other, filled up to 32-bit words."""
+def _dense(codes: np.ndarray, bits: int, unit: int) -> np.ndarray:
+    """Little-endian bytes: the bits of a row one after the other, filled up to units of bits."""
     rows, columns = codes.shape
     stream = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
     stream = stream.reshape(rows, columns * bits)
-    padded = np.zeros((rows, -(-columns * bits // 32) * 32), np.uint8)
+    padded = np.zeros((rows, -(-columns * bits // unit) * unit), np.uint8)
     padded[:, : stream.shape[1]] = stream
     return np.packbits(padded, axis=1, bitorder="little")
 
@@ -204,7 +208,7 @@ class Values:
         count, height, _ = stored.matrices
         width = stored.codes.nbytes // (count * height)
         skipped = left % _WORDS
-        bits = {"bytes": 8, "nibbles": 4, "words": stored.spec.element.bits}[stored.packing]
+        bits = {"bytes": 8, "nibbles": 4}.get(stored.packing, stored.spec.element.bits)
         first = (left - skipped) * bits // 8
         end = min(-(-right // _WORDS) * _WORDS * bits // 8, width)
         packed = np.empty((rows[1] - rows[0], end - first), np.uint8)

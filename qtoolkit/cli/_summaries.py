@@ -333,7 +333,9 @@ def _scales(weight: Stored) -> str:
         for entry in weight.entries
         if entry != weight.codes
     ]
-    return f"{weight.spec.name}: {', '.join(parts)}"
+    # Codes that are packed have another shape than the weight.
+    shape = "" if weight.shape == weight.codes.shape else f" {dimensions(weight.shape)}"
+    return f"{weight.spec.name}{shape}: {', '.join(parts)}"
 
 
 def inspect_summary(source: Source) -> list[str]:

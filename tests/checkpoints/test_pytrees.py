@@ -4,6 +4,7 @@ one.
 """
 
 import collections
+import dataclasses
 import inspect
 import json
 import struct
@@ -18,11 +19,13 @@ from flax import nnx
 import qtoolkit as qt
 from qtoolkit.checkpoints import (
     CheckpointError,
+    compare,
     convert,
     dequantize,
     dequantize_checkpoint,
     load,
     save,
+    verify,
 )
 from qtoolkit.scaling import QArray
 
@@ -264,6 +267,7 @@ def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step)
     value = np.asarray(first.dequantize())
     if step == "convert":
         convert(a, b, format="int8", scaling="channel", channel_axis="first")
+        assert load(b)["packed"].dtype == np.int8
         scale = np.abs(value).max(1, keepdims=True) / np.float32(127)
         assert load(b)["w"].dtype == np.int8
         np.testing.assert_array_equal(load(b)["w"], np.rint(value / scale))
@@ -271,12 +275,80 @@ def test_a_saved_qarray_that_is_stored_anew_is_described_no_more(tmp_path, step)
     else:
         dequantize_checkpoint(a, b)
         np.testing.assert_array_equal(load(b)["w"], value)
-    np.testing.assert_array_equal(load(b)["packed"].dequantize(), kept.dequantize())
+        np.testing.assert_array_equal(load(b)["packed"], kept.dequantize())
+    with qt.checkpoints.open_source(b) as source:
+        assert "qtoolkit_arrays" not in source.metadata
+
+
+PACKED = {
+    "int4 by channel": (qt.BlockFormat.channel("int4", 0), (6, 64)),
+    "int4 by tensor": (qt.BlockFormat.tensor("int4"), (6, 64)),
+    "int4 by groups of rows": (qt.spec("int4_group32").along(0), (64, 6)),
+    "odd rows": (qt.BlockFormat.channel("int4", 0), (7, 33)),
+    "odd rows, columns": (qt.BlockFormat.channel("int4", 1), (7, 33)),
+    "axes that can be merged": (qt.BlockFormat.tensor("int4"), (3, 5, 7)),
+    "a stack": (qt.BlockFormat.channel("int4", -1), (3, 5, 7)),
+    "one axis": (qt.BlockFormat.tensor("int4"), (9,)),
+    "two scales": ("nvfp4", (8, 64)),
+    "powers of two": ("mxfp4", (8, 64)),
+    "a table": ("nf4", (8, 64)),
+    "two bits": (qt.BlockFormat.channel("int2", 0), (5, 39)),
+    "six bits": ("mxfp6_e2m3", (5, 96)),
+    "six bits, not whole groups": (qt.BlockFormat.channel("e2m3fn", 0), (5, 39)),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_arrays_are_read(tmp_path, kind):
+    """Oracle: `QArray.dequantize`, and `quantize` for what `verify` expects."""
+    spec, shape = PACKED[kind]
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    array = qt.quantize(x, spec)
+    a, b, wide = (tmp_path / name for name in ("a", "b", "wide"))
+    save(wide, {"w": x})
+    save(a, {"w": array.pack()})
+    dequantize_checkpoint(a, b)
+    np.testing.assert_array_equal(load(b)["w"], array.dequantize())
+    assert verify(wide, a).problems == ()
+    (found,) = compare(b, a).tensors
+    assert (found.equal, found.size) == (True, x.size)
+    save(a, {"w": array}, overwrite=True)
+    assert found.format == compare(b, a).tensors[0].format
+    damaged = dataclasses.replace(array.pack(), codes=array.pack().codes.at[-1].add(1))
+    save(a, {"w": damaged}, overwrite=True)
+    assert len(verify(wide, a).problems) == 1
+
+
+def test_packed_arrays_that_vmap_has_stacked(tmp_path):
+    """`lengths` are those of the last axes alone."""
+    x = np.random.default_rng(0).normal(size=(3, 8, 64)).astype(np.float32)
+    array = jax.vmap(lambda x: qt.quantize(x, "nvfp4"))(x)
+    for one in (array, array.pack()):
+        save(tmp_path / "a", {"w": one}, overwrite=True)
+        dequantize_checkpoint(tmp_path / "a", tmp_path / "b", overwrite=True)
+        np.testing.assert_array_equal(load(tmp_path / "b")["w"], array.dequantize())
+
+
+def test_packed_arrays_with_wrong_descriptions(tmp_path):
+    array = qt.quantize(np.ones((4, 64), np.float32), "mxfp4").pack()
+    save(tmp_path / "a", {"w": array})
+    with qt.checkpoints.open_source(tmp_path / "a") as source:
+        described = json.loads(source.metadata["qtoolkit_arrays"])
+    arrays = {name: np.asarray(x) for name, x in (("w", array.codes), ("w_scale", array.scale))}
+    dtypes = {"w": "U8", "w_scale": "F8_E8M0"}
+    infos = qt.checkpoints.layout((name, dtypes[name], x.shape) for name, x in arrays.items())
+    for size in (63.5, 66, 62, -64, True, "64", [64]):
+        described["w"]["packed_size"] = size
+        metadata = {"qtoolkit_arrays": json.dumps(described)}
+        chunks = [(info.name, arrays[info.name]) for info in infos]
+        write = qt.checkpoints.write_safetensors
+        write(tmp_path / "a", infos, chunks, metadata, overwrite=True)
+        with pytest.raises(CheckpointError, match="'qtoolkit_arrays' does not describe"):
+            dequantize_checkpoint(tmp_path / "a", tmp_path / "b")
 
 
 COPIED = {
-    "packed": qt.BlockFormat.channel("int4", 0),
-    "packed, two scales": "nvfp4",
+    "packed, zero points": qt.BlockFormat.tensor("uint4", zero_point=True),
     "int16": qt.BlockFormat.channel("int16", 0),
     "float16": qt.BlockFormat.tensor("float16"),
     "scales without a dtype": qt.BlockFormat(

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from flax import nnx
 from typer.testing import CliRunner
 
 import qtoolkit
@@ -204,7 +205,7 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     assert lines[0].split() == ["tensor", "dtype", "shape", "bytes", "scales"]
     assert any(
         "weight_packed" in line
-        and "nvfp4: weight_scale F8_E4M3 [128, 8], weight_global_scale F32 [1]" in line
+        and "nvfp4 [128, 128]: weight_scale F8_E4M3 [128, 8], weight_global_scale" in line
         for line in lines
     )
     assert not any(line.startswith(f"{WEIGHT}_scale ") for line in lines)
@@ -217,6 +218,31 @@ def test_inspect_pairs_weights_with_their_scales(source, tmp_path):
     stats = {row["tensor"]: row for row in data["stats"]}
     x = load(source / "model.safetensors")[WEIGHT].astype(np.float64)
     assert stats[WEIGHT]["deviation"] == pytest.approx(x.std(), rel=0.02)
+
+
+def test_packed_kernels_of_a_served_model(tmp_path):
+    """What `inspect`, `verify` and `compare` say of a model of `nnx.quantize`."""
+    model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    for name, one in (("wide", model), ("served", qtoolkit.nnx.quantize(model, "int4_group32"))):
+        save(tmp_path / name, nnx.state(one))
+    lines = run("inspect", tmp_path / "served").stdout.splitlines()
+    kernel = "U8     [64, 16]  1,024  int4_group32@0 [64, 32]: kernel_scale F32 [2, 32]"
+    assert kernel in lines[2]
+    data = json.loads(run("inspect", tmp_path / "served", "--json").stdout)
+    assert data["quantized"]["kernel"]["format"] == "int4_group32@0"
+    assert data["quantized"]["kernel"]["shape"] == [64, 32]
+    verified = run("verify", tmp_path / "wide", tmp_path / "served")
+    assert "2 tensors, 1 of them quantized: as expected" in verified.stdout
+    compared = run("compare", tmp_path / "wide", tmp_path / "served").stdout.splitlines()
+    assert compared[2].startswith("kernel  int4_group32@0  ")
+
+
+def test_compare_takes_tables(tmp_path):
+    """nf4 is neither a float nor an integer format, whose last step counts as clamped."""
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    save(tmp_path / "wide", {"w": x})
+    save(tmp_path / "nf4", {"w": qtoolkit.quantize(x, "nf4")})
+    assert "nf4" in run("compare", tmp_path / "wide", tmp_path / "nf4").stdout
 
 
 def test_stats_in_json_are_numbers(tmp_path):
