@@ -46,7 +46,9 @@ def calibrate(
         is called with each batch.
 
     Returns:
-      `Calibration`, as `qtoolkit.nnx.calibrate`.
+      `Calibration`, as `qtoolkit.nnx.calibrate`. Layers that run under `nn.custom_vjp`, or where
+      Flax differentiates inside of the model, cannot be measured: `unreached` names them, and
+      `freeze` refuses them, so leave them by a rule.
 
     Raises:
       TypeError: `wrapped` is no linen module, `variables` no dictionary with "params"; `batches` is

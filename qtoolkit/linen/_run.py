@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from qtoolkit.products.internal import (
     product_attributes,
     returns_later,
     scope,
+    unmeasured,
 )
 from qtoolkit.scaling import QArray
 
@@ -192,12 +193,17 @@ def _is_apart(module: nn.Module, recipe: Recipe) -> bool:
     no gradient reaches the probes of delayed scales, so histories would stay empty. `nn.custom_vjp`
     cannot differentiate by what it closes over, learned scales for instance.
     """
-    assert module.scope is not None
     transforms = ["jit("]
     if recipe.is_delayed:
         transforms += ["vjp(", "jvp(", "value_and_grad("]
     if any(recipe.learned):
         transforms.append("custom_vjp(")
+    return _is_under(module, transforms)
+
+
+def _is_under(module: nn.Module, transforms: Sequence[str]) -> bool:
+    """Whether a bound module runs inside of one of Flax's transformations."""
+    assert module.scope is not None
     return any(name in part for part in module.scope.debug_path for name in transforms)
 
 
@@ -282,9 +288,10 @@ class _Run:
             _check_kernels(module, path)
             is_apart = _is_apart(module, recipe)
             multiply = self._multiply(recipe, path, name, kind, is_apart)
+            measured = unmeasured() if _is_under(module, ["custom_vjp("]) else nullcontext()
             kernels = _kernels.get()
             other_uses = None if kernels is None else kernels.other_uses
-            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None):
+            with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None), measured:
                 return run_rewritten(method, module, multiply, args, kwargs, other_uses)
         if not _keeps_state(recipe) or _is_apart(module, recipe):
             return call(*args, **kwargs)

@@ -105,6 +105,21 @@ def instrumented(by: Instrument) -> Iterator[None]:
         _instrument.reset(token)
 
 
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """In this context a tap finds products, but measures none: no gradient would bring it out.
+
+    `jax.custom_vjp` refuses functions that close over an array by which somebody differentiates, as
+    the zeros of a tapped product are.
+    """
+    by = instrument()
+    if not isinstance(by, Tapping):
+        yield
+        return
+    with instrumented(dataclasses.replace(by, zeros={})):
+        yield
+
+
 @dataclasses.dataclass
 class Tapping:
     """The instrument that passes the tap and an array of zeros to each product.
@@ -179,6 +194,15 @@ def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) 
             f"{where}: a product runs inside of a lax.while_loop, which has no gradient, expected "
             "a model that can be differentiated: measurements leave the model as gradients; use "
             "lax.scan, or lax.fori_loop with bounds that are numbers"
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "CustomVJPException":  # JAX exports no name for it
+            raise
+        raise ValueError(
+            f"{where}: a jax.custom_vjp in the model calls qtoolkit.dot, or closes over an array "
+            "that depends on a product, expected one that does neither: measurements leave the "
+            "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
+            "there, with a recipe, and pass such an array as an argument"
         ) from error
     return Tapped(finding.found, finding.stored, sums, closed)
 

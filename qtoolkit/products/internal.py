@@ -28,7 +28,7 @@ from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import MODEL, Place, instrument
+from qtoolkit.products._taps import MODEL, Place, instrument, unmeasured
 
 __all__ = [
     "BY_RULE",
@@ -77,5 +77,6 @@ __all__ = [
     "strict_inputs",
     "summary_of",
     "sums_of",
+    "unmeasured",
     "with_values",
 ]

@@ -362,3 +362,18 @@ def test_delayed_scales_become_current_where_the_model_differentiates(by):
     report = qt.linen.report(delayed, variables, X)
     assert not report.left
     assert "delayed" not in str(report)
+
+
+@pytest.mark.parametrize("by", DIFFERENTIATED)
+def test_products_are_named_where_the_model_differentiates_and_none_can_be_measured(by):
+    """The gradients that carry measurements do not leave such a transformation."""
+    module = wrap(Differentiated(by), Recipe())
+    variables = module.init(KEY, X)
+    found = qt.linen.calibrate(module, variables, [X])
+    assert [str(place) for place in found.unreached] == ["Dense_0:__call__.kernel"]
+    with pytest.raises(ValueError, match="freeze: not calibrated: Dense_0:__call__.kernel"):
+        qt.linen.freeze(module, variables, found)
+    numerics = qt.linen.numerics(
+        module, variables, X, lambda variables, x: module.apply(variables, x).sum()
+    )
+    assert numerics.unreached == ("Dense_0:__call__.kernel",)

@@ -551,3 +551,30 @@ def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
         qt.nnx.calibrate(wrapped, BATCHES)
     with pytest.raises(ValueError, match=r"numerics: a product runs inside of a lax.while_loop"):
         qt.nnx.numerics(wrapped, BATCHES[0], lambda model, x: model(x).sum())
+
+
+@jax.custom_vjp
+def _doubled(x, kernel):
+    return 2 * qt.dot(x, kernel)
+
+
+_doubled.defvjp(
+    lambda x, kernel: (_doubled(x, kernel), (x, kernel)),
+    lambda kept, dy: (2 * dy @ kept[1].T, 2 * kept[0].T @ dy),
+)
+
+
+class WithItsDerivative(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((4, 3)))
+
+    def __call__(self, x):
+        return _doubled(x, self.kernel[...])
+
+
+def test_dot_inside_of_a_custom_derivative_is_not_measured():
+    wrapped, x = qt.nnx.wrap(WithItsDerivative()), jnp.ones((2, 4))
+    with pytest.raises(ValueError, match=r"calibrate: a jax\.custom_vjp in the model calls"):
+        qt.nnx.calibrate(wrapped, [x])
+    with pytest.raises(ValueError, match=r"numerics: .* call qtoolkit\.dot_general there"):
+        qt.nnx.numerics(wrapped, x, lambda model, x: model(x).sum())
