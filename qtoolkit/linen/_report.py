@@ -1,6 +1,7 @@
 """`report`: every product of a wrapped module, quantized or left."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import DenyList
+from flax.errors import ScopeCollectionNotFound
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
@@ -41,7 +43,8 @@ def report(
       inputs, options: What the module is called with. Arrays are traced; all else is passed as it
         is.
       rngs, method, mutable: As for `apply`. Left out: keys for whatever asks, and every collection
-        but "params" may be written.
+        but "params" may be written; none if Flax then finds no parameters, as it does in
+        `nn.map_variables(init=True)`.
 
     Returns:
       A `Report`, whose text is a table. Its `unreached` are rules that match nothing that ran.
@@ -79,14 +82,22 @@ def _reported(
     if rngs is None:
         rngs = {"params": jax.random.key(0)}
 
-    def call(variables: Any, arrays: list[Any]) -> Any:
+    def call(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
         args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
         given = {**variables, COLLECTION: state} if state else variables
         outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
         return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
 
+    arguments = others, [leaves[i] for i in places]
     with visiting() as visited:
-        found = report_of(call, (others, [leaves[i] for i in places]))
+        try:
+            found = report_of(functools.partial(call, mutable), arguments)
+        except ScopeCollectionNotFound:
+            # Where a collection may be written, but "params" may not, Flax's
+            # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
+            if mutable is not _EVERY_WRITTEN:
+                raise
+            found = report_of(functools.partial(call, False), arguments)
     rules = dict.fromkeys(rules for rules, *_ in visited)
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"

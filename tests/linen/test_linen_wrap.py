@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.errors import ScopeCollectionNotFound
 from flax.training.train_state import TrainState
 
 import qtoolkit as qt
@@ -589,6 +590,32 @@ class Keywords(nn.Module):
     def __call__(self, *, batch, flag):
         y = nn.Dense(8)(batch["x"])
         return Hidden()(y) if flag else y
+
+
+class Mapped(nn.Module):
+    """A layer with the signs of its parameters. Flax runs it where "params" may be written or
+    nothing, but not where only other collections may.
+    """
+
+    @nn.compact
+    def __call__(self, x):
+        def signs(variables):
+            return jax.tree.map(jnp.sign, variables)
+
+        return nn.map_variables(nn.Dense, "params", signs, init=True)(4)(x)
+
+
+def test_map_variables_that_makes_its_parameters_is_reported():
+    """Oracle: by hand, one product forward and two backward, of which Flax drops that of signs."""
+    module = wrap(Mapped(), Recipe(), strict=(X,))
+    found = report(module, shapes(module, X), X)
+    assert [(p.path, p.part) for p in found.quantized] == [
+        ("Map_variablesDense_0", "forward"),
+        ("Map_variablesDense_0", "dgrad"),
+    ]
+    assert not found.left
+    with pytest.raises(ScopeCollectionNotFound):  # Flax's own, if the caller asked for it
+        report(module, shapes(module, X), X, mutable=["batch_stats"])
 
 
 def test_strict_by_keywords():
