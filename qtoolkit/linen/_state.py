@@ -146,7 +146,8 @@ def value_and_grad(
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It
         passes the variables to `apply` of wrapped modules.
-      has_aux: As in `jax.value_and_grad`.
+      has_aux: As in `jax.value_and_grad`. The aux must not hold the collection "qtoolkit", which
+        the loss knows as it was before the step: leave it out of `mutable`.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
 
@@ -159,7 +160,9 @@ def value_and_grad(
 
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
-      ValueError: `wrt` names a collection that `variables` lacks, or "qtoolkit", which is state.
+      ValueError: `wrt` names a collection that `variables` lacks, or "qtoolkit", which is state;
+        the aux holds that; an nnx model in `nnx.bridge.to_linen` keeps histories or keys, which
+        cannot be updated here.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_delayed_hybrid)
@@ -178,6 +181,7 @@ def value_and_grad(
                 'dictionary of collections with "params", as init returns it; pass '
                 '{"params": params, "qtoolkit": state}'
             )
+        _check_bridged(variables)
         trained = _trained(variables, wrt)
         for collection in trained.values():
             check_trainable("value_and_grad", collection)
@@ -192,7 +196,10 @@ def value_and_grad(
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _with_probes(state, probes)
-            return loss(given, *args, **kwargs)
+            out = loss(given, *args, **kwargs)
+            if has_aux and any(_products(state)):
+                _check_aux(out)
+            return out
 
         graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
         value, (grads, counts) = graded(trained, probes)
@@ -200,6 +207,42 @@ def value_and_grad(
         return value, grads, _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
 
     return function
+
+
+def _check_bridged(variables: Mapping[str, Any]) -> None:
+    """Raises if an nnx model in `nnx.bridge.to_linen` has state, which nobody would update.
+
+    Its collections have the names of nnx's types of variables, with the model's attributes inside.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(variables.get("ScalingState", {}))
+    for path, _ in leaves:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        if names[-1] in (_HISTORY, _KEY):
+            raise ValueError(
+                f"value_and_grad: {'/'.join(map(str, names))} is state of an nnx model in "
+                "nnx.bridge.to_linen, which cannot be updated here, expected a recipe without "
+                "Delayed scaling and stochastic rounding, e.g. te_current; or train the model with "
+                "qtoolkit.nnx.value_and_grad"
+            )
+
+
+def _check_aux(out: Any) -> None:
+    """Raises if a loss returns the state that it was given, as `mutable=True` in `apply` has it.
+
+    Who merges the updates of all collections after the step would undo it: histories never move.
+    """
+    if any(map(_holds_state, jax.tree.leaves(out, is_leaf=_holds_state))):
+        raise ValueError(
+            f'value_and_grad: the loss returns the collection "{COLLECTION}" as it was before the '
+            "step, expected an aux without it: the state after the step is the third result; name "
+            'the collections that change, apply(..., mutable=["batch_stats"])'
+        )
+
+
+def _holds_state(node: Any) -> bool:
+    if not isinstance(node, Mapping):
+        return False
+    return COLLECTION in node or (_PROBE in node and _HISTORY in node)
 
 
 def described(variables: Any) -> str:

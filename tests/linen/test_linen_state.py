@@ -377,3 +377,52 @@ def test_products_are_named_where_the_model_differentiates_and_none_can_be_measu
         module, variables, X, lambda variables, x: module.apply(variables, x).sum()
     )
     assert numerics.unreached == ("Dense_0:__call__.kernel",)
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+
+
+ROUNDED = Recipe("e4m3fn", Operand("e5m2", projection=Projection("stochastic")))
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, ROUNDED], ids=["delayed", "stochastic"])
+def test_a_loss_may_not_return_the_state_before_the_step(recipe):
+    """Merged after the step, it would undo it: histories and keys would never move."""
+    module = wrap(Normalized(), recipe)
+    variables = module.init(KEY, X)
+
+    def stepped(mutable, pick=lambda updates: updates):
+        def of(variables):
+            y, updates = module.apply(variables, X, mutable=mutable)
+            return (y**2).mean(), {"updates": pick(updates), "key": KEY}
+
+        return value_and_grad(of, has_aux=True)(variables)
+
+    (_, aux), _, state = stepped(["batch_stats"])
+    assert set(aux["updates"]) == {"batch_stats"}
+    for kept, moved in zip(*map(jax.tree.leaves, (variables["qtoolkit"], state)), strict=True):
+        assert kept.ndim == 0 or np.any(kept != moved)  # the count of bad steps is a scalar
+    for mutable in (True, ["batch_stats", "qtoolkit"], nn.DenyList("params")):
+        with pytest.raises(ValueError, match=r'^value_and_grad: the loss returns .* "qtoolkit"'):
+            stepped(mutable)
+    if recipe is RECIPE:
+        with pytest.raises(ValueError, match=r"the state after the step is the third result"):
+            stepped(True, lambda updates: updates["qtoolkit"])
+
+
+def test_a_loss_may_return_a_state_that_no_step_changes():
+    module = wrap(nn.Dense(4), Recipe())
+    variables = module.init(KEY, X)
+    frozen, variables = qt.linen.freeze(
+        module, variables, qt.linen.calibrate(module, variables, [X])
+    )
+
+    def of(variables):
+        y, updates = frozen.apply(variables, X, mutable=True)
+        return y.sum(), updates
+
+    (_, updates), _, state = value_and_grad(of, has_aux=True)(variables)
+    jax.tree.map(np.testing.assert_array_equal, updates["qtoolkit"], state)

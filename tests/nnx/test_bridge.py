@@ -1,4 +1,7 @@
-"""Linen modules inside `nnx.bridge.ToNNX`: wrapped ones are rolled, others are in the report."""
+"""Linen modules inside `nnx.bridge.ToNNX`: wrapped ones are rolled, others are in the report.
+
+And nnx models inside `nnx.bridge.to_linen`, whose state cannot be rolled.
+"""
 
 import dataclasses
 
@@ -136,3 +139,50 @@ def test_a_rule_does_not_leave_what_linen_has_wrapped():
     report = qt.nnx.report(wrapped, x)
     assert not report.left
     assert sum(p.count for p in report.quantized) == 12
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, recipe, *, rngs):
+        self.key = qt.nnx.wrap(nnx.Linear(16, 4, rngs=rngs), recipe)
+
+    def __call__(self, x):
+        return self.key(x)
+
+
+class AroundBridged(nn.Module):
+    recipe: qt.Recipe
+
+    @nn.compact
+    def __call__(self, x):
+        return nnx.bridge.to_linen(Wrapped, self.recipe)(nn.Dense(16)(x))
+
+
+@pytest.mark.parametrize("recipe", [STOCHASTIC, HYBRID], ids=["delayed, stochastic", "delayed"])
+def test_state_of_nnx_in_a_linen_module_is_refused_by_linens_value_and_grad(recipe):
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
+    module = AroundBridged(recipe)
+    variables = module.init(jax.random.key(0), x)
+
+    def of(variables):
+        return (module.apply(variables, x) ** 2).mean()
+
+    with pytest.raises(ValueError, match=r"^value_and_grad: .*key/dot_general/.* is state of an"):
+        qt.linen.value_and_grad(of)(variables)
+    assert np.isfinite(
+        jax.grad(lambda p: of({**variables, "params": p}))(variables["params"])["Dense_0"]["kernel"]
+    ).all()
+
+
+def test_an_nnx_model_without_state_trains_in_a_linen_module():
+    """Oracle: `jax.value_and_grad`, since there is nothing to roll."""
+    x = jnp.float32(np.random.default_rng(0).normal(size=(4, 16)))
+    module = AroundBridged(qt.recipes.te_current)
+    variables = module.init(jax.random.key(0), x)
+
+    def of(variables):
+        return (module.apply(variables, x) ** 2).mean()
+
+    value, grads, state = qt.linen.value_and_grad(of)(variables)
+    wanted = jax.value_and_grad(lambda p: of({**variables, "params": p}))(variables["params"])
+    jax.tree.map(np.testing.assert_array_equal, (value, grads), wanted)
+    assert state == {}
