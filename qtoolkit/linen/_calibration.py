@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from qtoolkit.formats import Rules
@@ -144,7 +145,8 @@ def freeze(wrapped: Model, variables: Any, calibration: Calibration) -> tuple[Mo
         kept = dict(state.get(key_of(path), {}))
         for name, amax in calibration.amaxes(path).items():
             known = [(path, name, side) in calibration.keys for side in (0, 1)]
-            kept[name] = {AMAX: jnp.where(jnp.array([*known, True]), amax, jnp.float32(jnp.nan))}
+            with jax.debug_nans(False):  # no error: NaN says that an operand was not calibrated
+                kept[name] = {AMAX: jnp.where(jnp.array([*known, True]), amax, jnp.nan)}
         state[key_of(path)] = kept
     cache = getattr(wrapped, "qtoolkit_cache", None)
     frozen = wrap(wrapped, rules.map(Recipe.frozen), kv_cache=cache)
@@ -209,7 +211,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
         side, kind = name.split("_")
         shown = ".".join(around if layer == ROOT else [*around, layer])
         value = values.get((shown, product, ("lhs", "rhs").index(side)))
-        first = jnp.float32(jnp.nan) if value is None else value[("scale", "offset").index(kind)]
+        first = np.float32(np.nan) if value is None else value[("scale", "offset").index(kind)]
         if jnp.any(jnp.isnan(scale)) and jnp.isnan(first):
             missing.append(shown)
         return jnp.where(jnp.isnan(scale), first, scale)
@@ -226,7 +228,8 @@ def _unstarted(module: nn.Module, batch: Any) -> Any:
         return batch.given_to(module.init, {"params": jax.random.key(0)})
 
     shapes = jax.eval_shape(init, Batch.of(batch)).get(SCALES, {})
-    return jax.tree.map(lambda scale: jnp.full(scale.shape, jnp.nan, scale.dtype), shapes)
+    with jax.debug_nans(False):
+        return jax.tree.map(lambda scale: jnp.full(scale.shape, jnp.nan, scale.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -99,8 +99,9 @@ class ProductState(nnx.Module):
             self.probe = Probe(jnp.zeros((*lead, 3, BUCKETS), jnp.float32))
         if recipe.is_calibrated:
             unknown = [o is not None and o.scaling == Static() for o in recipe.forward]
-            amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
-            self.amax = ScalingState(jnp.broadcast_to(amax, (*lead, 3)))
+            with jax.debug_nans(False):  # no error: NaN says that an operand is not calibrated
+                amax = jnp.where(jnp.array([*unknown, False]), jnp.float32(jnp.nan), 0)
+                self.amax = ScalingState(jnp.broadcast_to(amax, (*lead, 3)))
         if any(recipe.learned):
             self.scales = nnx.List([_started(LsqScale, o, lead) for o in recipe.forward])
             self.offsets = nnx.List([_started(LsqOffset, o, lead) for o in recipe.forward])
@@ -123,7 +124,8 @@ class ProductState(nnx.Module):
             pairs = zip(self.recipe.forward, was.recipe.forward, strict=True)
             is_same = jnp.array([*(one == other for one, other in pairs), False])
             is_known = is_same & jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
-            self.amax[...] = jnp.where(is_known, was.amax[...], self.amax[...])
+            with jax.debug_nans(False):
+                self.amax[...] = jnp.where(is_known, was.amax[...], self.amax[...])
         if hasattr(self, "key") and hasattr(was, "key"):
             self.key[...] = self.key[...].at[..., 1].set(was.key[..., 1])
         for side, operand in enumerate(self.recipe.forward):
@@ -180,7 +182,8 @@ def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ..
     scaling = None if operand is None else operand.scaling
     if not isinstance(scaling, Learned) or (kind is LsqOffset and not scaling.offset):
         return None
-    return kind(jnp.full(lead, jnp.nan, jnp.float32))
+    with jax.debug_nans(False):  # no error: NaN says that the scale is not started
+        return kind(jnp.full(lead, jnp.nan, jnp.float32))
 
 
 def value_and_grad(

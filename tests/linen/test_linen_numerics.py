@@ -165,3 +165,18 @@ def test_a_planted_outlier_ranks_first():
     (first, cost), (_, other) = found.ranking
     assert first == "bad"
     assert cost > 10 * other > 0
+
+
+def test_debug_nans_finds_none_in_a_correct_run_of_a_frozen_module():
+    """The scale of an operand that was not calibrated is NaN. Oracle: the module before freeze."""
+    module = qt.linen.wrap(nn.Dense(4), qt.Recipe((None, "e4m3fn"), gradient=None))
+    x = jnp.ones((2, 4))
+    with jax.debug_nans(True):
+        variables = module.init(jax.random.key(0), x)
+        found = qt.linen.calibrate(module, variables, [x])
+        frozen, calibrated = qt.linen.freeze(module, variables, found)
+        kept = calibrated["qtoolkit"]["self"]["__call__.kernel"]["amax"]
+        assert np.isnan(np.asarray(kept)[0])
+        expected = module.apply(variables, x)
+        for apply in (frozen.apply, jax.jit(frozen.apply)):
+            np.testing.assert_array_equal(apply(calibrated, x), expected)

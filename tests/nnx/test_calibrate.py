@@ -553,6 +553,25 @@ def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
         qt.nnx.numerics(wrapped, BATCHES[0], lambda model, x: model(x).sum())
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("recipe", [qt.recipes.te_current, qt.recipes.int4_lsq], ids=str)
+def test_debug_nans_finds_none_in_a_correct_run(recipe):
+    """What is not started is NaN, which no user has to look for."""
+    x = jnp.ones((2, 4))
+    with jax.debug_nans(True):
+        model = qt.nnx.wrap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), recipe)
+        if any(recipe.learned):
+            qt.nnx.start_scales(model, x)
+        else:
+            model = qt.nnx.freeze(model, qt.nnx.calibrate(model, [x]))
+        step = nnx.jit(qt.nnx.value_and_grad(lambda model: (model(x) ** 2).mean()))
+        assert step(model)[0] > 0
+        again = qt.nnx.wrap(model, recipe if any(recipe.learned) else recipe.frozen())
+        assert step(again)[0] > 0
+        found = qt.nnx.numerics(model, x, lambda model, x: model(x).sum())
+        assert not found.unreached
+
+
 @jax.custom_vjp
 def _doubled(x, kernel):
     return 2 * qt.dot(x, kernel)
