@@ -554,7 +554,9 @@ def test_a_loop_without_derivatives_is_reported_forward_and_not_calibrated():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("recipe", [qt.recipes.te_current, qt.recipes.int4_lsq], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [qt.recipes.te_current, qt.recipes.int4_lsq], ids=["static", "learned"]
+)
 def test_debug_nans_finds_none_in_a_correct_run(recipe):
     """What is not started is NaN, which no user has to look for."""
     x = jnp.ones((2, 4))
