@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import copy
 
 from qtoolkit.products import Learned, Recipe
 from qtoolkit.products.internal import State, check_trainable
@@ -147,8 +148,9 @@ def value_and_grad(
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It
         passes the variables to `apply` of wrapped modules.
-      has_aux: As in `jax.value_and_grad`. The aux must not hold the collection "qtoolkit", which
-        the loss knows as it was before the step: leave it out of `mutable`.
+      has_aux: As in `jax.value_and_grad`. Where the aux holds the collection "qtoolkit" beside
+        others, as `apply(..., mutable=True)` returns them, it gets the state after the step: the
+        loss knows only the one before it.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
 
@@ -162,8 +164,8 @@ def value_and_grad(
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
       ValueError: `wrt` names a collection that `variables` lacks, or "qtoolkit", which is state;
-        the aux holds that; an nnx model in `nnx.bridge.to_linen` keeps histories or keys, which
-        cannot be updated here.
+        the aux holds histories outside of that; an nnx model in `nnx.bridge.to_linen` keeps
+        histories or keys, which cannot be updated here.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_delayed_hybrid)
@@ -197,15 +199,15 @@ def value_and_grad(
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _with_probes(state, probes)
-            out = loss(given, *args, **kwargs)
-            if has_aux and any(_products(state)):
-                _check_aux(out)
-            return out
+            return loss(given, *args, **kwargs)
 
         graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
         value, (grads, counts) = graded(trained, probes)
         grads = grads[wrt] if isinstance(wrt, str) else grads
-        return value, grads, _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
+        rolled = _mapped(state, lambda path, kept: _rolled(kept, counts.get(path)))
+        if has_aux:
+            value = value[0], _with_state(value[1], rolled)
+        return value, grads, rolled
 
     return function
 
@@ -227,17 +229,24 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
             )
 
 
-def _check_aux(out: Any) -> None:
-    """Raises if a loss returns the state that it was given, as `mutable=True` in `apply` has it.
+def _with_state(aux: Any, state: Any) -> Any:
+    """What a loss returned beside its value, with the state after the step.
 
-    Who merges the updates of all collections after the step would undo it: histories never move.
+    With the state that the loss was given, whoever merges `apply`'s updates of all collections into
+    the variables would undo the step: histories would never move.
     """
-    if any(map(_holds_state, jax.tree.leaves(out, is_leaf=_holds_state))):
+
+    def replaced(node: Any) -> Any:
+        if not _holds_state(node):
+            return node
+        if COLLECTION in node:
+            return copy(node, {COLLECTION: state})
         raise ValueError(
-            f'value_and_grad: the loss returns the collection "{COLLECTION}" as it was before the '
-            "step, expected an aux without it: the state after the step is the third result; name "
-            'the collections that change, apply(..., mutable=["batch_stats"])'
+            f'value_and_grad: the loss returns histories of "{COLLECTION}" as they were before the '
+            "step, expected an aux without them: the third result is the state after the step"
         )
+
+    return jax.tree.map(replaced, aux, is_leaf=_holds_state)
 
 
 def _holds_state(node: Any) -> bool:
