@@ -16,14 +16,7 @@ from qtoolkit.linen._numerics import check_arguments
 from qtoolkit.linen._run import Visited, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import (
-    MODEL,
-    Module,
-    check_rules,
-    report_of,
-    strict_inputs,
-    with_values,
-)
+from qtoolkit.products.internal import Module, check_rules, report_of, strict_inputs, with_values
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
@@ -130,33 +123,14 @@ def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
             yield key
 
 
-def check_visited(
-    wrapped: Any, visited: Visited, variables: Any, inputs: tuple[Any, ...], options: Any
-) -> None:
-    """Raises if a rule of a module matches nothing in it, or if the rules leave all its layers.
-
-    Args:
-      wrapped: The module, which was initialized.
-      visited: The modules that ran in it.
-      variables, inputs, options: What initializing it made, and with what.
-    """
-    rules: Rules[Recipe] = wrapped.qtoolkit_rules
+def check_visited(rules: Rules[Recipe], visited: Visited) -> None:
+    """Raises if a rule matches nothing of the wrapped module that was initialized."""
     modules: dict[str, Module] = {}
     for of, path, kinds, has_products in visited:
         if of == rules:
             has_products |= path in modules and modules[path].has_products
             modules[path] = Module([path], kinds, kinds[-1].__name__, has_products)
     check_rules("wrap", rules, list(modules.values()))
-    layers = [module for module in modules.values() if module.has_products]
-    is_left = all(rules.lookup(layer.paths, layer.kinds) is None for layer in layers)
-    if not layers or not is_left or wrapped.qtoolkit_cache is not None:
-        return
-    # Functions that call `qtoolkit.dot` are no layers, and `Fp8Dense` has a recipe of its own.
-    if not _reported(wrapped, {"params": {}, **variables}, inputs, options).quantized:
-        raise ValueError(
-            f"wrap: the rules leave every layer of {type(wrapped).__name__} as it is, expected a "
-            f"recipe for one or more, e.g. for {layers[0].paths[0] or MODEL}"
-        )
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:

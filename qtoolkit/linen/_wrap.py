@@ -16,7 +16,6 @@ from qtoolkit.products.internal import cache_format, check_recipe
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_OF_INIT = ("mutable", "capture_intermediates")
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
 
 
@@ -59,8 +58,7 @@ def wrap(
         of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
         and so does a missing default. A type means layers of that type and layers inside of modules
         of that type. Which layers there are is known only when the module runs: `init` raises for a
-        rule that matches nothing, and if the rules leave every layer, unless it is given a
-        `method`; `report` names such rules.
+        rule that matches nothing, unless it is given a `method`, and `report` names such rules.
       strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
         `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
         product is quantized, or if a rule matches nothing.
@@ -82,9 +80,8 @@ def wrap(
         rule for a class that is no module; `strict` is neither inputs nor a mapping. When the
         module runs: an operand of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
-        share; `strict` raises. In `init`: a rule matches no layer (a rule with None: no module);
-        the rules leave every layer, and no `kv_cache` is given. When the module runs: a layer under
-        `nn.jit` or `nn.custom_vjp` has learned scales.
+        share; `strict` raises. In `init`: a rule matches no layer (a rule with None: no module).
+        When the module runs: a layer under `nn.jit` or `nn.custom_vjp` has learned scales.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -217,19 +214,18 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
 
 
 def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_with_output` that raises if a rule matches nothing, or if the rules leave all layers.
+    """`init_with_output` that raises if a rule matches nothing.
 
     Which layers there are is known only now. With another `method` some of them may not run.
     """
 
     @functools.wraps(init)
-    def checking(self: Any, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def checking(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if method is not None:
-            return init(self, rngs, *args, method=method, **kwargs)
+            return init(self, *args, method=method, **kwargs)
         with visiting() as visited:
-            out = init(self, rngs, *args, **kwargs)
-        options = {name: given for name, given in kwargs.items() if name not in _OF_INIT}
-        check_visited(self, visited, out[1], args, options)
+            out = init(self, *args, **kwargs)
+        check_visited(self.qtoolkit_rules, visited)
         return out
 
     checking.nowrap = True  # type: ignore[attr-defined]
