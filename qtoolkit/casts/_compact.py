@@ -46,9 +46,10 @@ def _least_exponent(fmt: FloatFormat) -> int:
 
 def is_part_of_float16(fmt: Format) -> TypeGuard[FloatFormat]:
     """Whether `codes_through_float16` encodes to `fmt`."""
-    if not isinstance(fmt, FloatFormat) or fmt.specials is not Specials.FN:
-        return False
-    return fmt.signed and fmt.has_zero and fmt.exponent_bits < 5 and fmt.mantissa_bits <= 10
+    if not isinstance(fmt, FloatFormat) or not addition_rounds(fmt, "nearest_even"):
+        return False  # values or the ratio could be subnormal numbers of float32
+    is_fn = fmt.signed and fmt.specials is Specials.FN
+    return is_fn and fmt.exponent_bits < 5 and fmt.mantissa_bits <= 10
 
 
 def codes_through_float16(x: jax.Array, fmt: FloatFormat) -> jax.Array:

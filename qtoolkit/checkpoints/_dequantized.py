@@ -202,8 +202,9 @@ def check_quantized(opened: Source) -> Source:
     if not stored_as(source):
         if copied := copied_parts(opened.metadata, opened.tensors, ()):
             raise CheckpointError(
-                f"{opened.path}: tensor {shown(min(copied))}: of a QArray of more than 8 "
-                "bits or another that the commands do not read; dequantize it in Python: "
+                f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
+                "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
+                "element or unusual blocks; dequantize it in Python: "
                 "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
             )
         raise CheckpointError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import DenyList
-from flax.errors import ScopeCollectionNotFound
+from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
@@ -92,12 +92,15 @@ def _reported(
     with visiting() as visited:
         try:
             found = report_of(functools.partial(call, mutable), arguments)
-        except ScopeCollectionNotFound:
+        except ScopeCollectionNotFound as error:
             # Where a collection may be written, but "params" may not, Flax's
             # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
             if mutable is not _EVERY_WRITTEN:
                 raise
-            found = report_of(functools.partial(call, False), arguments)
+            try:
+                found = report_of(functools.partial(call, False), arguments)
+            except ModifyScopeVariableError:  # another collection must be written
+                raise error from None
     rules = dict.fromkeys(rules for rules, *_ in visited)
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"

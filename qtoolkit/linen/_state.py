@@ -16,6 +16,8 @@ The collection "qtoolkit_scales" holds, for the same layers and products, what `
 trains: lhs_scale, lhs_offset, rhs_scale, rhs_offset, float32[...], NaN until `start_scales`.
 """
 
+import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import copy
 
 from qtoolkit.products import Learned, Recipe
 from qtoolkit.products.internal import State, check_trainable
@@ -148,9 +149,9 @@ def value_and_grad(
     Args:
       loss: A function of (variables, *args, **kwargs) that returns a scalar or (scalar, aux). It
         passes the variables to `apply` of wrapped modules.
-      has_aux: As in `jax.value_and_grad`. Where the aux holds the collection "qtoolkit" beside
-        others, as `apply(..., mutable=True)` returns them, it gets the state after the step: the
-        loss knows only the one before it.
+      has_aux: As in `jax.value_and_grad`. Where the aux holds the state that the loss was given,
+        or a part of it, as `apply(..., mutable=True)` returns it unchanged, it gets the state after
+        the step. State of other models stays.
       wrt: The collection to differentiate by, or several: ("params", "qtoolkit_scales") where
         scales are learned.
 
@@ -164,8 +165,7 @@ def value_and_grad(
     Raises:
       TypeError: `variables` is not such a dictionary, or holds kernels from `quantize`.
       ValueError: `wrt` names a collection that `variables` lacks, or "qtoolkit", which is state;
-        the aux holds histories outside of that; an nnx model in `nnx.bridge.to_linen` keeps
-        histories or keys, which cannot be updated here.
+        an nnx model in `nnx.bridge.to_linen` keeps histories or keys, which cannot be updated here.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_delayed_hybrid)
@@ -199,7 +199,10 @@ def value_and_grad(
             given = {**variables, **trained}
             if COLLECTION in variables:
                 given[COLLECTION] = _with_probes(state, probes)
-            return loss(given, *args, **kwargs)
+            out = loss(given, *args, **kwargs)
+            if not has_aux or not isinstance(out, tuple) or len(out) != 2:
+                return out  # JAX says what is wrong
+            return out[0], _marked(out[1], given.get(COLLECTION, {}))
 
         graded = jax.value_and_grad(of, argnums=(0, 1), has_aux=has_aux)
         value, (grads, counts) = graded(trained, probes)
@@ -220,7 +223,7 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(variables.get("ScalingState", {}))
     for path, _ in leaves:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if names[-1] in (_HISTORY, _KEY):
+        if names and names[-1] in (_HISTORY, _KEY):
             raise ValueError(
                 f"value_and_grad: {'/'.join(map(str, names))} is state of an nnx model in "
                 "nnx.bridge.to_linen, which cannot be updated here, expected a recipe without "
@@ -229,30 +232,58 @@ def _check_bridged(variables: Mapping[str, Any]) -> None:
             )
 
 
-def _with_state(aux: Any, state: Any) -> Any:
-    """What a loss returned beside its value, with the state after the step.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Stands in an aux for the part of the state at `path` that the loss was given."""
 
-    With the state that the loss was given, whoever merges `apply`'s updates of all collections into
-    the variables would undo the step: histories would never move.
+    path: tuple[str, ...]
+
+
+def _marked(aux: Any, state: Any) -> Any:
+    """What a loss returned beside its value, with `_Given` in place of state that it was given.
+
+    Such state is known by its arrays, which are the same objects.
     """
+    parts = {_arrays(part): _Given(path) for path, part in _parts((), state) if _arrays(part)}
 
-    def replaced(node: Any) -> Any:
-        if not _holds_state(node):
-            return node
-        if COLLECTION in node:
-            return copy(node, {COLLECTION: state})
-        raise ValueError(
-            f'value_and_grad: the loss returns histories of "{COLLECTION}" as they were before the '
-            "step, expected an aux without them: the third result is the state after the step"
-        )
+    def is_part(node: Any) -> bool:
+        return isinstance(node, Mapping) and _arrays(node) in parts
 
-    return jax.tree.map(replaced, aux, is_leaf=_holds_state)
+    return jax.tree.map(
+        lambda node: parts[_arrays(node)] if is_part(node) else node, aux, is_leaf=is_part
+    )
 
 
-def _holds_state(node: Any) -> bool:
-    if not isinstance(node, Mapping):
-        return False
-    return COLLECTION in node or (_PROBE in node and _HISTORY in node)
+def _with_state(aux: Any, state: Any) -> Any:
+    """`aux` with the parts of the state after the step in place of `_Given`.
+
+    With those from before it, whoever merges the updates of all collections into the variables
+    would undo the step: histories would never move.
+    """
+    return jax.tree.map(
+        lambda node: _at(state, node.path) if isinstance(node, _Given) else node,
+        aux,
+        is_leaf=lambda node: isinstance(node, _Given),
+    )
+
+
+def _arrays(part: Any) -> tuple[int, ...]:
+    """Which arrays they are, but for the probes: of these differentiation makes others."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(part)
+    return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(_PROBE),))
+
+
+def _parts(path: tuple[str, ...], part: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The mappings in `part`, the outer ones last."""
+    if isinstance(part, Mapping):
+        for name, inner in part.items():
+            yield from _parts((*path, name), inner)
+        yield path, part
+
+
+def _at(state: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda part, name: part[name], path, state)
 
 
 def described(variables: Any) -> str:

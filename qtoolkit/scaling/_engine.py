@@ -362,7 +362,8 @@ def _never_overflows(spec: BlockFormat) -> bool:
     place, which round to 448.
     """
     is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
-    return is_exact and spec.rule == "amax" and has_unlimited_values(spec.element)
+    is_finite = spec.largest >= 1  # the scale
+    return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
 
 
 def _unlimited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:

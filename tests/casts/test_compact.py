@@ -14,7 +14,7 @@ from qtoolkit.casts.internal import (
     is_part_of_float16,
     unlimited_values,
 )
-from qtoolkit.formats import E4M3FN, FORMATS
+from qtoolkit.formats import E4M3FN, FORMATS, Overflow, Specials
 
 UNLIMITED = (
     *("e4m3fn", "e5m2", "e3m4", "e4m3_ieee", "float16"),
@@ -79,6 +79,26 @@ def test_codes_through_float16():
     np.testing.assert_array_equal(got[number], codes[number[:256]])
     assert np.isin(got[~number], fmt.nan_codes).all()
     assert (~number).sum() == 4
+
+
+@pytest.mark.parametrize("bias", [-112, -111, 7, 100, 126])
+@pytest.mark.parametrize("mantissa", [1, 3])
+def test_codes_of_user_formats(bias, mantissa):
+    """Where numbers would be subnormal in float32, at both ends, the way is not taken."""
+    fmt = qt.FloatFormat(
+        name="made",
+        exponent_bits=4,
+        mantissa_bits=mantissa,
+        bias=bias,
+        specials=Specials.FN,
+        overflow=Overflow.NAN,
+    )
+    assert is_part_of_float16(fmt) == (-89 <= bias <= 123 - mantissa)
+    x = np.append(fmt.values(), np.float64([np.inf, -np.inf])).astype(np.float32)
+    if is_part_of_float16(fmt):
+        np.testing.assert_array_equal(
+            codes_through_float16(jnp.asarray(x), fmt), qt.encode(x, fmt, saturation="none")
+        )
 
 
 def test_e4m3fn_alone_is_a_part_of_float16():
