@@ -374,7 +374,7 @@ def test_arrays_that_commands_do_not_read_keep_their_numbers(tmp_path, kind):
     with pytest.raises(CheckpointError, match="of a quantized array, which rules cannot"):
         convert(a, b, format=qt.Rules({"scale": "e4m3fn"}), overwrite=True)
     save(a, {"w": array}, overwrite=True)
-    with pytest.raises(CheckpointError, match=r"do not read; .*load\(FILE\)\[NAME\]"):
+    with pytest.raises(CheckpointError, match=r"do not read: .*load\(FILE\)\[NAME\]"):
         dequantize_checkpoint(a, b, overwrite=True)
 
 
