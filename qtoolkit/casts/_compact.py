@@ -2,7 +2,7 @@
 
 A training step of six blocks rounds in 140 places and encodes in 100. What XLA takes to compile it
 follows from the number of its operations, so there the general ways are too long: with these, each
-for one case, the step compiles in nine tenths of the time and runs as fast.
+for one case, the step compiles in nine tenths of the time.
 """
 
 from typing import TypeGuard
