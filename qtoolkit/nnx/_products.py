@@ -18,33 +18,17 @@ States = Sequence[State]
 
 
 @dataclasses.dataclass(frozen=True)
-class DotGeneral:
-    """Stands in for `jax.lax.dot_general`. Equal sites make equal objects: no second trace."""
+class Product:
+    """Stands in for a function of JAX, such as `lax.dot_general`, for which a `Site` has a method.
+
+    Equal sites make equal objects: no second trace.
+    """
 
     site: Site
+    method: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.dot_general(*args, state=_first(states), **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """Stands in for `jax.numpy.einsum` of an input and a kernel."""
-
-    site: Site
-
-    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.einsum(*args, state=_first(states), **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvGeneralDilated:
-    """Stands in for `jax.lax.conv_general_dilated`."""
-
-    site: Site
-
-    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.conv_general_dilated(*args, state=_first(states), **kwargs)
+        return self.method(self.site, *args, state=states[0] if states else None, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +138,6 @@ class StatefulProducts(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         return self.call(*args, states=[kept.state() for kept in self.products], **kwargs)
-
-
-def _first(states: States) -> State | None:
-    return states[0] if states else None
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:

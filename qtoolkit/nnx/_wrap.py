@@ -13,14 +13,7 @@ from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import (
-    Attention,
-    ConvGeneralDilated,
-    DotGeneral,
-    Einsum,
-    StatefulProducts,
-    keep_kernel_dtype,
-)
+from qtoolkit.nnx._products import Attention, Product, StatefulProducts, keep_kernel_dtype
 from qtoolkit.nnx._report import check_strict, hint, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
@@ -41,13 +34,13 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 _ANYTHING: Any = object()
 # Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
-# it, our replacement, number of products).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, DotGeneral, 1),
-    nnx.LinearGeneral: ("dot_general", None, DotGeneral, 1),
-    nnx.Einsum: ("einsum_op", jnp.einsum, Einsum, 1),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated, 1),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
+# it, the method that replaces it; attention's own products are replaced by `Attention`).
+_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any]] = {
+    nnx.Linear: ("dot_general", lax.dot_general, Site.dot_general),
+    nnx.LinearGeneral: ("dot_general", None, Site.dot_general),
+    nnx.Einsum: ("einsum_op", jnp.einsum, Site.einsum),
+    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, Site.conv_general_dilated),
+    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, None),
 }
 # Flax's layers without such an attribute, and the names of their products.
 _REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
@@ -258,15 +251,15 @@ def attach(
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
-    for kind, (attribute, original, made, hooked) in _HOOKS.items():
+    for kind, (attribute, original, method) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
-        arguments = [site]
+        call: Any = Product(site, method)
         if original is _ANYTHING:
-            arguments.append(_original_attention(getattr(layer, attribute)))
+            call = Attention(site, _original_attention(getattr(layer, attribute)))
         else:
-            _check_attribute(where, found, attribute, (original, None), (made, StatefulProducts))
-        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, hooked, site))
+            _check_attribute(where, found, attribute, (original, None), (Product, StatefulProducts))
+        setattr(layer, attribute, _stateful(call, layer, recipe, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
@@ -295,7 +288,7 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
 
 def detach(layer: Any) -> None:
     """Takes a layer's quantized products away."""
-    for kind, (attribute, original, _, _) in _HOOKS.items():
+    for kind, (attribute, original, _) in _HOOKS.items():
         if isinstance(layer, kind):
             is_known = original is not _ANYTHING
             plain = original if is_known else _original_attention(getattr(layer, attribute))
@@ -344,13 +337,14 @@ def is_of_flax(layer: Any) -> bool:
     return isinstance(layer, (*_HOOKS, *_REWRITTEN))
 
 
-def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
-    if isinstance(layer, nnx.MultiHeadAttention):
+def _stateful(call: Any, layer: Any, recipe: Recipe, site: Site) -> Any:
+    is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+    if is_attention:
         recipe = recipe.of_activations()
     if not recipe.keeps_state:
         # Explicitly static: if the model was wrapped before, the attribute may have been data.
         return nnx.static(call)
-    states = [_state(layer, recipe, str(i), site) for i in range(count)]
+    states = [_state(layer, recipe, str(i), site) for i in range(2 if is_attention else 1)]
     return nnx.data(StatefulProducts(call, states))
 
 

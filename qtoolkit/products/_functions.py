@@ -84,9 +84,8 @@ def dot_general(
       Array([[582.4]], dtype=float32)
     """
     function = dot_function(dimension_numbers, precision, out_sharding)
-    return quantized_product(
-        "dot_general", function, lhs, rhs, recipe, preferred_element_type, keyed("dot_general", key)
-    )
+    dtype, state = preferred_element_type, _keyed("dot_general", key)
+    return quantized_product("dot_general", function, lhs, rhs, recipe, dtype, state)
 
 
 def einsum(
@@ -120,9 +119,8 @@ def einsum(
       Array([[[582.75]]], dtype=float32)
     """
     function = einsum_function(subscripts, precision, out_sharding)
-    return quantized_product(
-        "einsum", function, lhs, rhs, recipe, preferred_element_type, keyed("einsum", key)
-    )
+    dtype, state = preferred_element_type, _keyed("einsum", key)
+    return quantized_product("einsum", function, lhs, rhs, recipe, dtype, state)
 
 
 def conv_general_dilated(
@@ -174,15 +172,8 @@ def conv_general_dilated(
         precision,
         out_sharding,
     )
-    return quantized_product(
-        "conv_general_dilated",
-        function,
-        lhs,
-        rhs,
-        recipe,
-        preferred_element_type,
-        keyed("conv_general_dilated", key),
-    )
+    dtype, state = preferred_element_type, _keyed("conv_general_dilated", key)
+    return quantized_product("conv_general_dilated", function, lhs, rhs, recipe, dtype, state)
 
 
 def ragged_dot(
@@ -220,19 +211,14 @@ def ragged_dot(
              [4.480e+02],
              [4.480e+02]], dtype=float32)
     """
-    return quantized_product(
-        "ragged_dot",
-        RaggedDot(_hashable(precision)),
-        lhs,
-        rhs,
-        recipe,
-        preferred_element_type,
-        keyed("ragged_dot", key),
-        (jnp.asarray(group_sizes),),
-    )
+    function, extra = RaggedDot(_hashable(precision)), (jnp.asarray(group_sizes),)
+    dtype, state = preferred_element_type, _keyed("ragged_dot", key)
+    return quantized_product("ragged_dot", function, lhs, rhs, recipe, dtype, state, extra)
 
 
-def dot_function(dimension_numbers: Any, precision: Any, out_sharding: Any) -> DotGeneral:
+def dot_function(
+    dimension_numbers: Any, precision: Any = None, out_sharding: Any = None
+) -> DotGeneral:
     try:
         (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
         numbers = (
@@ -247,7 +233,7 @@ def dot_function(dimension_numbers: Any, precision: Any, out_sharding: Any) -> D
     return DotGeneral(numbers, _hashable(precision), out_sharding)
 
 
-def einsum_function(subscripts: str, precision: Any, out_sharding: Any) -> Einsum:
+def einsum_function(subscripts: str, precision: Any = None, out_sharding: Any = None) -> Einsum:
     if not isinstance(subscripts, str):
         raise TypeError(f"einsum: subscripts={subscripts!r}, expected a text such as 'btd,df->btf'")
     return Einsum(subscripts, _hashable(precision), out_sharding)
@@ -256,13 +242,13 @@ def einsum_function(subscripts: str, precision: Any, out_sharding: Any) -> Einsu
 def conv_function(
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
-    precision: Any,
-    out_sharding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    out_sharding: Any = None,
 ) -> ConvGeneralDilated:
     return ConvGeneralDilated(
         window_strides=_integers(window_strides),
@@ -277,7 +263,7 @@ def conv_function(
     )
 
 
-def keyed(where: str, key: jax.Array | None) -> State | None:
+def _keyed(where: str, key: jax.Array | None) -> State | None:
     """A product's state that holds only a key, as two words; None without a key."""
     return None if key is None else State(key=key_words(where, key)[:2])
 

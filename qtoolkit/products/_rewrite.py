@@ -33,6 +33,10 @@ _VIEWS = (
     *("transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "expand_dims", "slice"),
     *("dynamic_slice", "stop_gradient", "sharding_constraint"),
 )
+_OF_CONVOLUTION = (  # parameters of the primitive that describe the product
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("feature_group_count", "batch_group_count", "precision"),
+)
 _RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
@@ -308,17 +312,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
                 return None
             function = RaggedDot(params["precision"])
         case _:
-            function = conv_function(
-                params["window_strides"],
-                params["padding"],
-                params["lhs_dilation"],
-                params["rhs_dilation"],
-                params["dimension_numbers"],
-                params["feature_group_count"],
-                params["batch_group_count"],
-                params["precision"],
-                None,
-            )
+            function = conv_function(**{name: params[name] for name in _OF_CONVOLUTION})
     return Found(
         eqn.primitive.name,
         function,

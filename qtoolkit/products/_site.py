@@ -152,10 +152,10 @@ class Site:
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = dot_function(dimension_numbers, precision, out_sharding)
+        function = dot_function(dimension_numbers, precision, **options)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
 
     def einsum(
@@ -164,45 +164,24 @@ class Site:
         lhs: jax.Array,
         rhs: jax.Array,
         *,
-        precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = einsum_function(subscripts, precision, out_sharding)
+        function = einsum_function(subscripts, **options)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
 
     def conv_general_dilated(
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        window_strides: Sequence[int],
-        padding: Any,
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        batch_group_count: int = 1,
-        precision: Any = None,
+        *args: Any,
         preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = conv_function(
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            out_sharding,
-        )
-        return self.product(
-            "conv_general_dilated", function, lhs, rhs, preferred_element_type, state
-        )
+        function, dtype = conv_function(*args, **options), preferred_element_type
+        return self.product("conv_general_dilated", function, lhs, rhs, dtype, state)
 
 
 @contextmanager
@@ -269,7 +248,7 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
-    function = dot_function(numbers, precision, None)
+    function = dot_function(numbers, precision)
     kernel = 0 if stored == [True, False] else 1
     dtype = jnp.result_type(lhs, rhs)
     return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)
