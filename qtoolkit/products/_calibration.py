@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
-from qtoolkit.products._operand import Operand, is_calibratable
+from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Cut, Rounded
 from qtoolkit.products._taps import MODEL, Place, tapped
@@ -196,7 +196,7 @@ class Calibration:
 
         Complete is a product with an observer for each operand that `recipe` calibrates.
         """
-        needed = sum(o is not None and is_calibratable(o) for o in recipe.forward)
+        needed = sum(o is not None and o.is_calibratable for o in recipe.forward)
         names = collections.Counter(name for where, name, _ in self.keys if where == path)
         return tuple(
             f"{Place(path, name)} ({known} of its {needed} operands)"
@@ -269,7 +269,7 @@ def calibration_of(
         products = zip(summary.places, summary.recipes, summary.rows, strict=True)
         for place, recipe, rows in products:
             for side, operand in enumerate(recipe.forward):
-                if operand is None or not is_calibratable(operand):
+                if operand is None or not operand.is_calibratable:
                     continue
                 places[place] = None
                 if not float(rows[side][0]):  # no gradient reached it: nothing is known
