@@ -1,6 +1,5 @@
 """`numerics` and `sensitivity` of wrapped modules."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,12 +51,11 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
     """
     check_arguments("numerics", wrapped, variables)
     check_loss("numerics", loss_fn, "wrapped, variables")
-    return _sums(loss_fn, variables, batch).numerics()
+    sums: Sums = _sums_jitted(loss_fn, variables, batch)
+    return sums.numerics()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sums(loss_fn: Loss, variables: Any, batch: Any) -> Sums:
-    return sums_of("numerics", loss_fn, variables, batch)
+_sums_jitted = jax.jit(sums_of, static_argnums=0)
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -92,12 +90,11 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
             "sensitivity: a learned scale has not been started, expected numbers; write "
             "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
-    return _sensitivity(loss_fn, variables, batch)
+    found: Sensitivity = _sensitivity_jitted(loss_fn, variables, batch)
+    return found
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sensitivity(loss_fn: Loss, variables: Any, batch: Any) -> Sensitivity:
-    return sensitivity_of("sensitivity", loss_fn, variables, batch)
+_sensitivity_jitted = jax.jit(sensitivity_of, static_argnums=0)
 
 
 def check_arguments(where: str, module: Any, variables: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -344,28 +344,18 @@ def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.A
     return jax.vmap(tally_of)(vectors[number, role] + other)
 
 
-def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
+def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
     """Runs one step of a pure function of pytrees, and measures the operands of its products.
 
     Args:
-      where: The name of the caller, for messages.
       function: Returns the loss, a float scalar, or (loss, aux).
-      arguments: The arguments of the function.
 
     Raises:
       TypeError: The loss is no float scalar.
       ValueError: No quantized product ran.
     """
-
-    def loss(*arguments: Any) -> Any:
-        return scalar_loss(where, function(*arguments))
-
-    found = tapped(where, _TallyTap(), loss, *arguments)
-    if not found.recipes:
-        raise ValueError(
-            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
-            "the loss call the wrapped one"
-        )
+    found = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
+    check_ran("numerics", found.recipes)
     vectors = jnp.stack([found.sums[place] for place in found.recipes])
     return Sums(
         vectors,
@@ -384,16 +374,29 @@ def check_loss(where: str, loss_fn: Any, given: str) -> None:
         )
 
 
-def scalar_loss(where: str, out: Any) -> Any:
-    """The loss, from the result of a loss function: `loss` or `(loss, aux)`."""
-    value = out[0] if isinstance(out, tuple) else out
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple with "
-            "one first"
+def check_ran(where: str, products: Collection[Any]) -> None:
+    if not products:
+        raise ValueError(
+            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
+            "the loss call the wrapped one"
         )
-    return value
+
+
+def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns the loss alone where `function` returns `loss` or `(loss, aux)`."""
+
+    def loss(*arguments: Any) -> Any:
+        out = function(*arguments)
+        value = out[0] if isinstance(out, tuple) else out
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple "
+                "with one first"
+            )
+        return value
+
+    return loss
 
 
 def _labels(
