@@ -81,12 +81,8 @@ def _check_hashable(where: str, module: nn.Module) -> None:
         ) from None
 
 
-def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(module, bins, variables, Batch.of(batch))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(module: nn.Module, bins: Bins | None, variables: Any, batch: Batch) -> Summary:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Batch) -> Summary:
     return summary_of(bins, functools.partial(_applied, module), variables, batch)
 
 

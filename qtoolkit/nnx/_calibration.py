@@ -74,16 +74,12 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_wrapped("calibrate", wrapped)
-    graph, state = nnx.split(wrapped)
-    return calibration_of(functools.partial(_summary, graph, state), batches, observer, options)
+    summarize = functools.partial(_summary, *nnx.split(wrapped))
+    return calibration_of(summarize, batches, observer, options)
 
 
-def _summary(graph: Any, state: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(graph, bins, state, Batch.of(batch))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Batch) -> Summary:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _summary(graph: Any, state: Any, bins: Bins | None, batch: Batch) -> Summary:
     return summary_of(bins, functools.partial(_called, graph), state, batch)
 
 
@@ -207,8 +203,7 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
     check_wrapped("start_scales", wrapped)
-    graph, state = nnx.split(wrapped)
-    found = _first_jitted(graph, state, Batch.of(batch))
+    found = _first_jitted(*nnx.split(wrapped), Batch.of(batch))
     if not found.keys:
         raise ValueError(
             "start_scales: no learned scale was used, expected a recipe with Learned scaling such "

@@ -8,7 +8,7 @@ from flax import linen, nnx
 
 from qtoolkit.nnx._rewriting import is_left, leave, methods_of
 from qtoolkit.products import Product, Report
-from qtoolkit.products.internal import BY_RULE, MODEL, report_of, strict_inputs, with_values
+from qtoolkit.products.internal import BY_RULE, MODEL, Batch, report_of
 
 
 def hint(where: str, model: Any) -> str:
@@ -78,15 +78,14 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     model = nnx.recursive_map(tagged, wrapped, graph=True)
     graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten((inputs, options))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    given = Batch.of((inputs, options))
 
     def call(state: Any, arrays: list[Any]) -> Any:
-        args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+        args, kwargs = given.with_arrays(arrays)
         outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
         return [out for out in outs if hasattr(out, "dtype")]
 
-    found = report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+    found = report_of(call, (state, given.arrays), tuple(dict.fromkeys(paths)))
     if paths:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None
@@ -99,24 +98,6 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         return dataclasses.replace(product, reason=reason)
 
     return dataclasses.replace(found, left=tuple(map(explained, found.left)))
-
-
-def check_strict(wrapped: nnx.Module, inputs: Any) -> None:
-    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
-    arguments, options = strict_inputs(inputs)
-    found = report(wrapped, *arguments, **options)
-    if not found.quantized:
-        raise ValueError(
-            f"wrap: no product of {type(wrapped).__name__} is quantized with these inputs; "
-            f"left are\n{found}"
-        )
-    if found.unexplained:
-        first = found.unexplained[0]
-        raise ValueError(
-            f"wrap: {len(found.unexplained)} products of {type(wrapped).__name__} are left that no "
-            f"rule leaves, first {first.operands} at {first.where or 'an unknown line'}; name them "
-            f"in a rule with None, or use qtoolkit.dot there\n{found}"
-        )
 
 
 def site_of(module: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
 from qtoolkit.nnx._products import Attention, Product, StatefulProducts, keep_kernel_dtype
-from qtoolkit.nnx._report import check_strict, hint, site_of
+from qtoolkit.nnx._report import hint, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
@@ -27,7 +27,15 @@ from qtoolkit.nnx._rewriting import (
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Module, Site, cache_format, check_recipe, check_rules
+from qtoolkit.products.internal import (
+    Module,
+    Site,
+    cache_format,
+    check_all_quantized,
+    check_recipe,
+    check_rules,
+    strict_inputs,
+)
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -117,7 +125,8 @@ def wrap(
     rules = _as_rules(recipe)
     wrapped = rewired("wrap", model, rules, kv_cache)
     if strict is not None:
-        check_strict(wrapped, strict)
+        inputs, options = strict_inputs(strict)
+        check_all_quantized(type(wrapped).__name__, report(wrapped, *inputs, **options))
     return wrapped
 
 

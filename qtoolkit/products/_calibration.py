@@ -72,13 +72,17 @@ class Batch:
         others = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
         return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
 
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """The whole tree, with these arrays in place of its own."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
+        return jax.tree.unflatten(self.structure, leaves)
+
     def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
         """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
         `**batch`, anything else as one argument.
         """
-        arrays = iter(self.arrays)
-        leaves = [next(arrays) if leaf is None else leaf for leaf in self.others]
-        batch = jax.tree.unflatten(self.structure, leaves)
+        batch = self.with_arrays(self.arrays)
         if isinstance(batch, tuple):
             return function(*first, *batch)
         return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
@@ -233,7 +237,7 @@ class Calibration:
 
 
 def calibration_of(
-    summarize: Callable[[Bins | None, Any], Summary],
+    summarize: Callable[[Bins | None, Batch], Summary],
     batches: Iterable[Any],
     observer: Any,
     options: dict[str, Any],
@@ -264,7 +268,7 @@ def calibration_of(
     places: dict[Place, None] = {}
     number = 0
     for number, batch in enumerate(batches, start=1):  # noqa: B007
-        summary = summarize(bins, batch)
+        summary = summarize(bins, Batch.of(batch))
         _check_summary(summary)
         products = zip(summary.places, summary.recipes, summary.rows, strict=True)
         for place, recipe, rows in products:

@@ -142,13 +142,13 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
         parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
         return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
 
-    found = list(_products(forward, "forward"))
+    found = list(_products(forward.jaxpr, "forward"))
     is_forward_only = False
     if places:
         floats = [leaves[place] for place in places]
         try:
             backward = jax.make_jaxpr(jax.grad(total))(floats)
-            found += _without(list(_products(backward, "backward")), found)
+            found += _without(list(_products(backward.jaxpr, "backward")), found)
         except ValueError as error:
             is_forward_only = has_no_derivative(error)
             if not is_forward_only:
@@ -200,24 +200,40 @@ def strict_inputs(strict: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def check_all_quantized(name: str, found: Report) -> None:
+    """For `wrap(strict=)`: raises if a product is left that no rule leaves, or if all are left."""
+    if not found.quantized:
+        raise ValueError(
+            f"wrap: no product of {name} is quantized with these inputs; left are\n{found}"
+        )
+    if found.unexplained:
+        first = found.unexplained[0]
+        raise ValueError(
+            f"wrap: {len(found.unexplained)} products of {name} are left that no rule leaves, "
+            f"first {first.operands} at {first.where or 'an unknown line'}; name them in a rule "
+            f"with None, or use qtoolkit.dot there\n{found}"
+        )
+
+
 def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
     """The products of a forward pass that are not quantized."""
-    left = collections.Counter(p for p in _products(closed, "forward") if p.reason)
+    left = collections.Counter(p for p in _products(closed.jaxpr, "forward") if p.reason)
     return tuple(dataclasses.replace(product, count=count) for product, count in left.items())
 
 
-def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
-    yield from _walk(closed.jaxpr, "", part, None)
-
-
-def _walk(
-    jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = "", line: str = ""
+def _products(
+    jaxpr: Any,
+    part: str,
+    stack: str = "",
+    marked: Scope | None = None,
+    around: str = "",
+    line: str = "",
 ) -> Iterator[Product]:
     """The products of a jaxpr.
 
     Args:
-      stack: The name stack around the jaxpr.
       part: The part to which its plain products belong: "forward" or "backward".
+      stack: The name stack around the jaxpr.
       marked: The scope of the quantized product inside of which it lies, or None.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
       line: The line of the user's program that made the equation in which it lies, or "".
@@ -245,7 +261,7 @@ def _walk(
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
             for inner in inner_jaxprs(eqn):
-                yield from _walk(inner, here, part, inside, outer, outer_line)
+                yield from _products(inner, part, here, inside, outer, outer_line)
 
 
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or

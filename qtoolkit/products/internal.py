@@ -22,7 +22,7 @@ from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import BY_RULE, report_of, strict_inputs
+from qtoolkit.products._report import BY_RULE, check_all_quantized, report_of, strict_inputs
 from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
@@ -51,6 +51,7 @@ __all__ = [
     "cache_format",
     "cached",
     "calibration_of",
+    "check_all_quantized",
     "check_calibrated",
     "check_loss",
     "check_recipe",
