@@ -1,13 +1,13 @@
 """`numerics` and `sensitivity` of wrapped modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from qtoolkit.linen._state import SCALES, described
+from qtoolkit.linen._state import SCALES, check_variables
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
 
@@ -107,8 +107,4 @@ def check_arguments(where: str, module: Any, variables: Any) -> None:
             f"{where}: module has type {type(module).__name__}, expected an instance of "
             "flax.linen.Module"
         )
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        raise TypeError(
-            f"{where}: variables {described(variables)}, expected a dictionary of "
-            'collections with "params", as init returns it'
-        )
+    check_variables(where, variables)

@@ -1,7 +1,6 @@
 """`quantize`: linen variables whose kernels are stored as codes and scales, to be served."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +10,7 @@ from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
 from qtoolkit.linen._run import Kernel, noting_kernels
-from qtoolkit.linen._state import COLLECTION, SCALES, described, state_of
+from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, state_of
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Batch, serving_rules, stored_kernel
@@ -77,11 +76,7 @@ def quantize(
       >>> bool((served.apply(weights, x) == wrapped.apply(variables, x)).all())
       True
     """
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        raise TypeError(
-            f"quantize: variables {described(variables)}, expected a dictionary of "
-            'collections with "params", as init returns it; pass {"params": params}'
-        )
+    check_variables("quantize", variables, '; pass {"params": params}')
     served = _served(module, recipe, kv_cache)
     apply = functools.partial(
         served.apply,
@@ -94,7 +89,7 @@ def quantize(
         jax.eval_shape(lambda variables, batch: batch.given_to(apply, variables), variables, batch)
     params, count = variables["params"], 0
     for path, uses in kernels.uses.items():
-        value = _at(params, path)
+        value = at(params, path)
         if path in kernels.other_uses or any(not _are_alike(use, uses[0]) for use in uses):
             continue
         is_stored = isinstance(value, QArray)
@@ -155,12 +150,6 @@ def _kept(variables: Any, collection: str, use: Kernel) -> Any:
     for name in (*use.layer, use.product):
         found = found.get(name, {})
     return found or None
-
-
-def _at(params: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        params = params[name]
-    return params
 
 
 def _with(params: Any, path: tuple[str, ...], array: QArray) -> Any:

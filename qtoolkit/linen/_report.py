@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,18 +10,16 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import Visited, visiting
+from qtoolkit.linen._run import visiting
 from qtoolkit.linen._state import COLLECTION
-from qtoolkit.products import Recipe, Report
+from qtoolkit.products import Report
 from qtoolkit.products.internal import (
     Batch,
-    Module,
     check_all_quantized,
-    check_rules,
     report_of,
     strict_inputs,
+    unused_rules,
 )
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
@@ -107,39 +104,12 @@ def _reported(
                 found = report_of(functools.partial(call, False), arguments)
             except ModifyScopeVariableError:  # another collection must be written
                 raise error from None
-    rules = dict.fromkeys(rules for rules, *_ in visited)
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"
-        for one in rules
-        for key in _unused(one, visited)
+        for rules in visited
+        for key in unused_rules(rules, visited.modules(rules))
     )
     return dataclasses.replace(found, unreached=unused)
-
-
-def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
-    """The keys of rules that match nothing that ran.
-
-    A rule with a recipe must match a layer with products; a rule with None may match any module.
-    """
-    for key, value in rules.rules:
-        reached = [
-            (path, kinds)
-            for of, path, kinds, has_products in visited
-            if of == rules and (has_products or value is None)
-        ]
-        one = Rules([(key, value)])
-        if all(one.match_index(path, kinds) is None for path, kinds in reached):
-            yield key
-
-
-def check_visited(rules: Rules[Recipe], visited: Visited) -> None:
-    """Raises if a rule matches nothing of the wrapped module that was initialized."""
-    modules: dict[str, Module] = {}
-    for of, path, kinds, has_products in visited:
-        if of == rules:
-            has_products |= path in modules and modules[path].has_products
-            modules[path] = Module([path], kinds, kinds[-1].__name__, has_products)
-    check_rules("wrap", rules, list(modules.values()))
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:

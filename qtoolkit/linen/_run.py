@@ -21,10 +21,12 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Found,
+    Module,
     Names,
     Site,
     computes_product,
     enclosing,
+    held,
     product_attributes,
     returns_later,
     scope,
@@ -49,8 +51,18 @@ ROOT = "self"  # the key of the wrapped module itself in the collection; others 
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
-class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
-    """The modules that ran: (rules, path, types of it and of modules around it, has products)."""
+class Visited(dict[Rules[Recipe], dict[str, Module]]):
+    """The modules that ran, for each of the rules by which they ran, by path."""
+
+    def add(self, rules: Rules[Recipe], this: Module) -> None:
+        (path,) = this.paths
+        known = self.setdefault(rules, {}).get(path, this)
+        kinds = tuple(dict.fromkeys((*known.kinds, *this.kinds)))
+        has_products = known.has_products or this.has_products
+        self[rules][path] = this._replace(kinds=kinds, has_products=has_products)
+
+    def modules(self, rules: Rules[Recipe]) -> list[Module]:
+        return list(self.get(rules, {}).values())
 
 
 class Kernel(NamedTuple):
@@ -99,11 +111,8 @@ class Kernels:
 def noting_kernels() -> Iterator[Kernels]:
     """In this context wrapped modules record how they use their parameters."""
     kernels = Kernels()
-    token = _kernels.set(kernels)
-    try:
+    with held(_kernels, kernels):
         yield kernels
-    finally:
-        _kernels.reset(token)
 
 
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
@@ -118,11 +127,8 @@ _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", d
 def visiting() -> Iterator[Visited]:
     """In this context the modules that run inside of wrapped ones are recorded."""
     visited = Visited()
-    token = _visited.set(visited)
-    try:
+    with held(_visited, visited):
         yield visited
-    finally:
-        _visited.reset(token)
 
 
 def run(
@@ -151,12 +157,9 @@ def run(
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
-    token = _active.set(this)
-    try:
-        with nn.intercept_methods(this.intercept), _traced_for((rules, cache, starting)):
-            out = call()
-    finally:
-        _active.reset(token)
+    intercepting = nn.intercept_methods(this.intercept)
+    with held(_active, this), intercepting, _traced_for((rules, cache, starting)):
+        out = call()
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -273,7 +276,7 @@ class _Run:
         has_products = _has_products(kind, name, method, product_attributes(vars(module)))
         visited = _visited.get()
         if visited is not None:
-            visited.append((self.rules, path, kinds, has_products))
+            visited.add(self.rules, Module([path], kinds, kind.__name__, has_products))
         recipe = self.rules.lookup(path, kinds)
         if recipe is None:
             with jax.named_scope(scope(self.shown(path), None)), enclosing(None):

@@ -178,12 +178,8 @@ def value_and_grad(
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(variables, Mapping) or "params" not in variables:
-            raise TypeError(
-                f"value_and_grad: variables {described(variables)}, expected a "
-                'dictionary of collections with "params", as init returns it; pass '
-                '{"params": params, "qtoolkit": state}'
-            )
+        hint = '; pass {"params": params, "qtoolkit": state}'
+        check_variables("value_and_grad", variables, hint)
         _check_bridged(variables)
         trained = _trained(variables, wrt)
         for collection in trained.values():
@@ -262,7 +258,7 @@ def _with_state(aux: Any, state: Any) -> Any:
     would undo the step: histories would never move.
     """
     return jax.tree.map(
-        lambda node: _at(state, node.path) if isinstance(node, _Given) else node,
+        lambda node: at(state, node.path) if isinstance(node, _Given) else node,
         aux,
         is_leaf=lambda node: isinstance(node, _Given),
     )
@@ -282,15 +278,21 @@ def _parts(path: tuple[str, ...], part: Any) -> Iterator[tuple[tuple[str, ...], 
         yield path, part
 
 
-def _at(state: Any, path: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda part, name: part[name], path, state)
+def at(tree: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda part, name: part[name], path, tree)
 
 
-def described(variables: Any) -> str:
-    """How an error message describes what was given in place of variables."""
-    if isinstance(variables, Mapping):
-        return f"has the keys {', '.join(map(str, variables)) or '(none)'}"
-    return f"has type {type(variables).__name__}"
+def check_variables(where: str, variables: Any, hint: str = "") -> None:
+    """Raises unless `variables` is a dictionary with "params"; `hint` ends the message."""
+    is_mapping = isinstance(variables, Mapping)
+    if not is_mapping or "params" not in variables:
+        got = f"has type {type(variables).__name__}"
+        if is_mapping:
+            got = f"has the keys {', '.join(map(str, variables)) or '(none)'}"
+        raise TypeError(
+            f"{where}: variables {got}, expected a dictionary of collections with "
+            f'"params", as init returns it{hint}'
+        )
 
 
 def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._report import check_strict, check_visited
+from qtoolkit.linen._report import check_strict
 from qtoolkit.linen._run import run, visiting
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import cache_format, check_recipe
+from qtoolkit.products.internal import cache_format, check_rules, training_rules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -225,7 +225,8 @@ def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
             return init(self, *args, method=method, **kwargs)
         with visiting() as visited:
             out = init(self, *args, **kwargs)
-        check_visited(self.qtoolkit_rules, visited)
+        rules = self.qtoolkit_rules
+        check_rules("wrap", rules, visited.modules(rules))
         return out
 
     checking.nowrap = True  # type: ignore[attr-defined]
@@ -245,16 +246,13 @@ def _rules_of(module: Any) -> Rules[Recipe]:
 
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:
-    check = functools.partial(check_recipe, "wrap")
-    if not isinstance(recipe, Rules):
-        return Rules((), default=Recipe() if recipe is None else check(recipe))
-    for key, _ in recipe.rules:
+    for key, _ in recipe.rules if isinstance(recipe, Rules) else ():
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
                 "of flax.linen.Module: nothing else has products"
             )
-    return recipe.map(check)
+    return training_rules(recipe)
 
 
 def _is_nnx(module: Any) -> bool:

@@ -1,7 +1,6 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -32,9 +31,9 @@ from qtoolkit.products.internal import (
     Site,
     cache_format,
     check_all_quantized,
-    check_recipe,
     check_rules,
     strict_inputs,
+    training_rules,
 )
 from qtoolkit.scaling import QArray
 
@@ -122,8 +121,7 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
-    rules = _as_rules(recipe)
-    wrapped = rewired("wrap", model, rules, kv_cache)
+    wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     if strict is not None:
         inputs, options = strict_inputs(strict)
         check_all_quantized(type(wrapped).__name__, report(wrapped, *inputs, **options))
@@ -392,12 +390,6 @@ def _original_attention(function: Any) -> Any:
     if isinstance(function, StatefulProducts):
         function = function.call
     return function.original if isinstance(function, Attention) else function
-
-
-def _as_rules(recipe: Any) -> Rules[Recipe]:
-    if isinstance(recipe, Rules):
-        return recipe.map(functools.partial(check_recipe, "wrap"))
-    return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
 
 
 @dataclasses.dataclass

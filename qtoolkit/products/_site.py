@@ -4,8 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
 from qtoolkit.products._found import Found, Names
 from qtoolkit.products._functions import conv_function, dot_function, einsum_function
@@ -184,29 +184,21 @@ class Site:
         return self.product("conv_general_dilated", function, lhs, rhs, dtype, state)
 
 
-@contextmanager
-def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
+def enclosing(
+    site: Site | None, state: State | None = None
+) -> contextlib.AbstractContextManager[None]:
     """In this context `dot` computes by `site`, with one state for all its calls."""
-    token = _enclosing.set(_Enclosing(site, state))
-    try:
-        yield
-    finally:
-        _enclosing.reset(token)
+    return held(_enclosing, _Enclosing(site, state))
 
 
-@contextmanager
-def rewritten_later() -> Iterator[None]:
+def rewritten_later() -> contextlib.AbstractContextManager[None]:
     """In this context `dot` is a plain product, which `rewritten` replaces afterwards.
 
     `rewritten` knows which operand is a parameter; `dot` does not. Inside of a nested trace, such
     as that of a custom derivative, `dot` computes the quantized product itself, since `rewritten`
     may not look into that trace.
     """
-    token = _enclosing.set(_enclosing.get()._replace(trace=_present_trace()))
-    try:
-        yield
-    finally:
-        _enclosing.reset(token)
+    return held(_enclosing, _enclosing.get()._replace(trace=_present_trace()))
 
 
 def _present_trace() -> Any:

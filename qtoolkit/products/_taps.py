@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qtoolkit.casts.internal import varying_alike
+from qtoolkit.products._context import held
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Cut, Rounded
 
@@ -97,12 +98,8 @@ def instrument() -> Instrument | None:
 
 @contextmanager
 def instrumented(by: Instrument) -> Iterator[None]:
-    token = _instrument.set(by)
-    try:
-        with _traced_under(object()):
-            yield
-    finally:
-        _instrument.reset(token)
+    with held(_instrument, by), _traced_under(object()):
+        yield
 
 
 @contextmanager

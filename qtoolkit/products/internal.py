@@ -9,6 +9,7 @@ from qtoolkit.products._calibration import (
     check_calibrated,
     summary_of,
 )
+from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing
 from qtoolkit.products._inspection import (
     computes_product,
@@ -17,7 +18,7 @@ from qtoolkit.products._inspection import (
     returns_later,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._matching import Module, check_rules
+from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
@@ -61,6 +62,7 @@ __all__ = [
     "einsum_axes",
     "enclosing",
     "first_scales",
+    "held",
     "instrument",
     "is_quantized",
     "overridden",
@@ -78,6 +80,8 @@ __all__ = [
     "strict_inputs",
     "summary_of",
     "sums_of",
+    "training_rules",
     "unmeasured",
+    "unused_rules",
     "with_values",
 ]
