@@ -197,8 +197,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
         )
     first = _first_jitted(wrapped, {**variables, SCALES: scales}, Batch.of(batch))
     values = {
-        (path.replace("/", "."), name, side): value
-        for (path, name, side), value in zip(first.keys, first.values, strict=True)
+        (path.replace("/", "."), name, side): value for (path, name, side), value in first.items()
     }
     missing: list[str] = []
 

@@ -203,13 +203,12 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
     check_wrapped("start_scales", wrapped)
-    found = _first_jitted(*nnx.split(wrapped), Batch.of(batch))
-    if not found.keys:
+    values = _first_jitted(*nnx.split(wrapped), Batch.of(batch))
+    if not values:
         raise ValueError(
             "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
             "as qtoolkit.recipes.int4_lsq"
         )
-    values = dict(zip(found.keys, found.values, strict=True))
     missing: list[str] = []
     for _, module in nnx.iter_modules(wrapped):
         site = None if isinstance(module, StatefulProducts) else site_of(module)

@@ -42,8 +42,7 @@ def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
       ValueError: The dtype of the cache cannot hold the values of the format.
     """
     check_holds(where, fmt.element, x.dtype)
-    is_packed = fmt.element.bits in WIDTHS and fmt.element.bits < 8
-    return quantize(jax.lax.stop_gradient(x), fmt, packed=is_packed)
+    return quantize(jax.lax.stop_gradient(x), fmt, packed=fmt.element.bits in WIDTHS)
 
 
 def cache_after(where: str, before: QArray, wide: Array) -> QArray:

@@ -129,7 +129,7 @@ def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
     """`x` as codes and its learned scale. Dequantized it is `lsq(x, scale)`, bit for bit."""
     element = operand.spec.element
     scale = jnp.where(scale < LEAST, LEAST, scale)
-    is_packed = element.bits in WIDTHS and element.bits < 8 and x.ndim > 0
+    is_packed = element.bits in WIDTHS and x.ndim > 0
     spec = BlockFormat.tensor(element)  # LSQ knows no narrow range, and its scale is float32
     return quantize(x, spec, scale=scale.reshape((1,) * x.ndim), packed=is_packed)
 

@@ -145,15 +145,12 @@ def _computed(
         recipe = recipe.without_learned()
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
-        state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
+        amax, key = lax.stop_gradient((state.amax, state.key))
+        state = state._replace(amax=amax, key=key)
     plan = Plan(function, recipe, dtype, tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
     return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
-
-
-def _stopped(x: Array | None) -> Array | None:
-    return None if x is None else lax.stop_gradient(x)
 
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:

@@ -42,30 +42,23 @@ class _StartTap:
         return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FirstScales:
-    """The first scale and offset of each operand that learns them. A pytree.
+# The path of a layer, the name of a product in it, and 0 for lhs or 1 for rhs.
+Key = tuple[str, str, int]
 
-    Attributes:
-      values: For each operand float32[2], scale and offset; NaN if its product was not measured.
-      keys: For each operand the path of the layer, the name of the product in it, and 0 for lhs or
-        1 for rhs.
+
+def first_scales(function: Callable[..., Any], *arguments: Any) -> dict[Key, jax.Array]:
+    """The first values of learned scales, from one run of a pure function of pytrees.
+
+    Returns:
+      For each operand float32[2], scale and offset; NaN if its product was not measured.
     """
-
-    values: tuple[jax.Array, ...]
-    keys: tuple[tuple[str, str, int], ...] = dataclasses.field(metadata={"static": True})
-
-
-def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
-    """The first values of learned scales, from one run of a pure function of pytrees."""
     found = tapped("start_scales", _StartTap(), total_of(function), *arguments)
-    values: dict[tuple[str, str, int], jax.Array] = {}
+    values: dict[Key, jax.Array] = {}
     for place, recipe in found.recipes.items():
         for side, operand in enumerate(recipe.forward):
             if operand is not None and operand.is_learned:
                 values[(*place, side)] = _first(found.sums[place][side], operand)
-    return FirstScales(tuple(values.values()), tuple(values))
+    return values
 
 
 def _first(row: jax.Array, operand: Operand) -> jax.Array:

@@ -130,7 +130,7 @@ def _by_own_scale(
     spec, scales = rounded.spec, rounded.scales
     assert spec is not None
     codes = code_values(rounded.q, spec.element)
-    is_packed = spec.element.bits in WIDTHS and spec.element.bits < 8 and x.ndim > 0
+    is_packed = spec.element.bits in WIDTHS and x.ndim > 0
     return QArray(
         pack(codes, spec.element) if is_packed else codes,
         scales.scale,
