@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
@@ -48,7 +49,6 @@ _LAYERS: dict[type[nn.Module], str] = {
 }
 _CACHING = nn.MultiHeadDotProductAttention
 ROOT = "self"  # the key of the wrapped module itself in the collection; others have their path
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
 class Visited(dict[Rules[Recipe], dict[str, Module]]):
@@ -370,19 +370,17 @@ def _check_kernels(module: nn.Module, path: str) -> None:
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
             for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
-                _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
+                parameter = f"{type(module).__name__}.{name}"
+                _check_dtype(leaf, parameter, path, "create the layer with another param_dtype")
 
 
 def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
     dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in FLOATS:
         raise TypeError(
             f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "
             f"float16 or bfloat16; {what_to_do}, or leave the layer alone by a rule"
         )
-
-
-_CREATED = "create the layer with another param_dtype"
 
 
 def _noting_other_uses(

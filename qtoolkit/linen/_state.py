@@ -34,6 +34,7 @@ COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
 _HISTORY, _BAD, _KEY, _PROBE, AMAX = "history", "bad", "key", "probe", "amax"
 
 Kept = Mapping[str, Any]
+Path = tuple[str, ...]
 
 
 def started(recipe: Recipe, name: str) -> dict[str, jax.Array]:
@@ -187,14 +188,17 @@ def value_and_grad(
         state = variables.get(COLLECTION, {})
         probes = {
             path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)
-            for path, kept in _products(state)
-            if _HISTORY in kept
+            for path, kept in _parts((), state)
+            if _is_product(kept) and _HISTORY in kept
         }
 
         def of(trained: Any, probes: Any) -> Any:
+            def with_probe(path: Path, kept: Kept) -> Kept:
+                return {**kept, _PROBE: probes[path]} if path in probes else kept
+
             given = {**variables, **trained}
             if COLLECTION in variables:
-                given[COLLECTION] = _with_probes(state, probes)
+                given[COLLECTION] = _mapped(state, with_probe)
             out = loss(given, *args, **kwargs)
             if not has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
@@ -270,7 +274,7 @@ def _arrays(part: Any) -> tuple[int, ...]:
     return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(_PROBE),))
 
 
-def _parts(path: tuple[str, ...], part: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
     """The mappings in `part`, the outer ones last."""
     if isinstance(part, Mapping):
         for name, inner in part.items():
@@ -307,18 +311,6 @@ def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str
     return {name: variables[name] for name in names}
 
 
-Path = tuple[str, ...]
-
-
-def _products(state: Any, path: Path = ()) -> Iterator[tuple[Path, Kept]]:
-    """Every product in the collection."""
-    if _is_product(state):
-        yield path, state
-    elif isinstance(state, Mapping):
-        for name, child in state.items():
-            yield from _products(child, (*path, name))
-
-
 def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ()) -> Any:
     """The collection with `function` of each product."""
     if _is_product(state):
@@ -329,15 +321,9 @@ def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ())
 
 
 def _is_product(node: Any) -> bool:
-    names = [name for name in (_HISTORY, _KEY) if isinstance(node, Mapping) and name in node]
-    return any(not isinstance(node[name], Mapping) for name in names)
-
-
-def _with_probes(state: Any, probes: Mapping[Path, jax.Array]) -> Any:
-    def with_probe(path: Path, kept: Kept) -> Kept:
-        return {**kept, _PROBE: probes[path]} if path in probes else kept
-
-    return _mapped(state, with_probe)
+    return isinstance(node, Mapping) and any(
+        name in node and not isinstance(node[name], Mapping) for name in (_HISTORY, _KEY)
+    )
 
 
 def _rolled(kept: Kept, counts: jax.Array | None) -> Kept:

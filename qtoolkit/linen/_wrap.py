@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from qtoolkit.products.internal import cache_format, check_rules, training_rules
 Model = TypeVar("Model", bound=nn.Module)
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
+_rules_of = operator.attrgetter("qtoolkit_rules")
 
 
 def wrap(
@@ -239,10 +241,6 @@ def _named(name: str) -> Callable[..., Any]:
 
     method.__name__ = method.__qualname__ = name
     return method
-
-
-def _rules_of(module: Any) -> Rules[Recipe]:
-    return module.qtoolkit_rules
 
 
 def _as_rules(recipe: Any) -> Rules[Recipe]:

@@ -214,25 +214,26 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
         site = None if isinstance(module, StatefulProducts) else site_of(module)
         if site is None:
             continue
-        unreached: list[str] = []
         for name, kept in product_states(module).items():
             for side in (0, 1):
-                value = values.get((site.path, name, side))
-                _start(kept, side, value, site.path, unreached)
-        if not needs_no_scale(module):
-            missing += unreached
+                is_started = _start(kept, side, values.get((site.path, name, side)))
+                if not (is_started or needs_no_scale(module)):
+                    missing.append(site.path)
     check_calibrated("start_scales", dict.fromkeys(missing))
 
 
-def _start(kept: ProductState, side: int, value: Any, path: str, missing: list[str]) -> None:
+def _start(kept: ProductState, side: int, value: jax.Array | None) -> bool:
+    """Starts the scale and the offset of an operand, if it has them; False if `value` has none."""
+    is_started = True
     for place, variables in enumerate((getattr(kept, "scales", ()), getattr(kept, "offsets", ()))):
         variable = variables[side] if len(variables) else None
         if variable is None or not jnp.any(jnp.isnan(variable[...])):
             continue
         if value is None or jnp.isnan(value[place]):
-            missing.append(path)
-            continue
-        variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
+            is_started = False
+        else:
+            variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
+    return is_started
 
 
 @functools.partial(jax.jit, static_argnums=0)

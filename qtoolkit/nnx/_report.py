@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from qtoolkit.nnx._rewriting import is_left, leave, methods_of
+from qtoolkit.nnx._rewriting import has_products, is_left, leave
 from qtoolkit.products import Product, Report
 from qtoolkit.products.internal import BY_RULE, MODEL, Batch, report_of
 
@@ -70,7 +70,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         shown = "/".join(map(str, path))
         if site is not None:
             paths.append(site.path)
-        elif _has_products(node):
+        elif has_products(node):
             if not is_left(node):
                 unmarked.add(shown or MODEL)
             leave(node, shown)
@@ -111,8 +111,3 @@ def site_of(module: Any) -> Any:
         if hasattr(call, "site"):
             return call.site
     return None
-
-
-def _has_products(module: Any) -> bool:
-    kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
-    return isinstance(module, kinds) or bool(methods_of(module))

@@ -1,7 +1,7 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ from qtoolkit.nnx._report import hint, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
+    has_products,
     is_left,
     leave,
     methods_of,
@@ -210,12 +211,11 @@ def _recipes(
     compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
     and dicts compute nothing, and a rule for the path of one says nothing about what is in it.
     """
-    containers = nnx.List | nnx.Dict
-    others = (
+    others = [
         found
         for found in modules
-        if not (found.has_products or isinstance(found.module, containers))
-    )
+        if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
+    ]
     check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
@@ -230,11 +230,9 @@ def _recipes(
             f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
-    for found in modules:
-        is_container = isinstance(found.module, nnx.List | nnx.Dict)
-        if found.has_products or is_container or rules.lookup(found.paths, found.kinds) is not None:
-            continue
-        recipes.update(dict.fromkeys(found.paths, (found, None)))
+    for found in others:
+        if rules.lookup(found.paths, found.kinds) is None:
+            recipes.update(dict.fromkeys(found.paths, (found, None)))
     return recipes
 
 
@@ -361,28 +359,24 @@ def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
 
 def stacked(layer: Any) -> tuple[int, ...]:
     """The leading axes of a layer's kernel that `nnx.vmap` added."""
-    if isinstance(layer, nnx.MultiHeadAttention):
-        return stacked(layer.query)
-    if isinstance(layer, nnx.Embed):
-        return tuple(layer.embedding.shape[:-2])
-    if isinstance(layer, nnx.LoRA):
-        return tuple(layer.lora_a.shape[:-2])
-    if not isinstance(layer, (*_KERNEL_HOOKS, nnx.ConvTranspose)):
-        return ()  # a user's module
-    known: Any = layer
-    shape = tuple(known.kernel.shape)
-    if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
-        rank = len(layer.kernel_shape)
-    elif isinstance(layer, nnx.LinearGeneral):
-        batch = len(layer.batch_axis)
-        rank = batch + len(_tuple(layer.in_features)) + len(_tuple(layer.out_features))
-    else:
-        rank = 2
-    return shape[: len(shape) - rank]
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)
+    kernel: Any
+    match layer:
+        case nnx.MultiHeadAttention():
+            return stacked(layer.query)
+        case nnx.Embed():
+            kernel, rank = layer.embedding, 2
+        case nnx.LoRA():
+            kernel, rank = layer.lora_a, 2
+        case nnx.Linear():
+            kernel, rank = layer.kernel, 2
+        case nnx.LinearGeneral():
+            kernel, axes = layer.kernel, (layer.batch_axis, layer.in_features, layer.out_features)
+            rank = sum(map(len, axes))
+        case nnx.Einsum() | nnx.Conv() | nnx.ConvTranspose():
+            kernel, rank = layer.kernel, len(layer.kernel_shape)
+        case _:  # a user's module
+            return ()
+    return tuple(kernel.shape[: len(kernel.shape) - rank])
 
 
 def _original_attention(function: Any) -> Any:
@@ -408,8 +402,7 @@ class FoundModule:
 
     @property
     def has_products(self) -> bool:
-        is_layer = isinstance(self.module, tuple(_HOOKS))
-        return is_layer or bool(methods_of(self.module))
+        return has_products(self.module)
 
     @property
     def shown(self) -> str:
@@ -451,13 +444,20 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
 
 
+def _parameters(where: str, found: FoundModule) -> Iterator[tuple[str, Any]]:
+    """A layer's own parameters, with their names as messages begin with them."""
+    for name, value in vars(found.module).items():
+        if isinstance(value, nnx.Param):
+            yield _shown(where, found, name), value.get_value()
+
+
+def _shown(where: str, found: FoundModule, name: str) -> str:
+    return f"{where}: {found.shown}: {type(found.module).__name__}.{name}"
+
+
 def _check_kernels(caller: str, found: FoundModule) -> None:
     """Raises if a layer's own parameters have dtypes that cannot be rounded."""
-    for name, value in vars(found.module).items():
-        if not isinstance(value, nnx.Param):
-            continue
-        raw = value.get_value() if hasattr(value, "get_value") else value.value
-        where = f"{caller}: {found.shown}: {type(found.module).__name__}.{name}"
+    for where, raw in _parameters(caller, found):
         if isinstance(raw, QArray) and caller == "wrap":
             raise TypeError(
                 f"{where} is a QArray, expected an array: parameters stay wide in training; to run "
@@ -473,13 +473,13 @@ def _check_kernels(caller: str, found: FoundModule) -> None:
             )
 
 
-def _check_left(where: str, found: FoundModule) -> None:
+def _check_left(caller: str, found: FoundModule) -> None:
     """Raises if a layer that a rule leaves has a stored kernel: Flax could not multiply codes."""
-    for name, value in vars(found.module).items():
-        if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray):
+    for where, raw in _parameters(caller, found):
+        if isinstance(raw, QArray):
             raise ValueError(
-                f"{where}: {found.shown}: {type(found.module).__name__}.{name} is a QArray, and a "
-                "rule leaves the layer as it is, expected a recipe for it; or dequantize() it first"
+                f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
+                "it; or dequantize() it first"
             )
 
 
@@ -489,7 +489,7 @@ def _check_attribute(
     value = getattr(found.module, attribute)
     if not (any(value is known for known in replaceable) or isinstance(value, ours)):
         raise ValueError(
-            f"{where}: {found.shown}: {type(found.module).__name__}.{attribute} is {value!r}, "
-            "expected Flax's own; wrapping would discard it. Set it back first, e.g. with "
-            "nnx.with_attributes, or leave the layer alone by a rule"
+            f"{_shown(where, found, attribute)} is {value!r}, expected Flax's own; wrapping would "
+            "discard it. Set it back first, e.g. with nnx.with_attributes, or leave the layer "
+            "alone by a rule"
         )
