@@ -17,7 +17,7 @@ from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
 from qtoolkit.products.internal import (
     Batch,
-    Summary,
+    Tapped,
     calibration_of,
     check_calibrated,
     first_scales,
@@ -82,7 +82,7 @@ def _check_hashable(where: str, module: nn.Module) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Batch) -> Summary:
+def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Batch) -> Tapped:
     return summary_of(bins, functools.partial(_applied, module), variables, batch)
 
 

@@ -22,7 +22,7 @@ from qtoolkit.nnx._wrap import (
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
-    Summary,
+    Tapped,
     calibration_of,
     check_calibrated,
     first_scales,
@@ -79,7 +79,7 @@ def calibrate(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(graph: Any, state: Any, bins: Bins | None, batch: Batch) -> Summary:
+def _summary(graph: Any, state: Any, bins: Bins | None, batch: Batch) -> Tapped:
     return summary_of(bins, functools.partial(_called, graph), state, batch)
 
 
@@ -140,15 +140,13 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes, found = calibration.amaxes(site.path), FoundModule(node, [site.path])
         missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and (needs_no_scale(node) or not is_of_flax(node)):
-            attach(node, recipe, found)
-            return node
-        if not amaxes:
+        if not amaxes and is_of_flax(node) and not needs_no_scale(node):
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
         attach(node, recipe, found, names=tuple(amaxes))
-        _fill(node, amaxes)
+        if amaxes:
+            _fill(node, amaxes)
         if "dot" in amaxes:
             node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
             node.qtoolkit_dot.amax[...] = amaxes["dot"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._report import hint, site_of
+from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
@@ -120,11 +120,7 @@ def _learned_scales(layer: Any) -> list[LsqScale]:
 
 def check_wrapped(where: str, model: Any) -> None:
     """Raises unless `model` is an `nnx.Module` with a quantized layer."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
-            f"{hint(where, model)}"
-        )
+    check_module(where, model)
     if all(site_of(module) is None for _, module in nnx.iter_modules(model)):
         name = type(model).__name__
         raise ValueError(

@@ -11,14 +11,16 @@ from qtoolkit.products import Product, Report
 from qtoolkit.products.internal import BY_RULE, MODEL, Batch, report_of
 
 
-def hint(where: str, model: Any) -> str:
-    """The end of an error message about a model that is no `nnx.Module`: what to write instead."""
+def check_module(where: str, model: Any) -> None:
+    if isinstance(model, nnx.Module):
+        return
+    hint = ""
     if isinstance(model, linen.Module):
-        return f"; use qtoolkit.linen.{where}"
-    if where not in ("wrap", "quantize"):
-        return ""
-    name = model.__name__ if isinstance(model, type) else "MLP"
-    return f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
+        hint = f"; use qtoolkit.linen.{where}"
+    elif where in ("wrap", "quantize"):
+        name = model.__name__ if isinstance(model, type) else "MLP"
+        hint = f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
+    raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module{hint}")
 
 
 def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
@@ -52,11 +54,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
       layers/0 backward left by a rule
       layers/0 backward left by a rule
     """
-    if not isinstance(wrapped, nnx.Module):
-        raise TypeError(
-            f"report: model has type {type(wrapped).__name__}, expected an nnx.Module"
-            f"{hint('report', wrapped)}"
-        )
+    check_module("report", wrapped)
     paths: list[str] = []
     unmarked: set[str] = set()
     seen: set[int] = set()

@@ -13,7 +13,7 @@ from jax import lax
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
 from qtoolkit.nnx._products import Attention, Product, StatefulProducts, keep_kernel_dtype
-from qtoolkit.nnx._report import hint, report, site_of
+from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
@@ -135,11 +135,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     Args:
       where: The caller: "wrap", which refuses stored kernels, or "quantize".
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
-            f"{hint(where, model)}"
-        )
+    check_module(where, model)
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
     layers = _checked_layers(where, model, modules, rules, cache)

@@ -84,12 +84,7 @@ MomentLike: TypeAlias = SpecLike | SecondMoment
 
 
 def block_format(where: str, of: SpecLike) -> BlockFormat:
-    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format.
-
-    Raises:
-      ValueError: A format that cannot hold a moment.
-      TypeError: `of` is no format.
-    """
+    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format."""
     fmt = spec(of)
     if not isinstance(of, BlockFormat) and fmt.block == () and fmt.scale is not None:
         fmt = dataclasses.replace(fmt, block=(BLOCK,), other_axes=1)

@@ -11,12 +11,7 @@ Array = jax.Array
 
 
 def cache_format(where: str, like: SpecLike) -> BlockFormat:
-    """The format of a KV cache; an element format such as "int8" gets a scale per token and head.
-
-    Raises:
-      ValueError: The format is unknown, has no negative numbers, or has scales that several tokens
-        or heads share.
-    """
+    """The format of a KV cache; elements such as "int8" get a scale for each token and head."""
     found = spec(like)
     if not isinstance(like, BlockFormat) and not found.block and found.scale is not None:
         found = BlockFormat.token(found.element)
@@ -36,11 +31,7 @@ def cache_format(where: str, like: SpecLike) -> BlockFormat:
 
 
 def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
-    """Quantizes a KV cache of shape [..., features].
-
-    Raises:
-      ValueError: The dtype of the cache cannot hold the values of the format.
-    """
+    """Quantizes a KV cache of shape [..., features]."""
     check_holds(where, fmt.element, x.dtype)
     return quantize(jax.lax.stop_gradient(x), fmt, packed=fmt.element.bits in WIDTHS)
 

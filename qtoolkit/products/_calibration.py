@@ -15,7 +15,7 @@ from qtoolkit.formats import BlockFormat
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._rounded import Cut, Rounded
-from qtoolkit.products._taps import MODEL, Place, tapped
+from qtoolkit.products._taps import MODEL, Place, Tapped, tapped
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
@@ -114,34 +114,16 @@ class _SummaryTap:
         return jnp.concatenate(pieces)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """What the tap measured in one batch. A pytree.
-
-    Attributes:
-      rows: For each product float32[roles, size], the measurements of its operands.
-      places: The products, in the same order.
-      recipes: Their recipes, in the same order.
-    """
-
-    rows: tuple[jax.Array, ...]
-    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
-    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
-
-
-def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
+def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Tapped:
     """Runs a pure function once and measures the operands of its products.
 
     Args:
       bins: The bins of the histograms; None to make no histograms.
       function: Takes and returns pytrees. A product on which no float of the result depends is not
         measured, since measurements come out as gradients of these floats.
-      arguments: The arguments of the function.
     """
-    found = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
-    rows = tuple(found.sums[place] for place in found.recipes)
-    return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
+    found, _ = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
+    return found
 
 
 def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -237,7 +219,7 @@ class Calibration:
 
 
 def calibration_of(
-    summarize: Callable[[Bins | None, Batch], Summary],
+    summarize: Callable[[Bins | None, Batch], Tapped],
     batches: Iterable[Any],
     observer: Any,
     options: dict[str, Any],
@@ -250,11 +232,6 @@ def calibration_of(
       batches: Taken one by one; none is kept.
       observer: A key of `OBSERVERS`, or a class of `qtoolkit.scaling`.
       options: Keyword arguments for the observer's `of`.
-
-    Raises:
-      TypeError: `batches` is no iterable, an option is unknown, or this runs inside of `jit`.
-      ValueError: The observer cannot observe products; there is no batch or no product; an operand
-        held a NaN or an infinity in every batch; or the model was frozen.
     """
     kind = _observer(observer)
     if hasattr(batches, "dtype") or isinstance(batches, dict):
@@ -293,7 +270,7 @@ def calibration_of(
     )
 
 
-def _check_summary(summary: Summary) -> None:
+def _check_summary(summary: Tapped) -> None:
     """Raises if nothing was measured: called under `jit`, no product ran, or a frozen model."""
     if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
         raise TypeError(

@@ -17,7 +17,7 @@ from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
 from qtoolkit.products._rounded import Cut, Rounded
-from qtoolkit.products._taps import MODEL, Place, Stored, tapped
+from qtoolkit.products._taps import MODEL, Place, Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -297,31 +297,21 @@ def colour_of(row: Row) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the tap measured in one step. A pytree, so that a jitted function can return it.
+    """What the tap measured in one step, and what `Numerics` calls `left`. A pytree."""
 
-    Attributes:
-      vectors: float32[products, roles, TALLY_SIZE], the measurements.
-      places: The products, in the order of `vectors`.
-      recipes: Their recipes.
-      stored: Which of their operands are stored codes.
-      left: As in `Numerics`.
-    """
-
-    vectors: jax.Array
-    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
-    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
-    stored: tuple[Stored, ...] = dataclasses.field(metadata=_STATIC)
+    found: Tapped
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
 
     def numerics(self) -> Numerics:
-        products = zip(self.places, self.recipes, self.stored, strict=True)
+        found = self.found
+        products = zip(found.places, found.recipes, found.stored, strict=True)
         labels = [
             (number, role, twin, label)
             for number, product in enumerate(products)
             for role, twin, label in _labels(*product)
         ]
         number, role, twin, _ = zip(*labels, strict=True)
-        tallies = _tallies(self.vectors, *map(np.array, (number, role, twin)))
+        tallies = _tallies(found.rows, *map(np.array, (number, role, twin)))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
             for i, (*_, label) in enumerate(labels)
@@ -330,40 +320,32 @@ class Sums:
 
 
 @jax.jit
-def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.Array) -> Tally:
+def _tallies(
+    rows: tuple[jax.Array, ...], number: jax.Array, role: jax.Array, twin: jax.Array
+) -> Tally:
     """The tallies of all rows, computed by one program.
 
     Args:
-      vectors: float32[products, roles, TALLY_SIZE]: what the taps kept.
+      rows: For each product float32[roles, TALLY_SIZE]: what the taps kept.
       number, role: int[rows]: which product and which operand each row describes.
       twin: The role of the same operand in another product, `role` itself where there is none. The
         tap measures the operand in one of the two and leaves zeros for the other, so both are
         added. Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
     """
+    vectors = jnp.stack(rows)
     other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
     return jax.vmap(tally_of)(vectors[number, role] + other)
 
 
 def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Runs one step of a pure function of pytrees, and measures the operands of its products.
+    """Measures the operands of all products in one step of a pure function of pytrees.
 
     Args:
       function: Returns the loss, a float scalar, or (loss, aux).
-
-    Raises:
-      TypeError: The loss is no float scalar.
-      ValueError: No quantized product ran.
     """
-    found = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
-    check_ran("numerics", found.recipes)
-    vectors = jnp.stack([found.sums[place] for place in found.recipes])
-    return Sums(
-        vectors,
-        places=tuple(found.recipes),
-        recipes=tuple(found.recipes.values()),
-        stored=tuple(found.stored.values()),
-        left=left_of(found.closed),
-    )
+    found, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
+    check_ran("numerics", found.places)
+    return Sums(found, left_of(closed))
 
 
 def check_loss(where: str, loss_fn: Any, given: str) -> None:

@@ -84,17 +84,12 @@ class Report:
             rows.append((path or "-", *cells, str(sum(p.count for p in products))))
         lines = text_table(rows)
         if self.left:
-            lines.append("")
-            heads: list[tuple[str, ...]] = [
-                ("left", "product", "operands", "reason", "where", "products")
+            rows = [("left", "product", "operands", "reason", "where", "products")]
+            rows += [
+                (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
+                for p in self.left
             ]
-            lines += text_table(
-                heads
-                + [
-                    (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
-                    for p in self.left
-                ]
-            )
+            lines += ["", *text_table(rows)]
         done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
         lines.append(f"{done} of {done + left} products quantized")
         if self.is_forward_only:

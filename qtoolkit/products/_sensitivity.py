@@ -136,10 +136,6 @@ def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity
 
     Args:
       function: Returns the loss, a float scalar, or (loss, aux).
-
-    Raises:
-      TypeError: The loss is no float scalar, or an argument holds stored kernels.
-      ValueError: No quantized product ran.
     """
     loss = loss_of("sensitivity", function)
     leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, QArray))

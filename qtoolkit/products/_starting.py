@@ -52,13 +52,13 @@ def first_scales(function: Callable[..., Any], *arguments: Any) -> dict[Key, jax
     Returns:
       For each operand float32[2], scale and offset; NaN if its product was not measured.
     """
-    found = tapped("start_scales", _StartTap(), total_of(function), *arguments)
-    values: dict[Key, jax.Array] = {}
-    for place, recipe in found.recipes.items():
-        for side, operand in enumerate(recipe.forward):
-            if operand is not None and operand.is_learned:
-                values[(*place, side)] = _first(found.sums[place][side], operand)
-    return values
+    found, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
+    return {
+        (*place, side): _first(rows[side], operand)
+        for place, recipe, rows in zip(found.places, found.recipes, found.rows, strict=True)
+        for side, operand in enumerate(recipe.forward)
+        if operand is not None and operand.is_learned
+    }
 
 
 def _first(row: jax.Array, operand: Operand) -> jax.Array:

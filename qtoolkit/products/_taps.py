@@ -12,11 +12,12 @@ over its runs: a tap must measure numbers that make sense when they are added.
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._context import held
@@ -102,19 +103,16 @@ def instrumented(by: Instrument) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unmeasured() -> Iterator[None]:
+def unmeasured() -> AbstractContextManager[None]:
     """In this context a tap finds products, but measures none: no gradient would bring it out.
 
     `jax.custom_vjp` refuses functions that close over an array by which somebody differentiates, as
     the zeros of a tapped product are.
     """
     by = instrument()
-    if not isinstance(by, Tapping):
-        yield
-        return
-    with instrumented(dataclasses.replace(by, zeros={})):
-        yield
+    if isinstance(by, Tapping):
+        return instrumented(dataclasses.replace(by, zeros={}))
+    return nullcontext()
 
 
 @dataclasses.dataclass
@@ -149,25 +147,33 @@ class Tapping:
             return compute(recipe, state, self.tap, zeros)
 
 
-class Tapped(NamedTuple):
-    """What a tap measured in one run of a function.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tapped:
+    """What a tap measured in one run of a function. A pytree: a jitted function can return it.
 
     Attributes:
-      recipes: The recipe of each product, in the order in which the products ran.
-      stored: Which operands of each product are stored codes.
-      sums: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
+      rows: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
         Zeros for a product on which the result of the function does not depend.
-      closed: The jaxpr of the function.
+      places: The products, in the order in which they ran.
+      recipes: Their recipes.
+      stored: Which of their operands are stored codes.
     """
 
-    recipes: dict[Place, Recipe]
-    stored: dict[Place, Stored]
-    sums: dict[Place, jax.Array]
-    closed: Any
+    rows: tuple[jax.Array, ...]
+    places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
+    recipes: tuple[Recipe, ...] = dataclasses.field(metadata={"static": True})
+    stored: tuple[Stored, ...] = dataclasses.field(metadata={"static": True})
 
 
-def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
-    """Runs `function`, which returns a float scalar, and taps all of its products."""
+def tapped(
+    where: str, tap: Tap, function: Callable[..., Any], *arguments: Any
+) -> tuple[Tapped, ClosedJaxpr]:
+    """Runs `function`, which returns a float scalar, and taps all of its products.
+
+    Returns:
+      The measurements, and the jaxpr of the function.
+    """
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
@@ -201,7 +207,9 @@ def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) 
             "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
             "there, with a recipe, and pass such an array as an argument"
         ) from error
-    return Tapped(finding.found, finding.stored, sums, closed)
+    recipes, stored = finding.found.values(), finding.stored.values()
+    rows = tuple(sums[place] for place in finding.found)
+    return Tapped(rows, tuple(finding.found), tuple(recipes), tuple(stored)), closed
 
 
 def has_no_derivative(error: ValueError) -> bool:

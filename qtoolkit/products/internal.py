@@ -2,13 +2,7 @@
 
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_after, cache_format, cached
-from qtoolkit.products._calibration import (
-    Batch,
-    Summary,
-    calibration_of,
-    check_calibrated,
-    summary_of,
-)
+from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
 from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing
 from qtoolkit.products._inspection import (
@@ -29,7 +23,7 @@ from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import MODEL, Place, instrument, unmeasured
+from qtoolkit.products._taps import MODEL, Place, Tapped, instrument, unmeasured
 
 __all__ = [
     "BY_RULE",
@@ -46,8 +40,8 @@ __all__ = [
     "Site",
     "Standing",
     "State",
-    "Summary",
     "Sums",
+    "Tapped",
     "cache_after",
     "cache_format",
     "cached",
