@@ -107,7 +107,7 @@ def quantize(
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
     if recipe is not None:
-        return wrap(module, serving_rules("quantize", recipe), kv_cache=kv_cache)
+        return wrap(module, serving_rules(recipe), kv_cache=kv_cache)
     rules = getattr(module, "qtoolkit_rules", None)
     if rules is None:
         raise ValueError(

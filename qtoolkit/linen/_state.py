@@ -184,7 +184,7 @@ def value_and_grad(
         _check_bridged(variables)
         trained = _trained(variables, wrt)
         for collection in trained.values():
-            check_trainable("value_and_grad", collection)
+            check_trainable(collection)
         state = variables.get(COLLECTION, {})
         probes = {
             path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)

@@ -79,7 +79,7 @@ def quantize(
       >>> bool((served(x) == wrapped(x)).all())
       True
     """
-    rules = None if recipe is None else serving_rules("quantize", recipe)
+    rules = None if recipe is None else serving_rules(recipe)
     served = rewired("quantize", model, rules, kv_cache)
     known: dict[Any, Any] = {}
     found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]

@@ -241,7 +241,7 @@ def value_and_grad(
                 f"value_and_grad: wrt={wrt!r} selects nothing that {type(model).__name__} trains, "
                 "expected a filter of its Variables, e.g. wrt=nnx.Param"
             )
-        check_trainable("value_and_grad", nnx.to_pure_dict(trained))
+        check_trainable(nnx.to_pure_dict(trained))
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)

@@ -198,12 +198,12 @@ def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
     """For each of `leaves(state)` the blocks it is cut into, None where it stays as it is."""
     found = leaves(state)
-    floats = [leaf for leaf in found if _is_float(leaf.value)]
+    floats = [leaf for leaf in found if is_float(leaf.value)]
     rules.check_used("quantize_state", [leaf.path for leaf in floats])
-    return [_format(leaf, rules, min_size) if _is_float(leaf.value) else None for leaf in found]
+    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in found]
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
     return getattr(value, "dtype", None) in FLOATS
 
 

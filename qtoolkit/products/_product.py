@@ -86,9 +86,8 @@ def quantized_product(
         `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
-    operands, learned = [lhs, rhs], recipe.learned
-    given = (rhs, lhs) if is_swapped else (lhs, rhs)
-    for index, operand in enumerate((lhs, rhs)):
+    given, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
+    for index, operand in enumerate(given):
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
             recipe = recipe.beside_stored(side)
@@ -107,8 +106,8 @@ def quantized_product(
     by = instrument()
     if by is None:
         return compute(recipe, state)
-    stored = (stored_label(given[0]), stored_label(given[1]))
-    return by.product(place or Place("", where), recipe, state, compute, stored)
+    first, second = map(stored_label, given[::-1] if is_swapped else given)
+    return by.product(place or Place("", where), recipe, state, compute, (first, second))
 
 
 def _computed(

@@ -16,10 +16,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import user_context
 
-from qtoolkit.products._bilinear import Bilinear, RaggedDot
+from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, RaggedDot
 from qtoolkit.products._features import LAST, moved, of_result
 from qtoolkit.products._found import Found, Origin, Standing
-from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -286,7 +285,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
     match eqn.primitive.name:
         case "dot_general":
             names = ("dimension_numbers", "precision", "out_sharding")
-            function = dot_function(*(params[name] for name in names))
+            function = DotGeneral(**{name: params[name] for name in names})
         case "ragged_dot_general":
             if (
                 params["ragged_dot_dimension_numbers"] != _RAGGED
@@ -295,7 +294,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
                 return None
             function = RaggedDot(params["precision"])
         case _:
-            function = conv_function(**{name: params[name] for name in _OF_CONVOLUTION})
+            function = ConvGeneralDilated(**{name: params[name] for name in _OF_CONVOLUTION})
     return Found(
         eqn.primitive.name,
         function,

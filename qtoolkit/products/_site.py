@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
 from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
 from qtoolkit.products._found import Found, Names
-from qtoolkit.products._functions import conv_function, dot_function, einsum_function
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
@@ -155,7 +154,7 @@ class Site:
         state: State | None = None,
         **options: Any,
     ) -> jax.Array:
-        function = dot_function(dimension_numbers, precision, **options)
+        function = DotGeneral(dimension_numbers, precision, **options)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
 
     def einsum(
@@ -168,7 +167,7 @@ class Site:
         state: State | None = None,
         **options: Any,
     ) -> jax.Array:
-        function = einsum_function(subscripts, **options)
+        function = Einsum(subscripts, **options)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
 
     def conv_general_dilated(
@@ -180,7 +179,7 @@ class Site:
         state: State | None = None,
         **options: Any,
     ) -> jax.Array:
-        function, dtype = conv_function(*args, **options), preferred_element_type
+        function, dtype = ConvGeneralDilated(*args, **options), preferred_element_type
         return self.product("conv_general_dilated", function, lhs, rhs, dtype, state)
 
 
@@ -240,7 +239,7 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
-    function = dot_function(numbers, precision)
+    function = DotGeneral(numbers, precision)
     kernel = 0 if stored == [True, False] else 1
     dtype = jnp.result_type(lhs, rhs)
     return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)

@@ -123,21 +123,18 @@ class Tapping:
       tap: What to measure.
       zeros: The zeros for each product. A product that is missing here gets zeros of its own, by
         which nobody differentiates.
-      found: Filled while the model runs: the products in the order in which they ran, with their
-        recipes.
-      stored: Filled likewise: which operands of each product are stored codes.
+      found: Filled while the model runs: for each product, in the order in which they ran, its
+        recipe, and which of its operands are stored codes.
     """
 
     tap: Tap
     zeros: Mapping[Place, jax.Array] = dataclasses.field(default_factory=dict)
-    found: dict[Place, Recipe] = dataclasses.field(default_factory=dict)
-    stored: dict[Place, Stored] = dataclasses.field(default_factory=dict)
+    found: dict[Place, tuple[Recipe, Stored]] = dataclasses.field(default_factory=dict)
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
     ) -> jax.Array:
-        self.found.setdefault(place, recipe)
-        self.stored.setdefault(place, stored)
+        self.found.setdefault(place, (recipe, stored))
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
@@ -207,9 +204,9 @@ def tapped(
             "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
             "there, with a recipe, and pass such an array as an argument"
         ) from error
-    recipes, stored = finding.found.values(), finding.stored.values()
     rows = tuple(sums[place] for place in finding.found)
-    return Tapped(rows, tuple(finding.found), tuple(recipes), tuple(stored)), closed
+    recipes, stored = zip(*finding.found.values(), strict=True) if rows else ((), ())
+    return Tapped(rows, tuple(finding.found), recipes, stored), closed
 
 
 def has_no_derivative(error: ValueError) -> bool:
