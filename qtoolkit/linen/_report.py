@@ -65,18 +65,6 @@ def report(
       >>> [product.part for product in report.quantized]
       ['forward', 'dgrad', 'wgrad']
     """
-    return _reported(wrapped, variables, inputs, options, rngs, method, mutable)
-
-
-def _reported(
-    wrapped: nn.Module,
-    variables: Any,
-    inputs: Any,
-    options: Any,
-    rngs: Any = None,
-    method: Any = None,
-    mutable: Any = _EVERY_WRITTEN,
-) -> Report:
     check_arguments("report", wrapped, variables)
     batch = Batch.of((inputs, options))
     # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
@@ -123,7 +111,7 @@ def check_strict(wrapped: nn.Module, inputs: Any) -> None:
         return wrapped.init({"params": jax.random.key(0)}, *args, **kwargs)
 
     variables = jax.eval_shape(init, *batch.arrays)
-    found = _reported(wrapped, variables, arguments, options)
+    found = report(wrapped, variables, *arguments, **options)
     if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(
             f"wrap: {', '.join(found.unreached)} matches no layer with products inside of {name}, "

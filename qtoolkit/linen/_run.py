@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -107,12 +107,9 @@ class Kernels:
             self.uses.setdefault(origin.name, []).append(kernel)
 
 
-@contextmanager
-def noting_kernels() -> Iterator[Kernels]:
+def noting_kernels() -> AbstractContextManager[Kernels]:
     """In this context wrapped modules record how they use their parameters."""
-    kernels = Kernels()
-    with held(_kernels, kernels):
-        yield kernels
+    return held(_kernels, Kernels())
 
 
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
@@ -123,12 +120,9 @@ _kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kerne
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
-@contextmanager
-def visiting() -> Iterator[Visited]:
+def visiting() -> AbstractContextManager[Visited]:
     """In this context the modules that run inside of wrapped ones are recorded."""
-    visited = Visited()
-    with held(_visited, visited):
-        yield visited
+    return held(_visited, Visited())
 
 
 def run(

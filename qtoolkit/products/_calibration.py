@@ -14,7 +14,7 @@ from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import MODEL, Place, Tapped, tapped
 from qtoolkit.scaling import (
     MSE,
@@ -104,7 +104,7 @@ class _SummaryTap:
     def size(self) -> int:
         return 2 + _MARKED + (0 if self.bins is None else self.bins.count)
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         amax, is_bad = amax_of(x)
         pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
         pieces.append(marked(amax, _BITS))

@@ -3,16 +3,16 @@
 import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
 
 @contextmanager
-def held(variable: contextvars.ContextVar[Value], value: Value) -> Iterator[None]:
+def held(variable: contextvars.ContextVar[Any], value: Value) -> Iterator[Value]:
     """In this context `variable` has another value."""
     token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
         variable.reset(token)

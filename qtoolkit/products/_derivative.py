@@ -116,7 +116,7 @@ def _kept_by_tap(plan: Plan, role: int, x: Array, operand: Rounded, how: Cut) ->
     if role not in plan.tap.roles:
         return jnp.zeros((plan.tap.size,), jnp.float32)
     x, operand = lax.stop_gradient((how.transformed(x), operand))
-    return plan.tap(x, operand, how)
+    return plan.tap(x, operand)
 
 
 def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import MODEL, Place, Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
@@ -46,7 +46,7 @@ class _TallyTap:
     roles: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     size: int = TALLY_SIZE
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         return tally_vector(x, rounded.q, rounded.spec, rounded.scales)
 
 

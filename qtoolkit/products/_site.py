@@ -185,12 +185,12 @@ class Site:
 
 def enclosing(
     site: Site | None, state: State | None = None
-) -> contextlib.AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[_Enclosing]:
     """In this context `dot` computes by `site`, with one state for all its calls."""
     return held(_enclosing, _Enclosing(site, state))
 
 
-def rewritten_later() -> contextlib.AbstractContextManager[None]:
+def rewritten_later() -> contextlib.AbstractContextManager[_Enclosing]:
     """In this context `dot` is a plain product, which `rewritten` replaces afterwards.
 
     `rewritten` knows which operand is a parameter; `dot` does not. Inside of a nested trace, such

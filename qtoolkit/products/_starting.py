@@ -13,7 +13,7 @@ from qtoolkit.casts.internal import exact_float32
 from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._calibration import total_of
 from qtoolkit.products._operand import Learned, Operand
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import tapped
 from qtoolkit.scaling.internal import extreme, marked, marked_size
 
@@ -33,7 +33,7 @@ class _StartTap:
     roles: tuple[int, ...] = (0, 1)
     size: int = 2 + 2 * _MARKED
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         wide = exact_float32(x)
         finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
         count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)

@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr
 from qtoolkit.casts.internal import varying_alike
 from qtoolkit.products._context import held
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
@@ -58,13 +58,12 @@ class Tap(Protocol):
     @property
     def size(self) -> int: ...
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         """Measures one operand: float32[size].
 
         Args:
           x: The operand before rounding, but after the Hadamard transform if the recipe has one.
           rounded: The same operand after rounding.
-          how: How it was rounded.
         """
         ...
 

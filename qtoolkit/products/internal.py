@@ -18,25 +18,23 @@ from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
 from qtoolkit.products._report import BY_RULE, check_all_quantized, report_of, strict_inputs
-from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
+from qtoolkit.products._rewrite import rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import MODEL, Place, Tapped, instrument, unmeasured
+from qtoolkit.products._taps import MODEL, Tapped, instrument, unmeasured
 
 __all__ = [
     "BY_RULE",
     "MODEL",
     "NUMERICS_HEADER",
-    "PRODUCTS",
     "Axes",
     "Batch",
     "Found",
     "Module",
     "Names",
     "Origin",
-    "Place",
     "Site",
     "Standing",
     "State",
@@ -58,7 +56,6 @@ __all__ = [
     "first_scales",
     "held",
     "instrument",
-    "is_quantized",
     "overridden",
     "product_attributes",
     "report_of",
