@@ -132,7 +132,7 @@ class DotGeneral:
                 "contracted and the batch axes of both operands, as in (((1,), (0,)), ((), ())) "
                 "for a matrix product"
             ) from None
-        _set(self, dimension_numbers=numbers, precision=_hashable(self.precision))
+        _set(self, dimension_numbers=numbers, precision=_precision(self.precision))
 
     def __call__(self, lhs: Any, rhs: Any, *extra: jax.Array) -> jax.Array:
         return self._dot(lhs, rhs, self.dimension_numbers, self.out_sharding)
@@ -144,7 +144,7 @@ class DotGeneral:
             lhs,
             rhs,
             numbers,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
             out_sharding=out_sharding,
         )
@@ -194,7 +194,7 @@ class Einsum:
             raise TypeError(
                 f"einsum: subscripts={self.subscripts!r}, expected a text such as 'btd,df->btf'"
             )
-        _set(self, precision=_hashable(self.precision))
+        _set(self, precision=_precision(self.precision))
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
@@ -205,7 +205,7 @@ class Einsum:
             self.subscripts,
             lhs,
             rhs,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
             out_sharding=self.out_sharding,
         )
@@ -255,12 +255,11 @@ class ConvGeneralDilated:
             lhs_dilation=None if self.lhs_dilation is None else _integers(self.lhs_dilation),
             rhs_dilation=None if self.rhs_dilation is None else _integers(self.rhs_dilation),
             dimension_numbers=_hashable(self.dimension_numbers),
-            precision=_hashable(self.precision),
+            precision=_precision(self.precision),
         )
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        options["precision"] = _accumulating(self.precision)
         if lhs.dtype != rhs.dtype:  # "native" E4M3 and E5M2: a convolution takes one dtype
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
@@ -282,7 +281,7 @@ class RaggedDot:
     precision: Any = None
 
     def __post_init__(self) -> None:
-        _set(self, precision=_hashable(self.precision))
+        _set(self, precision=_precision(self.precision))
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         (group_sizes,) = extra
@@ -290,7 +289,7 @@ class RaggedDot:
             lhs,
             rhs,
             group_sizes,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
         )
 
@@ -312,6 +311,16 @@ def _integers(values: Any) -> tuple[int, ...]:
 def _hashable(value: Any) -> Any:
     """Lists as tuples, so that equal arguments make equal functions."""
     return tuple(map(_hashable, value)) if type(value) in (list, tuple) else value
+
+
+def _precision(precision: Any) -> Any:
+    """`precision`, or None in place of an algorithm such as F16_F16_F32.
+
+    An algorithm prescribes the dtypes of the operands, and rounded operands may have others. Sums
+    are float32 without it, too, because of `preferred_element_type`.
+    """
+    is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    return None if is_algorithm else _hashable(precision)
 
 
 def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
@@ -342,13 +351,3 @@ def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
     # Jax 0.12 takes the result of `scaled_dot` for the same in all shards of a `jax.shard_map`,
     # even where the operands differ between shards.
     return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]
-
-
-def _accumulating(precision: Any) -> Any:
-    """`precision`, or None in place of an algorithm such as F16_F16_F32.
-
-    An algorithm prescribes the dtypes of the operands, and rounded operands may have others. Sums
-    are float32 without it, too, because of `preferred_element_type`.
-    """
-    is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-    return None if is_algorithm else precision
