@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.linen._run import Kernel, noting_kernels
+from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
 from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, state_of
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
@@ -119,11 +119,8 @@ def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
 
 def _are_alike(use: Kernel, other: Kernel) -> bool:
     """Whether two uses of a parameter round it in the same way."""
-    keeps_state = any(
-        one.recipe.is_delayed or one.recipe.is_stochastic or any(one.recipe.learned)
-        for one in (use, other)
-    )
-    return use == other or (use[:3] == other[:3] and not keeps_state)
+    has_state = any(moves_state(one.recipe) for one in (use, other))
+    return use == other or (use[:3] == other[:3] and not has_state)
 
 
 def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:

@@ -140,7 +140,7 @@ def run(
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # not bound, then Flax raises; or called by another method of this module
     starting, visited = module.is_initializing(), _visited.get()
-    keeps = cache is not None or any(map(_keeps_state, _recipes(rules)))
+    keeps = cache is not None or any(map(moves_state, _recipes(rules)))
     if starting and not keeps and visited is None:
         return call()
     kept, scales = (
@@ -179,7 +179,8 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     return [value for value in values if value is not None]
 
 
-def _keeps_state(recipe: Recipe) -> bool:
+def moves_state(recipe: Recipe) -> bool:
+    """Whether products keep something for it that training moves."""
     return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
 
 
@@ -290,7 +291,7 @@ class _Run:
             other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None), measured:
                 return run_rewritten(method, module, multiply, args, kwargs, other_uses)
-        if not _keeps_state(recipe) or _is_apart(module, recipe):
+        if not moves_state(recipe) or _is_apart(module, recipe):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
         with jax.named_scope(scope(self.shown(path), None)):
@@ -329,9 +330,8 @@ class _Run:
             )
         rng = None if is_apart else self.rng
         kept, scales = (
-            {} if is_apart else held.get(key_of(path), {}) for held in (self.kept, self.scales)
+            {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
         )
-
         site, names = Site(recipe, self.shown(path)), Names(f"{name}.")
         kernels = _kernels.get()
 

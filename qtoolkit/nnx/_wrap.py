@@ -243,10 +243,7 @@ def attach(
     """Gives one layer its quantized products.
 
     Args:
-      layer: The layer, which is changed.
-      recipe: The recipe of its products.
       found: Its paths, for messages and reports; None: it is a model by itself.
-      where: The name of the caller, for messages.
       names: The names of products in its methods that keep state, "up" and "encode.kernel".
     """
     found = FoundModule(layer, [""]) if found is None else found
@@ -387,7 +384,6 @@ class FoundModule:
     """A module of a model, with all of its paths.
 
     Attributes:
-      module: The module itself.
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
     """

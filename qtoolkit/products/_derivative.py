@@ -96,7 +96,6 @@ def tapped_of(
     Where dgrad rounds rhs, or wgrad lhs, otherwise than the forward product, it measures that, too.
     """
     assert plan.tap is not None
-    amaxes = state.amaxes
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}
     for side, x in enumerate(given):
@@ -106,7 +105,7 @@ def tapped_of(
         how = plan.other(1 - side, *given)
         role = 3 if side else 4
         if role in plan.tap.roles and role not in plan.recipe.twins:
-            again = rounded(x, amaxes[side], state.key, how)
+            again = rounded(x, state.amaxes[side], state.key, how)
             rows[role] = _kept_by_tap(plan, role, x, again, how)
     return _stacked(plan, rows)
 

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return (self.path, self.product, self.operand, self.parts, self.fmt)
+        return tuple(getattr(self, name) for name in _ROW_FIELDS)
 
     @property
     def histogram(self) -> dict[int, float]:
@@ -234,19 +234,8 @@ class Numerics:
 
     def to_json(self) -> str:
         """As text: `Numerics.from_json` gives the same sums."""
-        rows = [
-            {
-                **{name: getattr(row, name) for name in _ROW_FIELDS},
-                "limits": None if row.limits is None else list(row.limits),
-                "tally": {
-                    field.name: _listed(getattr(row.tally, field.name))
-                    for field in dataclasses.fields(Tally)
-                },
-            }
-            for row in self.rows
-        ]
-        left = [dataclasses.asdict(product) for product in self.left]
-        return json.dumps({"type": "Numerics", "version": _VERSION, "rows": rows, "left": left})
+        data = {"type": "Numerics", "version": _VERSION, **dataclasses.asdict(self)}
+        return json.dumps(data, default=_listed)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Numerics":

@@ -123,7 +123,6 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     """Reports on a pure function of pytrees and its derivatives by all floats in its arguments.
 
     Args:
-      function, arguments: The function and what to trace it with.
       paths: The paths of the layers that have a recipe.
     """
     forward = jax.make_jaxpr(function)(*arguments)

@@ -47,10 +47,9 @@ Key = tuple[str, str, int]
 
 
 def first_scales(function: Callable[..., Any], *arguments: Any) -> dict[Key, jax.Array]:
-    """The first values of learned scales, from one run of a pure function of pytrees.
+    """The first scale and offset of each operand that learns them, from one run of a pure function.
 
-    Returns:
-      For each operand float32[2], scale and offset; NaN if its product was not measured.
+    float32[2] each; NaN if the product was not measured.
     """
     found, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
     return {

@@ -165,11 +165,7 @@ class Tapped:
 def tapped(
     where: str, tap: Tap, function: Callable[..., Any], *arguments: Any
 ) -> tuple[Tapped, ClosedJaxpr]:
-    """Runs `function`, which returns a float scalar, and taps all of its products.
-
-    Returns:
-      The measurements, and the jaxpr of the function.
-    """
+    """Taps all products of `function`, which returns a float scalar. Also returns its jaxpr."""
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
