@@ -139,14 +139,14 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "qtoolkit_original": kind,
-        "qtoolkit_rules": property(lambda _: rules),
+        "qtoolkit_rules": property(nn.nowrap(lambda _: rules)),
         "qtoolkit_cache": cache,
         "__reduce_ex__": _reduced,
     }
-    body["qtoolkit_rules"].fget.nowrap = True
     return type(kind.__name__, (kind,), body)
 
 
+@nn.nowrap
 def _reduced(module: Any, protocol: Any) -> Any:
     """How to pickle a wrapped module: as the original class, and the rules to wrap it again.
 
@@ -156,9 +156,6 @@ def _reduced(module: Any, protocol: Any) -> Any:
     _, _, *rest = reduced
     made_of = module.qtoolkit_original, module.qtoolkit_rules, module.qtoolkit_cache
     return _remade, made_of, *rest
-
-
-_reduced.nowrap = True  # type: ignore[attr-defined]
 
 
 def _remade(original: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
@@ -189,9 +186,7 @@ def entered(
         return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
-    functools.update_wrapper(entering, method, updated=())
-    entering.nowrap = True  # type: ignore[attr-defined]
-    return entering
+    return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
 
 
 def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callable[..., Any]:
@@ -211,8 +206,7 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
             method = entered(unbound, _rules_of, cache)
         return call(self, first, *args, method=method, **kwargs)
 
-    calling.nowrap = True  # type: ignore[attr-defined]
-    return calling
+    return nn.nowrap(calling)
 
 
 def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,8 +225,7 @@ def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
         check_rules("wrap", rules, visited.modules(rules))
         return out
 
-    checking.nowrap = True  # type: ignore[attr-defined]
-    return checking
+    return nn.nowrap(checking)
 
 
 def _named(name: str) -> Callable[..., Any]:

@@ -113,7 +113,9 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
     if operand is None:
         return False
     kept = _product_of(layer)
-    scale = _taken_scale(kept) if operand.is_learned else None
+    scale: LsqScale | None = None
+    if kept is not None and operand.is_learned:  # it becomes the scale of the codes
+        scale, kept.scales[1] = kept.scales[1], None
     # Layers that share a kernel also share the stored one, if they store it in the same way.
     name = id(kernel), operand, axes, id(scale)
     if name not in known:
@@ -144,15 +146,6 @@ def _product_of(layer: Any) -> ProductState | None:
             product: ProductState = value.products[0]
             return product
     return None
-
-
-def _taken_scale(kept: ProductState | None) -> LsqScale | None:
-    """Takes the learned scale of a kernel out of the layer: it becomes the scale of the codes."""
-    if kept is None:
-        return None
-    scale: LsqScale | None = kept.scales[1]
-    kept.scales[1] = None
-    return scale
 
 
 def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
