@@ -49,10 +49,10 @@ class Attention:
         place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
             # A user's function may close over arrays, so only Flax's own is jitted.
-            is_known = self.original is nnx.dot_product_attention and module is None
+            is_known = self.original is _FLAXS and module is None
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
-                return _attend(arrays, named, list(states), place, self.original, static)
+                return _attend(arrays, named, list(states), place, static)
             return self._sowing(place, arrays, named, options, module, states)
 
     def _sowing(
@@ -74,7 +74,7 @@ class Attention:
             return out, [value for _, _, value in names]
 
         multiply = place.multiply(_by_number(states))
-        out, values = rewritten(traced, multiply, _no_parameters)(arrays, named)
+        out, values = rewritten(traced, multiply)(arrays, named)
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)
         return out
@@ -89,16 +89,15 @@ def _is_hashable(x: Any) -> bool:
 
 
 # Jitted, so that equal blocks share one trace.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _attend(
-    arrays: Any, named: Any, states: Any, site: Site, original: Any, options: Any
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _attend(arrays: Any, named: Any, states: Any, site: Site, options: Any) -> jax.Array:
     def pure(arrays: Any, named: Any) -> Any:
-        return original(*arrays, **named, **dict(options), module=None)
+        return _FLAXS(*arrays, **named, **dict(options), module=None)
 
-    return rewritten(pure, site.multiply(_by_number(states)), _no_parameters)(arrays, named)
+    return rewritten(pure, site.multiply(_by_number(states)))(arrays, named)
 
 
+_FLAXS: Any = nnx.dot_product_attention
 _ARRAYS = ("bias", "mask", "dropout_rng")
 
 
@@ -113,10 +112,6 @@ class _Recorder:
 
     def sow(self, kind: Any, name: str, value: Any) -> None:
         self.sown.append((kind, name, value))
-
-
-def _no_parameters(*args: Any) -> Any:
-    return jax.tree.map(lambda _: "", args)
 
 
 def _by_number(states: States) -> Callable[[str], State | None]:

@@ -112,17 +112,6 @@ def _has_zero(element: Format) -> bool:
     return isinstance(element, IntFormat) or element.has_zero
 
 
-def check_signed(where: str, fmt: BlockFormat) -> BlockFormat:
-    """`fmt`; ValueError where it has no negative numbers."""
-    if fmt.element.signed:
-        return fmt
-    raise ValueError(
-        f"{where}: {fmt.element.name} has no sign, and first moments are negative, too; expected a "
-        "signed format, e.g. 'int8': second moments use its sign bit as one more bit of mantissa. "
-        "For an array that is never negative write Rules({path: SecondMoment(...)})"
-    )
-
-
 def unsigned(fmt: BlockFormat) -> BlockFormat:
     """`fmt` with its elements' sign bit used as a mantissa bit: E4M3 becomes unsigned E4M4."""
     element = fmt.element
@@ -178,21 +167,27 @@ def _is_named_tuple(node: Any) -> bool:
 
 def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
     """What `quantize_state` was asked for, as rules whose values are block formats."""
-    where = "quantize_state"
-
-    def checked(value: MomentLike) -> Any:
-        if isinstance(value, SecondMoment):
-            return value
-        return check_signed(where, block_format(where, value))
-
     if isinstance(of, Rules):
-        return of.map(checked)
+        return of.map(_checked)
     if isinstance(of, SecondMoment):
         raise TypeError(
-            f"{where}: spec is a SecondMoment, expected what holds first moments, too; write "
+            "quantize_state: spec is a SecondMoment, expected what holds first moments, too; write "
             "Rules({path: SecondMoment(...)}, default='e4m3fn')"
         )
-    return Rules({}, default=checked(of))
+    return Rules({}, default=_checked(of))
+
+
+def _checked(value: MomentLike) -> BlockFormat | SecondMoment:
+    if isinstance(value, SecondMoment):
+        return value
+    fmt = block_format("quantize_state", value)
+    if fmt.element.signed:
+        return fmt
+    raise ValueError(
+        f"quantize_state: {fmt.element.name} has no sign, and first moments are negative, too; "
+        "expected a signed format, e.g. 'int8': second moments use its sign bit as one more bit of "
+        "mantissa. For an array that is never negative write Rules({path: SecondMoment(...)})"
+    )
 
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:

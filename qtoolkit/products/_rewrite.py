@@ -56,7 +56,7 @@ Multiply = Callable[[Found], jax.Array | None]
 def rewritten(
     function: Callable[..., Any],
     multiply: Multiply,
-    parameters: Callable[..., Any],
+    parameters: Callable[..., Any] | None = None,
     made: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` with `multiply(found)` in place of each product.
@@ -66,7 +66,8 @@ def rewritten(
         a `QArray` to products as it is.
       multiply: Returns the result of a product; None leaves the product as it is.
       parameters: Called with the arguments, it returns a pytree with one leaf for each of their
-        leaves: the name of a parameter or its `Origin`, or "" for anything else.
+        leaves: the name of a parameter or its `Origin`, or "" for anything else. None: it has no
+        parameters.
       made: Called with the shapes of the results, it returns such a pytree for these, with names
         for parameters that the function creates. None: it creates none.
     """
@@ -75,7 +76,7 @@ def rewritten(
         leaves, structure = jax.tree.flatten(args)
         traced = jax.tree.unflatten(structure, [_stand_in(leaf) for leaf in leaves])
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*traced)
-        given = jax.tree.leaves(parameters(*args))
+        given = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
         inputs = [_input(leaf, one) for leaf, one in zip(leaves, given, strict=True)]
         names = {} if made is None else _names(closed.jaxpr.outvars, made(shapes))
         outs = _evaluate(closed, inputs, multiply, names)
