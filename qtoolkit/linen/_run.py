@@ -317,9 +317,6 @@ class _Run:
         """A `multiply` for the products of a method.
 
         It passes each product its state, checks dtypes, and records the kernel if somebody asked.
-
-        Args:
-          is_apart: See `_is_apart`.
         """
         if is_apart and any(recipe.learned):
             raise ValueError(

@@ -120,12 +120,7 @@ def _by_number(states: States) -> Callable[[str], State | None]:
 
 
 class StatefulProducts(nnx.Module):
-    """One of the callables above, together with the state of its products.
-
-    Attributes:
-      call: The callable.
-      products: A `ProductState` for each product that it computes, in order.
-    """
+    """One of the callables above, together with the states of its products, in order."""
 
     def __init__(self, call: Any, products: Sequence[ProductState]) -> None:
         self.call = call

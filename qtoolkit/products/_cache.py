@@ -40,10 +40,6 @@ def cache_after(where: str, before: QArray, wide: Array) -> QArray:
     """The quantized cache after a step that wrote some of its tokens.
 
     Tokens that the step left alone keep their codes: rounding them a second time could move them.
-
-    Args:
-      before: The quantized cache before the step.
-      wide: The whole cache after the step, as ordinary numbers.
     """
     after = cached(where, wide, before.spec)
     is_same = exact_float32(before.dequantize()) == exact_float32(wide)

@@ -146,9 +146,6 @@ class Facts:
     is_tapped: bool
     structure: Any
 
-    def residuals(self, leaves: tuple[Array, ...]) -> Residuals:
-        return jax.tree.unflatten(self.structure, leaves)
-
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
@@ -159,7 +156,7 @@ class Tangent:
 
     def __call__(self, leaves: tuple[Array, ...], xs: tuple[Array, ...]) -> Array:
         facts = self.facts
-        residuals = facts.residuals(leaves)
+        residuals: Residuals = jax.tree.unflatten(facts.structure, leaves)
         terms = []
         for side, kept_other, x in zip(facts.sides, residuals.operands, xs, strict=False):
             function = OnSide(facts.plan.function, side, residuals.extra)
@@ -179,7 +176,7 @@ class Cotangent:
 
     def __call__(self, leaves: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
         facts = self.facts
-        residuals = facts.residuals(leaves)
+        residuals: Residuals = jax.tree.unflatten(facts.structure, leaves)
         found: dict[Cut, Rounded] = {}
         outs = []
         for side, other in zip(facts.sides, residuals.operands, strict=True):

@@ -44,7 +44,6 @@ def unused_rules(rules: Rules[Recipe], modules: Sequence[Module]) -> list[str | 
 
 
 def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> None:
-    """Raises if there are `unused_rules`."""
     for key in unused_rules(rules, modules):
         alone: Rules[Recipe] = Rules([(key, None)])
         for module in modules:

@@ -327,11 +327,7 @@ def _tallies(
 
 
 def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Measures the operands of all products in one step of a pure function of pytrees.
-
-    Args:
-      function: Returns the loss, a float scalar, or (loss, aux).
-    """
+    """Measures all products in one step of a pure function that returns `loss` or `(loss, aux)`."""
     found, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
     check_ran("numerics", found.places)
     return Sums(found, left_of(closed))

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,13 +147,18 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
             is_forward_only = has_no_derivative(error)
             if not is_forward_only:
                 raise
-    quantized: list[Product] = []
-    left: list[Product] = []
-    for product, count in collections.Counter(found).items():
-        (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
-    reached = {product.path for product in (*quantized, *left)}
+    products = _counted(found)
+    quantized = tuple(product for product in products if not product.reason)
+    left = tuple(product for product in products if product.reason)
+    reached = {product.path for product in products}
     unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
-    return Report(tuple(quantized), tuple(left), unreached, is_forward_only)
+    return Report(quantized, left, unreached, is_forward_only)
+
+
+def _counted(products: Iterable[Product]) -> tuple[Product, ...]:
+    """Each product once, with its count."""
+    counts = collections.Counter(products).items()
+    return tuple(dataclasses.replace(product, count=count) for product, count in counts)
 
 
 def _is_float(x: Any) -> bool:
@@ -211,8 +216,7 @@ def check_all_quantized(name: str, found: Report) -> None:
 
 def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
     """The products of a forward pass that are not quantized."""
-    left = collections.Counter(p for p in _products(closed.jaxpr, "forward") if p.reason)
-    return tuple(dataclasses.replace(product, count=count) for product, count in left.items())
+    return _counted(p for p in _products(closed.jaxpr, "forward") if p.reason)
 
 
 def _products(

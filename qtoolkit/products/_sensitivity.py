@@ -132,11 +132,7 @@ class _Choosing:
 
 
 def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity:
-    """Measures the sensitivity of each layer that runs in a pure function of pytrees.
-
-    Args:
-      function: Returns the loss, a float scalar, or (loss, aux).
-    """
+    """Measures each layer that runs in a pure function that returns `loss` or `(loss, aux)`."""
     loss = loss_of("sensitivity", function)
     leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, QArray))
     if any(isinstance(leaf, QArray) for leaf in leaves):

@@ -166,15 +166,15 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
     return Einsum(subscripts).axes((1,) * rank, kernel)[1]
 
 
-def restored_operand(where: str, array: QArray) -> Rounded:
+def restored_operand(array: QArray) -> Rounded:
     """A stored array as an operand of a product: the values of its codes, and its scales."""
     if getattr(array.tensor_scale, "ndim", 0):
         raise ValueError(
-            f"{where}: {array!r} is a stack of arrays, each with a tensor scale of its own, "
+            f"product: {array!r} is a stack of arrays, each with a tensor scale of its own, "
             "expected one of them; index it, or use jax.vmap"
         )
     element = array.spec.element
-    check_holds(where, element, array.dtype)
+    check_holds("product", element, array.dtype)
     codes = array.unpack().codes
     q = values_of(codes, element, jnp.float32)
     if array.zero_point is None:
