@@ -30,18 +30,18 @@ def cache_format(where: str, like: SpecLike) -> BlockFormat:
     return found
 
 
-def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
-    """Quantizes a KV cache of shape [..., features]."""
-    check_holds(where, fmt.element, x.dtype)
-    return quantize(jax.lax.stop_gradient(x), fmt, packed=fmt.element.bits in WIDTHS)
+def cached(where: str, x: Array, fmt: BlockFormat, before: QArray | None = None) -> QArray:
+    """Quantizes a KV cache of shape [..., features].
 
-
-def cache_after(where: str, before: QArray, wide: Array) -> QArray:
-    """The quantized cache after a step that wrote some of its tokens.
-
-    Tokens that the step left alone keep their codes: rounding them a second time could move them.
+    Args:
+      before: The quantized cache before the step that gave `x`, whose format is kept. Tokens that
+        the step left alone keep their codes, too: rounding them a second time could move them.
     """
-    after = cached(where, wide, before.spec)
-    is_same = exact_float32(before.dequantize()) == exact_float32(wide)
+    fmt = fmt if before is None else before.spec
+    check_holds(where, fmt.element, x.dtype)
+    after = quantize(jax.lax.stop_gradient(x), fmt, packed=fmt.element.bits in WIDTHS)
+    if before is None:
+        return after
+    is_same = exact_float32(before.dequantize()) == exact_float32(x)
     kept = jnp.all(is_same, axis=-1, keepdims=True)
     return jax.tree.map(lambda old, new: jnp.where(kept, old, new), before, after)

@@ -11,7 +11,6 @@ scalers, which skip such steps, rely on it.
 Everything static about a product is one hashable `Plan`; everything else is arrays.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -128,9 +127,7 @@ def _computed(
         for x in (lhs, rhs)
     )
     if 0 in (*lhs.shape, *rhs.shape):  # nothing to round, and no scale for it
-        wide = (None, None)
-        recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
-        state = tap = None
+        recipe, state, tap = recipe.mapped(lambda _: None), None, None
     dtype = jnp.dtype(lhs.dtype if dtype is None else dtype)
     if dtype not in FLOATS:
         raise TypeError(
@@ -171,14 +168,9 @@ def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
 
 def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> None:
     """Raises if one of these dtypes cannot hold the format to which the recipe rounds its array."""
-    for pair, held in (
-        (recipe.forward, (lhs, rhs)),
-        (recipe.dgrad, (out, rhs)),
-        (recipe.wgrad, (lhs, out)),
-    ):
-        for operand, dtype in zip(pair, held, strict=True):
-            if operand is not None:
-                check_holds(where, operand.spec.element, dtype)
+    for operand, dtype in zip(recipe.operands, (lhs, rhs, out, rhs, lhs, out), strict=True):
+        if operand is not None:
+            check_holds(where, operand.spec.element, dtype)
 
 
 # One jitted function, so that JAX traces equal products once: a model with six equal blocks needs

@@ -1,7 +1,7 @@
 """Names of this package that higher packages use, but users do not."""
 
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._cache import cache_after, cache_format, cached
+from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
 from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing
@@ -40,7 +40,6 @@ __all__ = [
     "State",
     "Sums",
     "Tapped",
-    "cache_after",
     "cache_format",
     "cached",
     "calibration_of",
