@@ -209,7 +209,7 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
     if rule is None or is_small or (leaf.kind == _WIDE and not is_named):
         return None
     if isinstance(rule, SecondMoment):
-        fmt = block_format("SecondMoment", rule.spec)
+        fmt = spec(rule.spec)
     else:
         fmt = unsigned(rule) if leaf.kind == _SECOND else rule
     try:

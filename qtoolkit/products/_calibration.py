@@ -46,8 +46,8 @@ OBSERVERS: dict[str, type[Observer]] = {
 }
 _HISTOGRAMS = (Percentile, MSE, Entropy)
 # Amaxes of several runs of a product are told apart to this many mantissa bits: 2**-3 = 12.5 %.
-_BITS = 3
-_MARKED = marked_size(_BITS)
+BITS = 3
+MARKED = marked_size(BITS)
 _STATIC: Any = {"static": True}
 
 
@@ -102,12 +102,12 @@ class _SummaryTap:
 
     @property
     def size(self) -> int:
-        return 2 + _MARKED + (0 if self.bins is None else self.bins.count)
+        return 2 + MARKED + (0 if self.bins is None else self.bins.count)
 
     def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         amax, is_bad = amax_of(x)
         pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
-        pieces.append(marked(amax, _BITS))
+        pieces.append(marked(amax, BITS))
         if self.bins is not None:
             index = self.bins.index(exact_float32(x))
             pieces.append(occurrences(index, self.bins.count).astype(jnp.float32))
@@ -323,10 +323,10 @@ def _started(kind: type[Observer], operand: Operand, options: dict[str, Any]) ->
 
 @jax.jit
 def _after(state: Observer, row: jax.Array) -> Observer:
-    amax = extreme(row[2 : 2 + _MARKED], _BITS, lowest=False)
+    amax = extreme(row[2 : 2 + MARKED], BITS, lowest=False)
     counts = None
     if isinstance(state, _HISTOGRAMS):
-        counts = row[2 + _MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
+        counts = row[2 + MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
     return observed_summary(state, amax.reshape(state.shape), counts, row[1] == 0)
 
 

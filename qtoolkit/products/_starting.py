@@ -11,15 +11,11 @@ import numpy as np
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.gradients.internal import LEAST
-from qtoolkit.products._calibration import total_of
+from qtoolkit.products._calibration import BITS, MARKED, total_of
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import tapped
-from qtoolkit.scaling.internal import extreme, marked, marked_size
-
-# The extremes of several runs of a product are told apart to this many mantissa bits.
-_BITS = 3
-_MARKED = marked_size(_BITS)
+from qtoolkit.scaling.internal import extreme, marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +27,14 @@ class _StartTap:
     """
 
     roles: tuple[int, ...] = (0, 1)
-    size: int = 2 + 2 * _MARKED
+    size: int = 2 + 2 * MARKED
 
     def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         wide = exact_float32(x)
         finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
         count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
         mean = jnp.sum(jnp.abs(finite) / count)
-        ends = (marked(jnp.max(jnp.maximum(part, 0)), _BITS) for part in (-finite, finite))
+        ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
         return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
 
 
@@ -73,7 +69,7 @@ def _first(row: jax.Array, operand: Operand) -> jax.Array:
     offset = jnp.zeros_like(scale)
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
         below, above = (
-            extreme(row[start : start + _MARKED], _BITS, lowest=False) for start in (2, 2 + _MARKED)
+            extreme(row[start : start + MARKED], BITS, lowest=False) for start in (2, 2 + MARKED)
         )
         steps = np.float32(float(element.max_finite - element.lowest))
         scale = above / steps + below / steps
