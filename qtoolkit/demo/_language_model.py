@@ -199,7 +199,8 @@ def train_pair(
     evaluate_at = {round(steps * i / EVALUATIONS) for i in range(1, EVALUATIONS + 1)} - {0}
     report(0, pair)
     for step in range(1, steps + 1):
-        windows = jnp.asarray(_random_windows(corpus.training, BATCH, batches))
+        starts = batches.integers(0, corpus.training.size - CONTEXT, BATCH)
+        windows = jnp.asarray(_windows(corpus.training, starts))
         for run in pair.runs:
             run.step(windows)
         if step in evaluate_at:
@@ -277,10 +278,6 @@ def validation_windows(corpus: Corpus) -> jax.Array:
     """The same windows for everyone, spread evenly over the validation text."""
     starts = np.linspace(0, corpus.validation.size - CONTEXT - 1, VALIDATION_WINDOWS).astype(int)
     return jnp.asarray(_windows(corpus.validation, starts))
-
-
-def _random_windows(text: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    return _windows(text, generator.integers(0, text.size - CONTEXT, count))
 
 
 def _windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat
-from qtoolkit.products.internal import cache_after, cached
+from qtoolkit.products.internal import cached
 from qtoolkit.scaling import QArray
 
 _COLLECTION, _CACHES = "cache", ("cached_key", "cached_value")
@@ -24,13 +24,10 @@ def narrow_cache(module: nn.Module, fmt: BlockFormat) -> Iterator[None]:
                 before[name] = array
                 module.put_variable(_COLLECTION, name, array.dequantize())
     yield
+    if not module.is_mutable_collection(_COLLECTION):
+        return
     for name in _CACHES:
-        if not module.has_variable(_COLLECTION, name):
-            continue
-        wide: Any = module.get_variable(_COLLECTION, name)
-        if not module.is_mutable_collection(_COLLECTION):
-            continue
-        where = f"{'/'.join(module.path)}: {type(module).__name__}.{name}"
-        old = before.get(name)
-        new = cached(where, wide, fmt) if old is None else cache_after(where, old, wide)
-        module.put_variable(_COLLECTION, name, new)
+        if module.has_variable(_COLLECTION, name):
+            wide: Any = module.get_variable(_COLLECTION, name)
+            where = f"{'/'.join(module.path)}: {type(module).__name__}.{name}"
+            module.put_variable(_COLLECTION, name, cached(where, wide, fmt, before.get(name)))

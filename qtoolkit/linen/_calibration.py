@@ -17,7 +17,7 @@ from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
 from qtoolkit.products.internal import (
     Batch,
-    Summary,
+    Tapped,
     calibration_of,
     check_calibrated,
     first_scales,
@@ -81,12 +81,8 @@ def _check_hashable(where: str, module: nn.Module) -> None:
         ) from None
 
 
-def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(module, bins, variables, Batch.of(batch))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(module: nn.Module, bins: Bins | None, variables: Any, batch: Batch) -> Summary:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Batch) -> Tapped:
     return summary_of(bins, functools.partial(_applied, module), variables, batch)
 
 
@@ -201,8 +197,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
         )
     first = _first_jitted(wrapped, {**variables, SCALES: scales}, Batch.of(batch))
     values = {
-        (path.replace("/", "."), name, side): value
-        for (path, name, side), value in zip(first.keys, first.values, strict=True)
+        (path.replace("/", "."), name, side): value for (path, name, side), value in first.items()
     }
     missing: list[str] = []
 

@@ -139,11 +139,8 @@ def _made(results: Any) -> Any:
     In `init` a method creates its parameters, and they are among the results of its trace.
     """
     outs, written = results
-    return jax.tree.map(lambda _: "", outs), jax.tree_util.tree_map_with_path(_named, written)
-
-
-def _named(path: Any, _: Any) -> str:
-    return _name(path)
+    names = jax.tree_util.tree_map_with_path(lambda path, _: _name(path), written)
+    return jax.tree.map(lambda _: "", outs), names
 
 
 def _name(path: Any) -> str:

@@ -1,14 +1,13 @@
 """`numerics` and `sensitivity` of wrapped modules."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from qtoolkit.linen._state import SCALES, described
+from qtoolkit.linen._state import SCALES, check_variables
 from qtoolkit.products import Numerics, Sensitivity
 from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
 
@@ -52,12 +51,11 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
     """
     check_arguments("numerics", wrapped, variables)
     check_loss("numerics", loss_fn, "wrapped, variables")
-    return _sums(loss_fn, variables, batch).numerics()
+    sums: Sums = _sums_jitted(loss_fn, variables, batch)
+    return sums.numerics()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sums(loss_fn: Loss, variables: Any, batch: Any) -> Sums:
-    return sums_of("numerics", loss_fn, variables, batch)
+_sums_jitted = jax.jit(sums_of, static_argnums=0)
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -92,12 +90,11 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
             "sensitivity: a learned scale has not been started, expected numbers; write "
             "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
-    return _sensitivity(loss_fn, variables, batch)
+    found: Sensitivity = _sensitivity_jitted(loss_fn, variables, batch)
+    return found
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sensitivity(loss_fn: Loss, variables: Any, batch: Any) -> Sensitivity:
-    return sensitivity_of("sensitivity", loss_fn, variables, batch)
+_sensitivity_jitted = jax.jit(sensitivity_of, static_argnums=0)
 
 
 def check_arguments(where: str, module: Any, variables: Any) -> None:
@@ -110,8 +107,4 @@ def check_arguments(where: str, module: Any, variables: Any) -> None:
             f"{where}: module has type {type(module).__name__}, expected an instance of "
             "flax.linen.Module"
         )
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        raise TypeError(
-            f"{where}: variables {described(variables)}, expected a dictionary of "
-            'collections with "params", as init returns it'
-        )
+    check_variables(where, variables)

@@ -1,7 +1,6 @@
 """`quantize`: linen variables whose kernels are stored as codes and scales, to be served."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -10,8 +9,8 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from qtoolkit.formats import Rules, SpecLike
-from qtoolkit.linen._run import Kernel, noting_kernels
-from qtoolkit.linen._state import COLLECTION, SCALES, described, state_of
+from qtoolkit.linen._run import Kernel, moves_state, noting_kernels
+from qtoolkit.linen._state import COLLECTION, SCALES, at, check_variables, state_of
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Recipe
 from qtoolkit.products.internal import Batch, serving_rules, stored_kernel
@@ -77,11 +76,7 @@ def quantize(
       >>> bool((served.apply(weights, x) == wrapped.apply(variables, x)).all())
       True
     """
-    if not isinstance(variables, Mapping) or "params" not in variables:
-        raise TypeError(
-            f"quantize: variables {described(variables)}, expected a dictionary of "
-            'collections with "params", as init returns it; pass {"params": params}'
-        )
+    check_variables("quantize", variables, '; pass {"params": params}')
     served = _served(module, recipe, kv_cache)
     apply = functools.partial(
         served.apply,
@@ -94,7 +89,7 @@ def quantize(
         jax.eval_shape(lambda variables, batch: batch.given_to(apply, variables), variables, batch)
     params, count = variables["params"], 0
     for path, uses in kernels.uses.items():
-        value = _at(params, path)
+        value = at(params, path)
         if path in kernels.other_uses or any(not _are_alike(use, uses[0]) for use in uses):
             continue
         is_stored = isinstance(value, QArray)
@@ -112,7 +107,7 @@ def quantize(
 
 def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
     if recipe is not None:
-        return wrap(module, serving_rules("quantize", recipe), kv_cache=kv_cache)
+        return wrap(module, serving_rules(recipe), kv_cache=kv_cache)
     rules = getattr(module, "qtoolkit_rules", None)
     if rules is None:
         raise ValueError(
@@ -124,11 +119,8 @@ def _served(module: Any, recipe: Any, kv_cache: Any) -> Any:
 
 def _are_alike(use: Kernel, other: Kernel) -> bool:
     """Whether two uses of a parameter round it in the same way."""
-    keeps_state = any(
-        one.recipe.is_delayed or one.recipe.is_stochastic or any(one.recipe.learned)
-        for one in (use, other)
-    )
-    return use == other or (use[:3] == other[:3] and not keeps_state)
+    has_state = any(moves_state(one.recipe) for one in (use, other))
+    return use == other or (use[:3] == other[:3] and not has_state)
 
 
 def _stored_kernel(path: tuple[str, ...], x: Any, use: Kernel, variables: Any) -> QArray | None:
@@ -155,12 +147,6 @@ def _kept(variables: Any, collection: str, use: Kernel) -> Any:
     for name in (*use.layer, use.product):
         found = found.get(name, {})
     return found or None
-
-
-def _at(params: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        params = params[name]
-    return params
 
 
 def _with(params: Any, path: tuple[str, ...], array: QArray) -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,12 +10,17 @@ from flax import linen as nn
 from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
-from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import Visited, visiting
+from qtoolkit.linen._run import visiting
 from qtoolkit.linen._state import COLLECTION
-from qtoolkit.products import Recipe, Report
-from qtoolkit.products.internal import Module, check_rules, report_of, strict_inputs, with_values
+from qtoolkit.products import Report
+from qtoolkit.products.internal import (
+    Batch,
+    check_all_quantized,
+    report_of,
+    strict_inputs,
+    unused_rules,
+)
 
 _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
@@ -61,21 +65,8 @@ def report(
       >>> [product.part for product in report.quantized]
       ['forward', 'dgrad', 'wgrad']
     """
-    return _reported(wrapped, variables, inputs, options, rngs, method, mutable)
-
-
-def _reported(
-    wrapped: nn.Module,
-    variables: Any,
-    inputs: Any,
-    options: Any,
-    rngs: Any = None,
-    method: Any = None,
-    mutable: Any = _EVERY_WRITTEN,
-) -> Report:
     check_arguments("report", wrapped, variables)
-    leaves, structure = jax.tree.flatten((inputs, options))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    batch = Batch.of((inputs, options))
     # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get(COLLECTION, {}))
     others = {name: held for name, held in variables.items() if name != COLLECTION}
@@ -83,12 +74,12 @@ def _reported(
         rngs = {"params": jax.random.key(0)}
 
     def call(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
-        args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+        args, kwargs = batch.with_arrays(arrays)
         given = {**variables, COLLECTION: state} if state else variables
         outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
         return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
 
-    arguments = others, [leaves[i] for i in places]
+    arguments = others, batch.arrays
     with visiting() as visited:
         try:
             found = report_of(functools.partial(call, mutable), arguments)
@@ -101,67 +92,29 @@ def _reported(
                 found = report_of(functools.partial(call, False), arguments)
             except ModifyScopeVariableError:  # another collection must be written
                 raise error from None
-    rules = dict.fromkeys(rules for rules, *_ in visited)
     unused = tuple(
         f"rule {key if isinstance(key, str) else key.__name__}"
-        for one in rules
-        for key in _unused(one, visited)
+        for rules in visited
+        for key in unused_rules(rules, visited.modules(rules))
     )
     return dataclasses.replace(found, unreached=unused)
-
-
-def _unused(rules: Rules[Recipe], visited: Visited) -> Iterable[Any]:
-    """The keys of rules that match nothing that ran.
-
-    A rule with a recipe must match a layer with products; a rule with None may match any module.
-    """
-    for key, value in rules.rules:
-        reached = [
-            (path, kinds)
-            for of, path, kinds, has_products in visited
-            if of == rules and (has_products or value is None)
-        ]
-        one = Rules([(key, value)])
-        if all(one.match_index(path, kinds) is None for path, kinds in reached):
-            yield key
-
-
-def check_visited(rules: Rules[Recipe], visited: Visited) -> None:
-    """Raises if a rule matches nothing of the wrapped module that was initialized."""
-    modules: dict[str, Module] = {}
-    for of, path, kinds, has_products in visited:
-        if of == rules:
-            has_products |= path in modules and modules[path].has_products
-            modules[path] = Module([path], kinds, kinds[-1].__name__, has_products)
-    check_rules("wrap", rules, list(modules.values()))
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:
     """Raises if a product is not quantized though no rule says so, or if none is quantized."""
     name = type(wrapped).__name__
-    leaves, structure = jax.tree.flatten(strict_inputs(inputs))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
+    arguments, options = strict_inputs(inputs)
+    batch = Batch.of((arguments, options))
 
     def init(*arrays: Any) -> Any:
-        arguments, options = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
-        return wrapped.init({"params": jax.random.key(0)}, *arguments, **options)
+        args, kwargs = batch.with_arrays(arrays)
+        return wrapped.init({"params": jax.random.key(0)}, *args, **kwargs)
 
-    variables = jax.eval_shape(init, *(leaves[i] for i in places))
-    arguments, options = jax.tree.unflatten(structure, leaves)
-    found = _reported(wrapped, variables, arguments, options)
+    variables = jax.eval_shape(init, *batch.arrays)
+    found = report(wrapped, variables, *arguments, **options)
     if found.unreached:  # of a module inside that is wrapped by rules of its own
         raise ValueError(
             f"wrap: {', '.join(found.unreached)} matches no layer with products inside of {name}, "
             "expected every rule to match one"
         )
-    if not found.quantized:
-        raise ValueError(
-            f"wrap: no product of {name} is quantized with these inputs; left are\n{found}"
-        )
-    if found.unexplained:
-        first = found.unexplained[0]
-        raise ValueError(
-            f"wrap: {len(found.unexplained)} products of {name} are left that no rule leaves, "
-            f"first {first.operands} at {first.where or 'an unknown line'}; name them in a rule "
-            f"with None, or use qtoolkit.dot there\n{found}"
-        )
+    check_all_quantized(name, found)

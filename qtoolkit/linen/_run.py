@@ -5,14 +5,15 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
@@ -21,10 +22,12 @@ from qtoolkit.products import Operand, Recipe
 from qtoolkit.products.internal import (
     Axes,
     Found,
+    Module,
     Names,
     Site,
     computes_product,
     enclosing,
+    held,
     product_attributes,
     returns_later,
     scope,
@@ -46,11 +49,20 @@ _LAYERS: dict[type[nn.Module], str] = {
 }
 _CACHING = nn.MultiHeadDotProductAttention
 ROOT = "self"  # the key of the wrapped module itself in the collection; others have their path
-_FLOATS = ("float32", "float16", "bfloat16")
 
 
-class Visited(list[tuple[Rules[Recipe], str, tuple[type, ...], bool]]):
-    """The modules that ran: (rules, path, types of it and of modules around it, has products)."""
+class Visited(dict[Rules[Recipe], dict[str, Module]]):
+    """The modules that ran, for each of the rules by which they ran, by path."""
+
+    def add(self, rules: Rules[Recipe], this: Module) -> None:
+        (path,) = this.paths
+        known = self.setdefault(rules, {}).get(path, this)
+        kinds = tuple(dict.fromkeys((*known.kinds, *this.kinds)))
+        has_products = known.has_products or this.has_products
+        self[rules][path] = this._replace(kinds=kinds, has_products=has_products)
+
+    def modules(self, rules: Rules[Recipe]) -> list[Module]:
+        return list(self.get(rules, {}).values())
 
 
 class Kernel(NamedTuple):
@@ -95,15 +107,9 @@ class Kernels:
             self.uses.setdefault(origin.name, []).append(kernel)
 
 
-@contextmanager
-def noting_kernels() -> Iterator[Kernels]:
+def noting_kernels() -> AbstractContextManager[Kernels]:
     """In this context wrapped modules record how they use their parameters."""
-    kernels = Kernels()
-    token = _kernels.set(kernels)
-    try:
-        yield kernels
-    finally:
-        _kernels.reset(token)
+    return held(_kernels, Kernels())
 
 
 # jax.jit caches traces. This value is part of the cache key, so that `nn.jit` does not reuse the
@@ -114,15 +120,9 @@ _kernels: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kerne
 _active: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar("run", default=None)
 
 
-@contextmanager
-def visiting() -> Iterator[Visited]:
+def visiting() -> AbstractContextManager[Visited]:
     """In this context the modules that run inside of wrapped ones are recorded."""
-    visited = Visited()
-    token = _visited.set(visited)
-    try:
-        yield visited
-    finally:
-        _visited.reset(token)
+    return held(_visited, Visited())
 
 
 def run(
@@ -140,7 +140,7 @@ def run(
     if module.scope is None or (active is not None and active.is_of(module, rules)):
         return call()  # not bound, then Flax raises; or called by another method of this module
     starting, visited = module.is_initializing(), _visited.get()
-    keeps = cache is not None or any(map(_keeps_state, _recipes(rules)))
+    keeps = cache is not None or any(map(moves_state, _recipes(rules)))
     if starting and not keeps and visited is None:
         return call()
     kept, scales = (
@@ -151,12 +151,9 @@ def run(
     if not starting and is_stochastic and module.has_rng(COLLECTION):
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
-    token = _active.set(this)
-    try:
-        with nn.intercept_methods(this.intercept), _traced_for((rules, cache, starting)):
-            out = call()
-    finally:
-        _active.reset(token)
+    intercepting = nn.intercept_methods(this.intercept)
+    with held(_active, this), intercepting, _traced_for((rules, cache, starting)):
+        out = call()
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -182,7 +179,8 @@ def _recipes(rules: Rules[Recipe]) -> list[Recipe]:
     return [value for value in values if value is not None]
 
 
-def _keeps_state(recipe: Recipe) -> bool:
+def moves_state(recipe: Recipe) -> bool:
+    """Whether products keep something for it that training moves."""
     return recipe.is_delayed or recipe.is_stochastic or any(recipe.learned)
 
 
@@ -273,7 +271,7 @@ class _Run:
         has_products = _has_products(kind, name, method, product_attributes(vars(module)))
         visited = _visited.get()
         if visited is not None:
-            visited.append((self.rules, path, kinds, has_products))
+            visited.add(self.rules, Module([path], kinds, kind.__name__, has_products))
         recipe = self.rules.lookup(path, kinds)
         if recipe is None:
             with jax.named_scope(scope(self.shown(path), None)), enclosing(None):
@@ -293,7 +291,7 @@ class _Run:
             other_uses = None if kernels is None else kernels.other_uses
             with jax.named_scope(scope(self.shown(path), recipe)), enclosing(None), measured:
                 return run_rewritten(method, module, multiply, args, kwargs, other_uses)
-        if not _keeps_state(recipe) or _is_apart(module, recipe):
+        if not moves_state(recipe) or _is_apart(module, recipe):
             return call(*args, **kwargs)
         # Marked as left, so that a module around it does not count these products as its own.
         with jax.named_scope(scope(self.shown(path), None)):
@@ -319,9 +317,6 @@ class _Run:
         """A `multiply` for the products of a method.
 
         It passes each product its state, checks dtypes, and records the kernel if somebody asked.
-
-        Args:
-          is_apart: See `_is_apart`.
         """
         if is_apart and any(recipe.learned):
             raise ValueError(
@@ -332,9 +327,8 @@ class _Run:
             )
         rng = None if is_apart else self.rng
         kept, scales = (
-            {} if is_apart else held.get(key_of(path), {}) for held in (self.kept, self.scales)
+            {} if is_apart else part.get(key_of(path), {}) for part in (self.kept, self.scales)
         )
-
         site, names = Site(recipe, self.shown(path)), Names(f"{name}.")
         kernels = _kernels.get()
 
@@ -367,19 +361,17 @@ def _check_kernels(module: nn.Module, path: str) -> None:
     for name, value in module.variables.get("params", {}).items():
         if not isinstance(value, Mapping):
             for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, QArray)):
-                _check_dtype(leaf, f"{type(module).__name__}.{name}", path, _CREATED)
+                parameter = f"{type(module).__name__}.{name}"
+                _check_dtype(leaf, parameter, path, "create the layer with another param_dtype")
 
 
 def _check_dtype(x: Any, operand: str, path: str, what_to_do: str) -> None:
     dtype = x.dtype if isinstance(x, QArray) else jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.floating) and dtype not in _FLOATS:
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in FLOATS:
         raise TypeError(
             f"wrap: {path or '(the model itself)'}: {operand} has dtype {dtype}, expected float32, "
             f"float16 or bfloat16; {what_to_do}, or leave the layer alone by a rule"
         )
-
-
-_CREATED = "create the layer with another param_dtype"
 
 
 def _noting_other_uses(

@@ -34,6 +34,7 @@ COLLECTION, SCALES = "qtoolkit", "qtoolkit_scales"
 _HISTORY, _BAD, _KEY, _PROBE, AMAX = "history", "bad", "key", "probe", "amax"
 
 Kept = Mapping[str, Any]
+Path = tuple[str, ...]
 
 
 def started(recipe: Recipe, name: str) -> dict[str, jax.Array]:
@@ -178,27 +179,26 @@ def value_and_grad(
     """
 
     def function(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(variables, Mapping) or "params" not in variables:
-            raise TypeError(
-                f"value_and_grad: variables {described(variables)}, expected a "
-                'dictionary of collections with "params", as init returns it; pass '
-                '{"params": params, "qtoolkit": state}'
-            )
+        hint = '; pass {"params": params, "qtoolkit": state}'
+        check_variables("value_and_grad", variables, hint)
         _check_bridged(variables)
         trained = _trained(variables, wrt)
         for collection in trained.values():
-            check_trainable("value_and_grad", collection)
+            check_trainable(collection)
         state = variables.get(COLLECTION, {})
         probes = {
             path: jnp.zeros((*kept[_HISTORY].shape[:-1], BUCKETS), jnp.float32)
-            for path, kept in _products(state)
-            if _HISTORY in kept
+            for path, kept in _parts((), state)
+            if _is_product(kept) and _HISTORY in kept
         }
 
         def of(trained: Any, probes: Any) -> Any:
+            def with_probe(path: Path, kept: Kept) -> Kept:
+                return {**kept, _PROBE: probes[path]} if path in probes else kept
+
             given = {**variables, **trained}
             if COLLECTION in variables:
-                given[COLLECTION] = _with_probes(state, probes)
+                given[COLLECTION] = _mapped(state, with_probe)
             out = loss(given, *args, **kwargs)
             if not has_aux or not isinstance(out, tuple) or len(out) != 2:
                 return out  # JAX says what is wrong
@@ -262,7 +262,7 @@ def _with_state(aux: Any, state: Any) -> Any:
     would undo the step: histories would never move.
     """
     return jax.tree.map(
-        lambda node: _at(state, node.path) if isinstance(node, _Given) else node,
+        lambda node: at(state, node.path) if isinstance(node, _Given) else node,
         aux,
         is_leaf=lambda node: isinstance(node, _Given),
     )
@@ -274,7 +274,7 @@ def _arrays(part: Any) -> tuple[int, ...]:
     return tuple(id(x) for path, x in leaves if path[-1:] != (jax.tree_util.DictKey(_PROBE),))
 
 
-def _parts(path: tuple[str, ...], part: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _parts(path: Path, part: Any) -> Iterator[tuple[Path, Any]]:
     """The mappings in `part`, the outer ones last."""
     if isinstance(part, Mapping):
         for name, inner in part.items():
@@ -282,15 +282,21 @@ def _parts(path: tuple[str, ...], part: Any) -> Iterator[tuple[tuple[str, ...], 
         yield path, part
 
 
-def _at(state: Any, path: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda part, name: part[name], path, state)
+def at(tree: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda part, name: part[name], path, tree)
 
 
-def described(variables: Any) -> str:
-    """How an error message describes what was given in place of variables."""
-    if isinstance(variables, Mapping):
-        return f"has the keys {', '.join(map(str, variables)) or '(none)'}"
-    return f"has type {type(variables).__name__}"
+def check_variables(where: str, variables: Any, hint: str = "") -> None:
+    """Raises unless `variables` is a dictionary with "params"; `hint` ends the message."""
+    is_mapping = isinstance(variables, Mapping)
+    if not is_mapping or "params" not in variables:
+        got = f"has type {type(variables).__name__}"
+        if is_mapping:
+            got = f"has the keys {', '.join(map(str, variables)) or '(none)'}"
+        raise TypeError(
+            f"{where}: variables {got}, expected a dictionary of collections with "
+            f'"params", as init returns it{hint}'
+        )
 
 
 def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str, Any]:
@@ -305,18 +311,6 @@ def _trained(variables: Mapping[str, Any], wrt: str | Sequence[str]) -> dict[str
     return {name: variables[name] for name in names}
 
 
-Path = tuple[str, ...]
-
-
-def _products(state: Any, path: Path = ()) -> Iterator[tuple[Path, Kept]]:
-    """Every product in the collection."""
-    if _is_product(state):
-        yield path, state
-    elif isinstance(state, Mapping):
-        for name, child in state.items():
-            yield from _products(child, (*path, name))
-
-
 def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ()) -> Any:
     """The collection with `function` of each product."""
     if _is_product(state):
@@ -327,15 +321,9 @@ def _mapped(state: Any, function: Callable[[Path, Kept], Kept], path: Path = ())
 
 
 def _is_product(node: Any) -> bool:
-    names = [name for name in (_HISTORY, _KEY) if isinstance(node, Mapping) and name in node]
-    return any(not isinstance(node[name], Mapping) for name in names)
-
-
-def _with_probes(state: Any, probes: Mapping[Path, jax.Array]) -> Any:
-    def with_probe(path: Path, kept: Kept) -> Kept:
-        return {**kept, _PROBE: probes[path]} if path in probes else kept
-
-    return _mapped(state, with_probe)
+    return isinstance(node, Mapping) and any(
+        name in node and not isinstance(node[name], Mapping) for name in (_HISTORY, _KEY)
+    )
 
 
 def _rolled(kept: Kept, counts: jax.Array | None) -> Kept:

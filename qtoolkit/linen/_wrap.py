@@ -3,20 +3,22 @@
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
-from qtoolkit.linen._report import check_strict, check_visited
+from qtoolkit.linen._report import check_strict
 from qtoolkit.linen._run import run, visiting
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import cache_format, check_recipe
+from qtoolkit.products.internal import cache_format, check_rules, training_rules
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
+_rules_of = operator.attrgetter("qtoolkit_rules")
 
 
 def wrap(
@@ -137,14 +139,14 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "qtoolkit_original": kind,
-        "qtoolkit_rules": property(lambda _: rules),
+        "qtoolkit_rules": property(nn.nowrap(lambda _: rules)),
         "qtoolkit_cache": cache,
         "__reduce_ex__": _reduced,
     }
-    body["qtoolkit_rules"].fget.nowrap = True
     return type(kind.__name__, (kind,), body)
 
 
+@nn.nowrap
 def _reduced(module: Any, protocol: Any) -> Any:
     """How to pickle a wrapped module: as the original class, and the rules to wrap it again.
 
@@ -154,9 +156,6 @@ def _reduced(module: Any, protocol: Any) -> Any:
     _, _, *rest = reduced
     made_of = module.qtoolkit_original, module.qtoolkit_rules, module.qtoolkit_cache
     return _remade, made_of, *rest
-
-
-_reduced.nowrap = True  # type: ignore[attr-defined]
 
 
 def _remade(original: Any, rules: Rules[Recipe], cache: BlockFormat | None) -> Any:
@@ -187,9 +186,7 @@ def entered(
         return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
-    functools.update_wrapper(entering, method, updated=())
-    entering.nowrap = True  # type: ignore[attr-defined]
-    return entering
+    return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
 
 
 def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callable[..., Any]:
@@ -209,8 +206,7 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
             method = entered(unbound, _rules_of, cache)
         return call(self, first, *args, method=method, **kwargs)
 
-    calling.nowrap = True  # type: ignore[attr-defined]
-    return calling
+    return nn.nowrap(calling)
 
 
 def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,11 +221,11 @@ def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
             return init(self, *args, method=method, **kwargs)
         with visiting() as visited:
             out = init(self, *args, **kwargs)
-        check_visited(self.qtoolkit_rules, visited)
+        rules = self.qtoolkit_rules
+        check_rules("wrap", rules, visited.modules(rules))
         return out
 
-    checking.nowrap = True  # type: ignore[attr-defined]
-    return checking
+    return nn.nowrap(checking)
 
 
 def _named(name: str) -> Callable[..., Any]:
@@ -240,21 +236,14 @@ def _named(name: str) -> Callable[..., Any]:
     return method
 
 
-def _rules_of(module: Any) -> Rules[Recipe]:
-    return module.qtoolkit_rules
-
-
 def _as_rules(recipe: Any) -> Rules[Recipe]:
-    check = functools.partial(check_recipe, "wrap")
-    if not isinstance(recipe, Rules):
-        return Rules((), default=Recipe() if recipe is None else check(recipe))
-    for key, _ in recipe.rules:
+    for key, _ in recipe.rules if isinstance(recipe, Rules) else ():
         if isinstance(key, type) and not issubclass(key, nn.Module):
             raise TypeError(
                 f"wrap: rule {key.__name__} is a class of {key.__module__}, expected a subclass "
                 "of flax.linen.Module: nothing else has products"
             )
-    return recipe.map(check)
+    return training_rules(recipe)
 
 
 def _is_nnx(module: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 
 from qtoolkit.formats import BlockFormat
 from qtoolkit.nnx._rewriting import become, original_class, subclass
-from qtoolkit.products.internal import cache_after, cached
+from qtoolkit.products.internal import cached
 from qtoolkit.scaling import QArray
 
 _FORMAT = "qtoolkit_cache"  # the attribute with the format of a module's cache
@@ -82,8 +82,6 @@ def _narrow(module: Any, before: dict[str, QArray]) -> None:
     for name in _CACHES:
         variable = getattr(module, name)
         wide = None if variable is None else variable.get_value()
-        where = f"{type(module).__name__}.{name}"
         if isinstance(wide, jax.Array):
-            old = before.get(name)
-            new = cached(where, wide, fmt) if old is None else cache_after(where, old, wide)
-            variable.set_value(new)
+            where = f"{type(module).__name__}.{name}"
+            variable.set_value(cached(where, wide, fmt, before.get(name)))

@@ -22,7 +22,7 @@ from qtoolkit.nnx._wrap import (
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
-    Summary,
+    Tapped,
     calibration_of,
     check_calibrated,
     first_scales,
@@ -74,16 +74,12 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_wrapped("calibrate", wrapped)
-    graph, state = nnx.split(wrapped)
-    return calibration_of(functools.partial(_summary, graph, state), batches, observer, options)
+    summarize = functools.partial(_summary, *nnx.split(wrapped))
+    return calibration_of(summarize, batches, observer, options)
 
 
-def _summary(graph: Any, state: Any, bins: Bins | None, batch: Any) -> Summary:
-    return _summary_jitted(graph, bins, state, Batch.of(batch))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _summary_jitted(graph: Any, bins: Bins | None, state: Any, batch: Batch) -> Summary:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _summary(graph: Any, state: Any, bins: Bins | None, batch: Batch) -> Tapped:
     return summary_of(bins, functools.partial(_called, graph), state, batch)
 
 
@@ -144,15 +140,13 @@ def freeze(wrapped: Model, calibration: Calibration) -> Model:
             return node
         amaxes, found = calibration.amaxes(site.path), FoundModule(node, [site.path])
         missing.extend(calibration.partly_known(site.path, needed))
-        if not amaxes and (needs_no_scale(node) or not is_of_flax(node)):
-            attach(node, recipe, found)
-            return node
-        if not amaxes:
+        if not amaxes and is_of_flax(node) and not needs_no_scale(node):
             if all(place.path != site.path for place in calibration.unreached):
                 missing.append(site.path)
             return node
         attach(node, recipe, found, names=tuple(amaxes))
-        _fill(node, amaxes)
+        if amaxes:
+            _fill(node, amaxes)
         if "dot" in amaxes:
             node.qtoolkit_dot = ProductState(recipe, (), f"{site.path}:dot")
             node.qtoolkit_dot.amax[...] = amaxes["dot"]
@@ -207,38 +201,37 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
     check_wrapped("start_scales", wrapped)
-    graph, state = nnx.split(wrapped)
-    found = _first_jitted(graph, state, Batch.of(batch))
-    if not found.keys:
+    values = _first_jitted(*nnx.split(wrapped), Batch.of(batch))
+    if not values:
         raise ValueError(
             "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
             "as qtoolkit.recipes.int4_lsq"
         )
-    values = dict(zip(found.keys, found.values, strict=True))
     missing: list[str] = []
     for _, module in nnx.iter_modules(wrapped):
         site = None if isinstance(module, StatefulProducts) else site_of(module)
         if site is None:
             continue
-        unreached: list[str] = []
         for name, kept in product_states(module).items():
             for side in (0, 1):
-                value = values.get((site.path, name, side))
-                _start(kept, side, value, site.path, unreached)
-        if not needs_no_scale(module):
-            missing += unreached
+                is_started = _start(kept, side, values.get((site.path, name, side)))
+                if not (is_started or needs_no_scale(module)):
+                    missing.append(site.path)
     check_calibrated("start_scales", dict.fromkeys(missing))
 
 
-def _start(kept: ProductState, side: int, value: Any, path: str, missing: list[str]) -> None:
+def _start(kept: ProductState, side: int, value: jax.Array | None) -> bool:
+    """Starts the scale and the offset of an operand, if it has them; False if `value` has none."""
+    is_started = True
     for place, variables in enumerate((getattr(kept, "scales", ()), getattr(kept, "offsets", ()))):
         variable = variables[side] if len(variables) else None
         if variable is None or not jnp.any(jnp.isnan(variable[...])):
             continue
         if value is None or jnp.isnan(value[place]):
-            missing.append(path)
-            continue
-        variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
+            is_started = False
+        else:
+            variable[...] = jnp.where(jnp.isnan(variable[...]), value[place], variable[...])
+    return is_started
 
 
 @functools.partial(jax.jit, static_argnums=0)

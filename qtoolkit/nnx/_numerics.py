@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qtoolkit.nnx._report import hint, site_of
+from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
@@ -53,16 +53,18 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
     """
     check_wrapped("numerics", wrapped)
     check_loss("numerics", loss_fn, "wrapped")
-    graph, state = nnx.split(wrapped)
-    return _sums(graph, loss_fn, state, batch).numerics()
+    sums: Sums = _measured(sums_of, *nnx.split(wrapped), loss_fn, batch)
+    return sums.numerics()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sums:
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def _measured(
+    measure: Callable[..., Any], graph: Any, state: Any, loss_fn: Loss, batch: Any
+) -> Any:
     def loss(state: Any, batch: Any) -> Any:
         return loss_fn(nnx.merge(graph, state, copy=True), batch)
 
-    return sums_of("numerics", loss, state, batch)
+    return measure(loss, state, batch)
 
 
 def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -106,8 +108,8 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
                 f"sensitivity: {where} has a learned scale that has not been started, expected a "
                 "number; write qtoolkit.nnx.start_scales(wrapped, batch)"
             )
-    graph, state = nnx.split(wrapped)
-    return _sensitivity(graph, loss_fn, state, batch)
+    found: Sensitivity = _measured(sensitivity_of, *nnx.split(wrapped), loss_fn, batch)
+    return found
 
 
 def _learned_scales(layer: Any) -> list[LsqScale]:
@@ -116,21 +118,9 @@ def _learned_scales(layer: Any) -> list[LsqScale]:
     return [scale for scales in kept for scale in scales if scale is not None]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sensitivity(graph: Any, loss_fn: Loss, state: Any, batch: Any) -> Sensitivity:
-    def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state, copy=True), batch)
-
-    return sensitivity_of("sensitivity", loss, state, batch)
-
-
 def check_wrapped(where: str, model: Any) -> None:
     """Raises unless `model` is an `nnx.Module` with a quantized layer."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
-            f"{hint(where, model)}"
-        )
+    check_module(where, model)
     if all(site_of(module) is None for _, module in nnx.iter_modules(model)):
         name = type(model).__name__
         raise ValueError(

@@ -18,33 +18,17 @@ States = Sequence[State]
 
 
 @dataclasses.dataclass(frozen=True)
-class DotGeneral:
-    """Stands in for `jax.lax.dot_general`. Equal sites make equal objects: no second trace."""
+class Product:
+    """Stands in for a function of JAX, such as `lax.dot_general`, for which a `Site` has a method.
+
+    Equal sites make equal objects: no second trace.
+    """
 
     site: Site
+    method: Callable[..., jax.Array]
 
     def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.dot_general(*args, state=_first(states), **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """Stands in for `jax.numpy.einsum` of an input and a kernel."""
-
-    site: Site
-
-    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.einsum(*args, state=_first(states), **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvGeneralDilated:
-    """Stands in for `jax.lax.conv_general_dilated`."""
-
-    site: Site
-
-    def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.site.conv_general_dilated(*args, state=_first(states), **kwargs)
+        return self.method(self.site, *args, state=states[0] if states else None, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +49,10 @@ class Attention:
         place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
             # A user's function may close over arrays, so only Flax's own is jitted.
-            is_known = self.original is nnx.dot_product_attention and module is None
+            is_known = self.original is _FLAXS and module is None
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
-                return _attend(arrays, named, list(states), place, self.original, static)
+                return _attend(arrays, named, list(states), place, static)
             return self._sowing(place, arrays, named, options, module, states)
 
     def _sowing(
@@ -90,7 +74,7 @@ class Attention:
             return out, [value for _, _, value in names]
 
         multiply = place.multiply(_by_number(states))
-        out, values = rewritten(traced, multiply, _no_parameters)(arrays, named)
+        out, values = rewritten(traced, multiply)(arrays, named)
         for (kind, name, _), value in zip(names, values, strict=True):
             module.sow(kind, name, value)
         return out
@@ -105,16 +89,15 @@ def _is_hashable(x: Any) -> bool:
 
 
 # Jitted, so that equal blocks share one trace.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _attend(
-    arrays: Any, named: Any, states: Any, site: Site, original: Any, options: Any
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _attend(arrays: Any, named: Any, states: Any, site: Site, options: Any) -> jax.Array:
     def pure(arrays: Any, named: Any) -> Any:
-        return original(*arrays, **named, **dict(options), module=None)
+        return _FLAXS(*arrays, **named, **dict(options), module=None)
 
-    return rewritten(pure, site.multiply(_by_number(states)), _no_parameters)(arrays, named)
+    return rewritten(pure, site.multiply(_by_number(states)))(arrays, named)
 
 
+_FLAXS: Any = nnx.dot_product_attention
 _ARRAYS = ("bias", "mask", "dropout_rng")
 
 
@@ -131,22 +114,13 @@ class _Recorder:
         self.sown.append((kind, name, value))
 
 
-def _no_parameters(*args: Any) -> Any:
-    return jax.tree.map(lambda _: "", args)
-
-
 def _by_number(states: States) -> Callable[[str], State | None]:
     """A function from the name of a product, "0" or "1", to its state."""
     return {str(i): state for i, state in enumerate(states)}.get
 
 
 class StatefulProducts(nnx.Module):
-    """One of the callables above, together with the state of its products.
-
-    Attributes:
-      call: The callable.
-      products: A `ProductState` for each product that it computes, in order.
-    """
+    """One of the callables above, together with the states of its products, in order."""
 
     def __init__(self, call: Any, products: Sequence[ProductState]) -> None:
         self.call = call
@@ -154,10 +128,6 @@ class StatefulProducts(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         return self.call(*args, states=[kept.state() for kept in self.products], **kwargs)
-
-
-def _first(states: States) -> State | None:
-    return states[0] if states else None
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:

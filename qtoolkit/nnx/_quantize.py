@@ -1,6 +1,5 @@
 """`quantize`: an nnx model whose kernels are stored as codes and scales, to be served."""
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -14,8 +13,7 @@ from qtoolkit.nnx._rewriting import methods_of
 from qtoolkit.nnx._state import LsqScale, ProductState
 from qtoolkit.nnx._wrap import FoundModule, modules_of, rewired, stacked
 from qtoolkit.products import Operand, Recipe
-from qtoolkit.products.internal import Axes, serving_rules, stored_kernel
-from qtoolkit.products.internal import einsum_axes as of_einsum
+from qtoolkit.products.internal import Axes, einsum_axes, serving_rules, stored_kernel
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -79,7 +77,7 @@ def quantize(
       >>> bool((served(x) == wrapped(x)).all())
       True
     """
-    rules = None if recipe is None else serving_rules("quantize", recipe)
+    rules = None if recipe is None else serving_rules(recipe)
     served = rewired("quantize", model, rules, kv_cache)
     known: dict[Any, Any] = {}
     found = [layer for layer in modules_of(served) if site_of(layer.module) is not None]
@@ -115,7 +113,9 @@ def _store(found: FoundModule, known: dict[Any, Any], is_asked: bool) -> bool:
     if operand is None:
         return False
     kept = _product_of(layer)
-    scale = _taken_scale(kept) if operand.is_learned else None
+    scale: LsqScale | None = None
+    if kept is not None and operand.is_learned:  # it becomes the scale of the codes
+        scale, kept.scales[1] = kept.scales[1], None
     # Layers that share a kernel also share the stored one, if they store it in the same way.
     name = id(kernel), operand, axes, id(scale)
     if name not in known:
@@ -148,15 +148,6 @@ def _product_of(layer: Any) -> ProductState | None:
     return None
 
 
-def _taken_scale(kept: ProductState | None) -> LsqScale | None:
-    """Takes the learned scale of a kernel out of the layer: it becomes the scale of the codes."""
-    if kept is None:
-        return None
-    scale: LsqScale | None = kept.scales[1]
-    kept.scales[1] = None
-    return scale
-
-
 def _kept(kept: ProductState | None) -> tuple[jax.Array | None, jax.Array | None]:
     """The amax and the key of a kernel."""
     history, calibrated, key = (getattr(kept, name, None) for name in ("history", "amax", "key"))
@@ -174,30 +165,17 @@ def _kernel_axes(layer: Any) -> Axes | None:
     """
     if methods_of(layer) or getattr(layer, "mask", None) is not None:
         return None
-    for kind, axes in _KERNELS:
-        if isinstance(layer, kind):
-            return axes(layer)
+    match layer:
+        case nnx.Linear():
+            return Axes((0,), (1,))
+        case nnx.LinearGeneral():
+            first = len(layer.batch_axis)
+            last = first + len(layer.in_features)
+            kept = range(last, last + len(layer.out_features))
+            return Axes(tuple(range(first, last)), tuple(kept))
+        case nnx.Einsum() if layer.einsum_str:
+            return einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
+        case nnx.Conv():
+            spatial = tuple(range(len(layer.kernel_size)))
+            return Axes((*spatial, len(spatial)), (len(spatial) + 1,))
     return None
-
-
-def _general_axes(layer: Any) -> Axes:
-    first = len(layer.batch_axis)
-    last = first + len(layer.in_features)
-    return Axes(tuple(range(first, last)), tuple(range(last, last + len(layer.out_features))))
-
-
-def _einsum_axes(layer: Any) -> Axes | None:
-    return of_einsum(layer.einsum_str, layer.kernel_shape) if layer.einsum_str else None
-
-
-def _conv_axes(layer: Any) -> Axes:
-    spatial = tuple(range(len(layer.kernel_size)))
-    return Axes((*spatial, len(spatial)), (len(spatial) + 1,))
-
-
-_KERNELS: tuple[tuple[type, Callable[[Any], Axes | None]], ...] = (
-    (nnx.Linear, lambda _: Axes((0,), (1,))),
-    (nnx.LinearGeneral, _general_axes),
-    (nnx.Einsum, _einsum_axes),
-    (nnx.Conv, _conv_axes),
-)

@@ -6,19 +6,21 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from qtoolkit.nnx._rewriting import is_left, leave, methods_of
+from qtoolkit.nnx._rewriting import has_products, is_left, leave
 from qtoolkit.products import Product, Report
-from qtoolkit.products.internal import BY_RULE, MODEL, report_of, strict_inputs, with_values
+from qtoolkit.products.internal import BY_RULE, MODEL, Batch, report_of
 
 
-def hint(where: str, model: Any) -> str:
-    """The end of an error message about a model that is no `nnx.Module`: what to write instead."""
+def check_module(where: str, model: Any) -> None:
+    if isinstance(model, nnx.Module):
+        return
+    hint = ""
     if isinstance(model, linen.Module):
-        return f"; use qtoolkit.linen.{where}"
-    if where not in ("wrap", "quantize"):
-        return ""
-    name = model.__name__ if isinstance(model, type) else "MLP"
-    return f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
+        hint = f"; use qtoolkit.linen.{where}"
+    elif where in ("wrap", "quantize"):
+        name = model.__name__ if isinstance(model, type) else "MLP"
+        hint = f"; write qtoolkit.nnx.{where}({name}(..., rngs=nnx.Rngs(0)), recipe)"
+    raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module{hint}")
 
 
 def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
@@ -52,11 +54,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
       layers/0 backward left by a rule
       layers/0 backward left by a rule
     """
-    if not isinstance(wrapped, nnx.Module):
-        raise TypeError(
-            f"report: model has type {type(wrapped).__name__}, expected an nnx.Module"
-            f"{hint('report', wrapped)}"
-        )
+    check_module("report", wrapped)
     paths: list[str] = []
     unmarked: set[str] = set()
     seen: set[int] = set()
@@ -70,7 +68,7 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         shown = "/".join(map(str, path))
         if site is not None:
             paths.append(site.path)
-        elif _has_products(node):
+        elif has_products(node):
             if not is_left(node):
                 unmarked.add(shown or MODEL)
             leave(node, shown)
@@ -78,15 +76,14 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     model = nnx.recursive_map(tagged, wrapped, graph=True)
     graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten((inputs, options))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+    given = Batch.of((inputs, options))
 
     def call(state: Any, arrays: list[Any]) -> Any:
-        args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+        args, kwargs = given.with_arrays(arrays)
         outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
         return [out for out in outs if hasattr(out, "dtype")]
 
-    found = report_of(call, (state, [leaves[i] for i in places]), tuple(dict.fromkeys(paths)))
+    found = report_of(call, (state, given.arrays), tuple(dict.fromkeys(paths)))
     if paths:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None
@@ -101,24 +98,6 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
     return dataclasses.replace(found, left=tuple(map(explained, found.left)))
 
 
-def check_strict(wrapped: nnx.Module, inputs: Any) -> None:
-    """Raises if a product is not quantized though no rule says so, or if none is quantized."""
-    arguments, options = strict_inputs(inputs)
-    found = report(wrapped, *arguments, **options)
-    if not found.quantized:
-        raise ValueError(
-            f"wrap: no product of {type(wrapped).__name__} is quantized with these inputs; "
-            f"left are\n{found}"
-        )
-    if found.unexplained:
-        first = found.unexplained[0]
-        raise ValueError(
-            f"wrap: {len(found.unexplained)} products of {type(wrapped).__name__} are left that no "
-            f"rule leaves, first {first.operands} at {first.where or 'an unknown line'}; name them "
-            f"in a rule with None, or use qtoolkit.dot there\n{found}"
-        )
-
-
 def site_of(module: Any) -> Any:
     """The site of a layer that was wrapped, None for others."""
     site = vars(module).get("qtoolkit_site")
@@ -130,8 +109,3 @@ def site_of(module: Any) -> Any:
         if hasattr(call, "site"):
             return call.site
     return None
-
-
-def _has_products(module: Any) -> bool:
-    kinds = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.MultiHeadAttention)
-    return isinstance(module, kinds) or bool(methods_of(module))

@@ -52,6 +52,11 @@ def methods_of(module: Any) -> tuple[str, ...]:
     return product_methods(original_class(type(module)), known)
 
 
+def has_products(module: Any) -> bool:
+    """Whether a module computes products, by an attribute or by itself."""
+    return isinstance(module, HOOKED) or bool(methods_of(module))
+
+
 def product_methods(kind: type, attributes: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """The public methods of a class whose code computes a product or calls one of `attributes`.
 

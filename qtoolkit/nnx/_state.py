@@ -118,15 +118,16 @@ class ProductState(nnx.Module):
         format and transform, is the same; learned scales are shared, as parameters are. The count
         of steps in the key goes on, but the key's identity is that of the layer's new path.
         """
-        if hasattr(self, "history") and _shape(self, "history") == _shape(was, "history"):
+        kept = [name for name in vars(self) if hasattr(was, name)]
+        if "history" in kept and self.history.shape == was.history.shape:
             self.history[...], self.bad[...] = was.history[...], was.bad[...]
-        if hasattr(self, "amax") and hasattr(was, "amax"):
+        if "amax" in kept:
             pairs = zip(self.recipe.forward, was.recipe.forward, strict=True)
             is_same = jnp.array([*(one == other for one, other in pairs), False])
             is_known = is_same & jnp.isnan(self.amax[...]) & (was.amax[...] > 0)
             with jax.debug_nans(False):
                 self.amax[...] = jnp.where(is_known, was.amax[...], self.amax[...])
-        if hasattr(self, "key") and hasattr(was, "key"):
+        if "key" in kept:
             self.key[...] = self.key[...].at[..., 1].set(was.key[..., 1])
         for side, operand in enumerate(self.recipe.forward):
             if self.recipe.learned[side] and operand == was.recipe.forward[side]:
@@ -172,10 +173,6 @@ class ProductState(nnx.Module):
             self.history[...], self.bad[...] = rolled(self.history[...], self.bad[...], counts)
         if hasattr(self, "key"):
             self.key[...] = self.key[...] + jnp.array([0, 1], jnp.uint32)
-
-
-def _shape(state: ProductState, name: str) -> Any:
-    return getattr(getattr(state, name, None), "shape", None)
 
 
 def _started(kind: type[nnx.Param], operand: Operand | None, lead: tuple[int, ...]) -> Any:
@@ -241,7 +238,7 @@ def value_and_grad(
                 f"value_and_grad: wrt={wrt!r} selects nothing that {type(model).__name__} trains, "
                 "expected a filter of its Variables, e.g. wrt=nnx.Param"
             )
-        check_trainable("value_and_grad", nnx.to_pure_dict(trained))
+        check_trainable(nnx.to_pure_dict(trained))
         probe = nnx.Any(Probe, is_bridged_probe)
         both = nnx.DiffState(0, nnx.Any(wanted, probe))
         graded = nnx.value_and_grad(loss, argnums=both, has_aux=has_aux)

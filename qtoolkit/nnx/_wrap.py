@@ -1,8 +1,7 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,18 +12,12 @@ from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import (
-    Attention,
-    ConvGeneralDilated,
-    DotGeneral,
-    Einsum,
-    StatefulProducts,
-    keep_kernel_dtype,
-)
-from qtoolkit.nnx._report import check_strict, hint, site_of
+from qtoolkit.nnx._products import Attention, Product, StatefulProducts, keep_kernel_dtype
+from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
+    has_products,
     is_left,
     leave,
     methods_of,
@@ -34,20 +27,28 @@ from qtoolkit.nnx._rewriting import (
 )
 from qtoolkit.nnx._state import Products, ProductState
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import Module, Site, cache_format, check_recipe, check_rules
+from qtoolkit.products.internal import (
+    Module,
+    Site,
+    cache_format,
+    check_all_quantized,
+    check_rules,
+    strict_inputs,
+    training_rules,
+)
 from qtoolkit.scaling import QArray
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 _ANYTHING: Any = object()
 # Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
-# it, our replacement, number of products).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any, int]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, DotGeneral, 1),
-    nnx.LinearGeneral: ("dot_general", None, DotGeneral, 1),
-    nnx.Einsum: ("einsum_op", jnp.einsum, Einsum, 1),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, ConvGeneralDilated, 1),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, Attention, 2),
+# it, the method that replaces it; attention's own products are replaced by `Attention`).
+_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any]] = {
+    nnx.Linear: ("dot_general", lax.dot_general, Site.dot_general),
+    nnx.LinearGeneral: ("dot_general", None, Site.dot_general),
+    nnx.Einsum: ("einsum_op", jnp.einsum, Site.einsum),
+    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, Site.conv_general_dilated),
+    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, None),
 }
 # Flax's layers without such an attribute, and the names of their products.
 _REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
@@ -121,10 +122,10 @@ def wrap(
       >>> model(x), wrapped(x)  # 0.3 became 0.3125
       (Array([[582.4]], dtype=float32), Array([[588.]], dtype=float32))
     """
-    rules = _as_rules(recipe)
-    wrapped = rewired("wrap", model, rules, kv_cache)
+    wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     if strict is not None:
-        check_strict(wrapped, strict)
+        inputs, options = strict_inputs(strict)
+        check_all_quantized(type(wrapped).__name__, report(wrapped, *inputs, **options))
     return wrapped
 
 
@@ -134,11 +135,7 @@ def rewired(where: str, model: Any, rules: Rules[Recipe] | None, kv_cache: SpecL
     Args:
       where: The caller: "wrap", which refuses stored kernels, or "quantize".
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"{where}: model has type {type(model).__name__}, expected an nnx.Module"
-            f"{hint(where, model)}"
-        )
+    check_module(where, model)
     cache = None if kv_cache is None else cache_format(where, kv_cache)
     modules = modules_of(model)
     layers = _checked_layers(where, model, modules, rules, cache)
@@ -210,12 +207,11 @@ def _recipes(
     compute products that `wrap` does not see: a linen module in `bridge.ToNNX`, for example. Lists
     and dicts compute nothing, and a rule for the path of one says nothing about what is in it.
     """
-    containers = nnx.List | nnx.Dict
-    others = (
+    others = [
         found
         for found in modules
-        if not (found.has_products or isinstance(found.module, containers))
-    )
+        if not (found.has_products or isinstance(found.module, nnx.List | nnx.Dict))
+    ]
     check_rules(where, rules, [found.as_matched() for found in (*layers, *others)])
     recipes: dict[str, tuple[FoundModule, Recipe | None]] = {}
     for found in layers:
@@ -230,11 +226,9 @@ def _recipes(
             f"{where}: the rules leave every layer of {type(model).__name__} as it is, expected a "
             f"recipe for one or more, e.g. for {layers[0].shown}"
         )
-    for found in modules:
-        is_container = isinstance(found.module, nnx.List | nnx.Dict)
-        if found.has_products or is_container or rules.lookup(found.paths, found.kinds) is not None:
-            continue
-        recipes.update(dict.fromkeys(found.paths, (found, None)))
+    for found in others:
+        if rules.lookup(found.paths, found.kinds) is None:
+            recipes.update(dict.fromkeys(found.paths, (found, None)))
     return recipes
 
 
@@ -249,24 +243,21 @@ def attach(
     """Gives one layer its quantized products.
 
     Args:
-      layer: The layer, which is changed.
-      recipe: The recipe of its products.
       found: Its paths, for messages and reports; None: it is a model by itself.
-      where: The name of the caller, for messages.
       names: The names of products in its methods that keep state, "up" and "encode.kernel".
     """
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
-    for kind, (attribute, original, made, hooked) in _HOOKS.items():
+    for kind, (attribute, original, method) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
-        arguments = [site]
+        call: Any = Product(site, method)
         if original is _ANYTHING:
-            arguments.append(_original_attention(getattr(layer, attribute)))
+            call = Attention(site, _original_attention(getattr(layer, attribute)))
         else:
-            _check_attribute(where, found, attribute, (original, None), (made, StatefulProducts))
-        setattr(layer, attribute, _stateful(made(*arguments), layer, recipe, hooked, site))
+            _check_attribute(where, found, attribute, (original, None), (Product, StatefulProducts))
+        setattr(layer, attribute, _stateful(call, layer, recipe, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
         layer.promote_dtype = keep_kernel_dtype
@@ -295,7 +286,7 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
 
 def detach(layer: Any) -> None:
     """Takes a layer's quantized products away."""
-    for kind, (attribute, original, _, _) in _HOOKS.items():
+    for kind, (attribute, original, _) in _HOOKS.items():
         if isinstance(layer, kind):
             is_known = original is not _ANYTHING
             plain = original if is_known else _original_attention(getattr(layer, attribute))
@@ -344,13 +335,14 @@ def is_of_flax(layer: Any) -> bool:
     return isinstance(layer, (*_HOOKS, *_REWRITTEN))
 
 
-def _stateful(call: Any, layer: Any, recipe: Recipe, count: int, site: Site) -> Any:
-    if isinstance(layer, nnx.MultiHeadAttention):
+def _stateful(call: Any, layer: Any, recipe: Recipe, site: Site) -> Any:
+    is_attention = isinstance(layer, nnx.MultiHeadAttention)  # of two products of activations
+    if is_attention:
         recipe = recipe.of_activations()
     if not recipe.keeps_state:
         # Explicitly static: if the model was wrapped before, the attribute may have been data.
         return nnx.static(call)
-    states = [_state(layer, recipe, str(i), site) for i in range(count)]
+    states = [_state(layer, recipe, str(i), site) for i in range(2 if is_attention else 1)]
     return nnx.data(StatefulProducts(call, states))
 
 
@@ -360,28 +352,24 @@ def _state(layer: Any, recipe: Recipe, name: str, site: Site) -> ProductState:
 
 def stacked(layer: Any) -> tuple[int, ...]:
     """The leading axes of a layer's kernel that `nnx.vmap` added."""
-    if isinstance(layer, nnx.MultiHeadAttention):
-        return stacked(layer.query)
-    if isinstance(layer, nnx.Embed):
-        return tuple(layer.embedding.shape[:-2])
-    if isinstance(layer, nnx.LoRA):
-        return tuple(layer.lora_a.shape[:-2])
-    if not isinstance(layer, (*_KERNEL_HOOKS, nnx.ConvTranspose)):
-        return ()  # a user's module
-    known: Any = layer
-    shape = tuple(known.kernel.shape)
-    if isinstance(layer, nnx.Conv | nnx.ConvTranspose | nnx.Einsum):
-        rank = len(layer.kernel_shape)
-    elif isinstance(layer, nnx.LinearGeneral):
-        batch = len(layer.batch_axis)
-        rank = batch + len(_tuple(layer.in_features)) + len(_tuple(layer.out_features))
-    else:
-        rank = 2
-    return shape[: len(shape) - rank]
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,)
+    kernel: Any
+    match layer:
+        case nnx.MultiHeadAttention():
+            return stacked(layer.query)
+        case nnx.Embed():
+            kernel, rank = layer.embedding, 2
+        case nnx.LoRA():
+            kernel, rank = layer.lora_a, 2
+        case nnx.Linear():
+            kernel, rank = layer.kernel, 2
+        case nnx.LinearGeneral():
+            kernel, axes = layer.kernel, (layer.batch_axis, layer.in_features, layer.out_features)
+            rank = sum(map(len, axes))
+        case nnx.Einsum() | nnx.Conv() | nnx.ConvTranspose():
+            kernel, rank = layer.kernel, len(layer.kernel_shape)
+        case _:  # a user's module
+            return ()
+    return tuple(kernel.shape[: len(kernel.shape) - rank])
 
 
 def _original_attention(function: Any) -> Any:
@@ -391,18 +379,11 @@ def _original_attention(function: Any) -> Any:
     return function.original if isinstance(function, Attention) else function
 
 
-def _as_rules(recipe: Any) -> Rules[Recipe]:
-    if isinstance(recipe, Rules):
-        return recipe.map(functools.partial(check_recipe, "wrap"))
-    return Rules((), default=Recipe() if recipe is None else check_recipe("wrap", recipe))
-
-
 @dataclasses.dataclass
 class FoundModule:
     """A module of a model, with all of its paths.
 
     Attributes:
-      module: The module itself.
       paths: "blocks/0/mlp"; several if it is shared; "" for the model itself.
       kinds: Its type and the types of the modules around it, on all paths: rules may name any.
     """
@@ -413,8 +394,7 @@ class FoundModule:
 
     @property
     def has_products(self) -> bool:
-        is_layer = isinstance(self.module, tuple(_HOOKS))
-        return is_layer or bool(methods_of(self.module))
+        return has_products(self.module)
 
     @property
     def shown(self) -> str:
@@ -456,13 +436,20 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return list(vars(node).items()) if isinstance(node, nnx.Module) else []
 
 
+def _parameters(where: str, found: FoundModule) -> Iterator[tuple[str, Any]]:
+    """A layer's own parameters, with their names as messages begin with them."""
+    for name, value in vars(found.module).items():
+        if isinstance(value, nnx.Param):
+            yield _shown(where, found, name), value.get_value()
+
+
+def _shown(where: str, found: FoundModule, name: str) -> str:
+    return f"{where}: {found.shown}: {type(found.module).__name__}.{name}"
+
+
 def _check_kernels(caller: str, found: FoundModule) -> None:
     """Raises if a layer's own parameters have dtypes that cannot be rounded."""
-    for name, value in vars(found.module).items():
-        if not isinstance(value, nnx.Param):
-            continue
-        raw = value.get_value() if hasattr(value, "get_value") else value.value
-        where = f"{caller}: {found.shown}: {type(found.module).__name__}.{name}"
+    for where, raw in _parameters(caller, found):
         if isinstance(raw, QArray) and caller == "wrap":
             raise TypeError(
                 f"{where} is a QArray, expected an array: parameters stay wide in training; to run "
@@ -478,13 +465,13 @@ def _check_kernels(caller: str, found: FoundModule) -> None:
             )
 
 
-def _check_left(where: str, found: FoundModule) -> None:
+def _check_left(caller: str, found: FoundModule) -> None:
     """Raises if a layer that a rule leaves has a stored kernel: Flax could not multiply codes."""
-    for name, value in vars(found.module).items():
-        if isinstance(value, nnx.Param) and isinstance(value.get_value(), QArray):
+    for where, raw in _parameters(caller, found):
+        if isinstance(raw, QArray):
             raise ValueError(
-                f"{where}: {found.shown}: {type(found.module).__name__}.{name} is a QArray, and a "
-                "rule leaves the layer as it is, expected a recipe for it; or dequantize() it first"
+                f"{where} is a QArray, and a rule leaves the layer as it is, expected a recipe for "
+                "it; or dequantize() it first"
             )
 
 
@@ -494,7 +481,7 @@ def _check_attribute(
     value = getattr(found.module, attribute)
     if not (any(value is known for known in replaceable) or isinstance(value, ours)):
         raise ValueError(
-            f"{where}: {found.shown}: {type(found.module).__name__}.{attribute} is {value!r}, "
-            "expected Flax's own; wrapping would discard it. Set it back first, e.g. with "
-            "nnx.with_attributes, or leave the layer alone by a rule"
+            f"{_shown(where, found, attribute)} is {value!r}, expected Flax's own; wrapping would "
+            "discard it. Set it back first, e.g. with nnx.with_attributes, or leave the layer "
+            "alone by a rule"
         )

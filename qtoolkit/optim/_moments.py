@@ -84,12 +84,7 @@ MomentLike: TypeAlias = SpecLike | SecondMoment
 
 
 def block_format(where: str, of: SpecLike) -> BlockFormat:
-    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format.
-
-    Raises:
-      ValueError: A format that cannot hold a moment.
-      TypeError: `of` is no format.
-    """
+    """The blocks that `of` stands for: its own, or `BLOCK` elements of an element format."""
     fmt = spec(of)
     if not isinstance(of, BlockFormat) and fmt.block == () and fmt.scale is not None:
         fmt = dataclasses.replace(fmt, block=(BLOCK,), other_axes=1)
@@ -115,17 +110,6 @@ def _has_zero(element: Format) -> bool:
     if isinstance(element, TableFormat):
         return 0 in element.finite
     return isinstance(element, IntFormat) or element.has_zero
-
-
-def check_signed(where: str, fmt: BlockFormat) -> BlockFormat:
-    """`fmt`; ValueError where it has no negative numbers."""
-    if fmt.element.signed:
-        return fmt
-    raise ValueError(
-        f"{where}: {fmt.element.name} has no sign, and first moments are negative, too; expected a "
-        "signed format, e.g. 'int8': second moments use its sign bit as one more bit of mantissa. "
-        "For an array that is never negative write Rules({path: SecondMoment(...)})"
-    )
 
 
 def unsigned(fmt: BlockFormat) -> BlockFormat:
@@ -183,32 +167,38 @@ def _is_named_tuple(node: Any) -> bool:
 
 def checked_rules(of: MomentLike | Rules[Any]) -> Rules[Any]:
     """What `quantize_state` was asked for, as rules whose values are block formats."""
-    where = "quantize_state"
-
-    def checked(value: MomentLike) -> Any:
-        if isinstance(value, SecondMoment):
-            return value
-        return check_signed(where, block_format(where, value))
-
     if isinstance(of, Rules):
-        return of.map(checked)
+        return of.map(_checked)
     if isinstance(of, SecondMoment):
         raise TypeError(
-            f"{where}: spec is a SecondMoment, expected what holds first moments, too; write "
+            "quantize_state: spec is a SecondMoment, expected what holds first moments, too; write "
             "Rules({path: SecondMoment(...)}, default='e4m3fn')"
         )
-    return Rules({}, default=checked(of))
+    return Rules({}, default=_checked(of))
+
+
+def _checked(value: MomentLike) -> BlockFormat | SecondMoment:
+    if isinstance(value, SecondMoment):
+        return value
+    fmt = block_format("quantize_state", value)
+    if fmt.element.signed:
+        return fmt
+    raise ValueError(
+        f"quantize_state: {fmt.element.name} has no sign, and first moments are negative, too; "
+        "expected a signed format, e.g. 'int8': second moments use its sign bit as one more bit of "
+        "mantissa. For an array that is never negative write Rules({path: SecondMoment(...)})"
+    )
 
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
     """For each of `leaves(state)` the blocks it is cut into, None where it stays as it is."""
     found = leaves(state)
-    floats = [leaf for leaf in found if _is_float(leaf.value)]
+    floats = [leaf for leaf in found if is_float(leaf.value)]
     rules.check_used("quantize_state", [leaf.path for leaf in floats])
-    return [_format(leaf, rules, min_size) if _is_float(leaf.value) else None for leaf in found]
+    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in found]
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
     return getattr(value, "dtype", None) in FLOATS
 
 
@@ -219,7 +209,7 @@ def _format(leaf: Leaf, rules: Rules[Any], min_size: int) -> BlockFormat | None:
     if rule is None or is_small or (leaf.kind == _WIDE and not is_named):
         return None
     if isinstance(rule, SecondMoment):
-        fmt = block_format("SecondMoment", rule.spec)
+        fmt = spec(rule.spec)
     else:
         fmt = unsigned(rule) if leaf.kind == _SECOND else rule
     try:

@@ -12,7 +12,7 @@ from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import FLOATS, check_rounding, exact_float32
 from qtoolkit.formats import BlockFormat, Rules, TableFormat
 from qtoolkit.optim._arguments import check_integer, check_seed, check_transform, key_words
-from qtoolkit.optim._moments import MomentLike, checked_rules, formats, leaves
+from qtoolkit.optim._moments import MomentLike, checked_rules, formats, is_float, leaves
 from qtoolkit.scaling import QArray, quantize
 
 
@@ -115,7 +115,9 @@ def quantize_state(
         # Moments are given in float32. Where the transform holds them in fewer bits, all else that
         # it is given is float32, too: of two branches of `lax.cond` one may return a moment or an
         # update and the other zeros like a gradient, and both must have one dtype.
-        operands = _widened((given, wide, params)) if is_narrow else (given, wide, params)
+        operands = given, wide, params
+        if is_narrow:
+            operands = jax.tree.map(lambda x: exact_float32(x) if is_float(x) else x, operands)
         found, inner = extended.update(*operands, **extra)
         if is_narrow:
             declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
@@ -219,13 +221,6 @@ def _number(value: Any) -> Any:
         return value
     x = value.dequantize(jnp.float32)
     return x if value.spec.element.signed else x * x
-
-
-def _widened(tree: Any) -> Any:
-    def wide(x: Any) -> Any:
-        return exact_float32(x) if getattr(x, "dtype", None) in FLOATS else x
-
-    return jax.tree.map(wide, tree)
 
 
 def _is_narrow(value: Any) -> bool:

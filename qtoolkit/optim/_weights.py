@@ -179,10 +179,7 @@ def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _merged(master: Any, params: Any) -> Any:
-    def wider(m: jax.Array | None, p: jax.Array) -> jax.Array:
-        return p if m is None else m
-
-    return jax.tree.map(wider, master, params, is_leaf=_is_none)
+    return jax.tree.map(lambda m, p: p if m is None else m, master, params, is_leaf=_is_none)
 
 
 def _is_none(node: Any) -> bool:

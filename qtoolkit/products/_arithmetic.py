@@ -160,7 +160,5 @@ def _in_safe_order(first: Array, second: Array) -> tuple[Array, Array]:
 
 @_times_scales.defjvp
 def _times_scales_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    def plain(x: Array, first: Array, second: Array) -> Array:
-        return x * first * second
-
-    return _times_scales(*primals), jax.jvp(plain, primals, tangents)[1]
+    tangent = jax.jvp(lambda x, first, second: x * first * second, primals, tangents)[1]
+    return _times_scales(*primals), tangent

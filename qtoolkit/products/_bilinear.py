@@ -1,4 +1,7 @@
-"""Bilinear functions as hashable data: what they compute, and over which axes they sum."""
+"""Bilinear functions as hashable data: what they compute, and over which axes they sum.
+
+They are made with the arguments of JAX's functions after the operands.
+"""
 
 import dataclasses
 import math
@@ -6,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import opt_einsum
 from jax import lax
 
@@ -112,8 +116,23 @@ class DotGeneral:
     """`jax.lax.dot_general` of two arrays; without an `out_sharding` also of two `Blocked`."""
 
     dimension_numbers: Any
-    precision: Any
-    out_sharding: Any
+    precision: Any = None
+    out_sharding: Any = None
+
+    def __post_init__(self) -> None:
+        try:
+            (contract_l, contract_r), (batch_l, batch_r) = self.dimension_numbers
+            numbers = (
+                (_integers(contract_l), _integers(contract_r)),
+                (_integers(batch_l), _integers(batch_r)),
+            )
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"dot_general: dimension_numbers={self.dimension_numbers!r}, expected the "
+                "contracted and the batch axes of both operands, as in (((1,), (0,)), ((), ())) "
+                "for a matrix product"
+            ) from None
+        _set(self, dimension_numbers=numbers, precision=_precision(self.precision))
 
     def __call__(self, lhs: Any, rhs: Any, *extra: jax.Array) -> jax.Array:
         return self._dot(lhs, rhs, self.dimension_numbers, self.out_sharding)
@@ -125,7 +144,7 @@ class DotGeneral:
             lhs,
             rhs,
             numbers,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
             out_sharding=out_sharding,
         )
@@ -167,8 +186,15 @@ class DotGeneral:
 @dataclasses.dataclass(frozen=True)
 class Einsum:
     subscripts: str
-    precision: Any
-    out_sharding: Any
+    precision: Any = None
+    out_sharding: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.subscripts, str):
+            raise TypeError(
+                f"einsum: subscripts={self.subscripts!r}, expected a text such as 'btd,df->btf'"
+            )
+        _set(self, precision=_precision(self.precision))
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         if lhs.dtype.itemsize == 1 and any(of.fixed for of in self.axes(lhs.shape, rhs.shape)[:2]):
@@ -179,7 +205,7 @@ class Einsum:
             self.subscripts,
             lhs,
             rhs,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
             out_sharding=self.out_sharding,
         )
@@ -210,19 +236,30 @@ class Einsum:
 
 @dataclasses.dataclass(frozen=True)
 class ConvGeneralDilated:
-    window_strides: tuple[int, ...]
+    window_strides: Any
     padding: Any
-    lhs_dilation: tuple[int, ...] | None
-    rhs_dilation: tuple[int, ...] | None
-    dimension_numbers: Any
-    feature_group_count: int
-    batch_group_count: int
-    precision: Any
-    out_sharding: Any
+    lhs_dilation: Any = None
+    rhs_dilation: Any = None
+    dimension_numbers: Any = None
+    feature_group_count: int = 1
+    batch_group_count: int = 1
+    precision: Any = None
+    out_sharding: Any = None
+
+    def __post_init__(self) -> None:
+        padding = self.padding
+        _set(
+            self,
+            window_strides=_integers(self.window_strides),
+            padding=padding if isinstance(padding, str) else tuple(map(_integers, padding)),
+            lhs_dilation=None if self.lhs_dilation is None else _integers(self.lhs_dilation),
+            rhs_dilation=None if self.rhs_dilation is None else _integers(self.rhs_dilation),
+            dimension_numbers=_hashable(self.dimension_numbers),
+            precision=_precision(self.precision),
+        )
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        options["precision"] = _accumulating(self.precision)
         if lhs.dtype != rhs.dtype:  # "native" E4M3 and E5M2: a convolution takes one dtype
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
@@ -241,7 +278,10 @@ class ConvGeneralDilated:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedDot:
-    precision: Any
+    precision: Any = None
+
+    def __post_init__(self) -> None:
+        _set(self, precision=_precision(self.precision))
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         (group_sizes,) = extra
@@ -249,13 +289,38 @@ class RaggedDot:
             lhs,
             rhs,
             group_sizes,
-            precision=_accumulating(self.precision),
+            precision=self.precision,
             preferred_element_type=jnp.float32,
         )
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         rows = frozenset({0})  # summed in groups in wgrad
         return Axes((1,), (0,), rows), Axes((1,), (2,)), Axes((1,), (0,), rows)
+
+
+def _set(function: Any, **values: Any) -> None:
+    """Sets fields of a frozen dataclass while it is made."""
+    for name, value in values.items():
+        object.__setattr__(function, name, value)
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in np.asarray(values, int).reshape(-1))
+
+
+def _hashable(value: Any) -> Any:
+    """Lists as tuples, so that equal arguments make equal functions."""
+    return tuple(map(_hashable, value)) if type(value) in (list, tuple) else value
+
+
+def _precision(precision: Any) -> Any:
+    """`precision`, or None in place of an algorithm such as F16_F16_F32.
+
+    An algorithm prescribes the dtypes of the operands, and rounded operands may have others. Sums
+    are float32 without it, too, because of `preferred_element_type`.
+    """
+    is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    return None if is_algorithm else _hashable(precision)
 
 
 def _places(labels: str, wanted: list[str]) -> tuple[int, ...]:
@@ -286,13 +351,3 @@ def _scaled_dot(lhs: Blocked, rhs: Blocked, numbers: Any) -> jax.Array:
     # Jax 0.12 takes the result of `scaled_dot` for the same in all shards of a `jax.shard_map`,
     # even where the operands differ between shards.
     return varying_alike(out.reshape(shape), lhs.elements, rhs.elements)[0]
-
-
-def _accumulating(precision: Any) -> Any:
-    """`precision`, or None in place of an algorithm such as F16_F16_F32.
-
-    An algorithm prescribes the dtypes of the operands, and rounded operands may have others. Sums
-    are float32 without it, too, because of `preferred_element_type`.
-    """
-    is_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-    return None if is_algorithm else precision

@@ -11,12 +11,7 @@ Array = jax.Array
 
 
 def cache_format(where: str, like: SpecLike) -> BlockFormat:
-    """The format of a KV cache; an element format such as "int8" gets a scale per token and head.
-
-    Raises:
-      ValueError: The format is unknown, has no negative numbers, or has scales that several tokens
-        or heads share.
-    """
+    """The format of a KV cache; elements such as "int8" get a scale for each token and head."""
     found = spec(like)
     if not isinstance(like, BlockFormat) and not found.block and found.scale is not None:
         found = BlockFormat.token(found.element)
@@ -35,27 +30,18 @@ def cache_format(where: str, like: SpecLike) -> BlockFormat:
     return found
 
 
-def cached(where: str, x: Array, fmt: BlockFormat) -> QArray:
+def cached(where: str, x: Array, fmt: BlockFormat, before: QArray | None = None) -> QArray:
     """Quantizes a KV cache of shape [..., features].
 
-    Raises:
-      ValueError: The dtype of the cache cannot hold the values of the format.
-    """
-    check_holds(where, fmt.element, x.dtype)
-    is_packed = fmt.element.bits in WIDTHS and fmt.element.bits < 8
-    return quantize(jax.lax.stop_gradient(x), fmt, packed=is_packed)
-
-
-def cache_after(where: str, before: QArray, wide: Array) -> QArray:
-    """The quantized cache after a step that wrote some of its tokens.
-
-    Tokens that the step left alone keep their codes: rounding them a second time could move them.
-
     Args:
-      before: The quantized cache before the step.
-      wide: The whole cache after the step, as ordinary numbers.
+      before: The quantized cache before the step that gave `x`, whose format is kept. Tokens that
+        the step left alone keep their codes, too: rounding them a second time could move them.
     """
-    after = cached(where, wide, before.spec)
-    is_same = exact_float32(before.dequantize()) == exact_float32(wide)
+    fmt = fmt if before is None else before.spec
+    check_holds(where, fmt.element, x.dtype)
+    after = quantize(jax.lax.stop_gradient(x), fmt, packed=fmt.element.bits in WIDTHS)
+    if before is None:
+        return after
+    is_same = exact_float32(before.dequantize()) == exact_float32(x)
     kept = jnp.all(is_same, axis=-1, keepdims=True)
     return jax.tree.map(lambda old, new: jnp.where(kept, old, new), before, after)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.formats import BlockFormat
-from qtoolkit.products._operand import Operand, is_calibratable
+from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded
-from qtoolkit.products._taps import MODEL, Place, tapped
+from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._taps import MODEL, Place, Tapped, tapped
 from qtoolkit.scaling import (
     MSE,
     AbsMax,
@@ -46,8 +46,8 @@ OBSERVERS: dict[str, type[Observer]] = {
 }
 _HISTOGRAMS = (Percentile, MSE, Entropy)
 # Amaxes of several runs of a product are told apart to this many mantissa bits: 2**-3 = 12.5 %.
-_BITS = 3
-_MARKED = marked_size(_BITS)
+BITS = 3
+MARKED = marked_size(BITS)
 _STATIC: Any = {"static": True}
 
 
@@ -72,13 +72,17 @@ class Batch:
         others = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
         return cls([leaf for leaf in leaves if hasattr(leaf, "dtype")], others, structure)
 
+    def with_arrays(self, arrays: Iterable[Any]) -> Any:
+        """The whole tree, with these arrays in place of its own."""
+        remaining = iter(arrays)
+        leaves = [next(remaining) if leaf is None else leaf for leaf in self.others]
+        return jax.tree.unflatten(self.structure, leaves)
+
     def given_to(self, function: Callable[..., Any], *first: Any) -> Any:
         """Calls `function(*first, ...)` with the batch: a tuple as `*batch`, a dictionary as
         `**batch`, anything else as one argument.
         """
-        arrays = iter(self.arrays)
-        leaves = [next(arrays) if leaf is None else leaf for leaf in self.others]
-        batch = jax.tree.unflatten(self.structure, leaves)
+        batch = self.with_arrays(self.arrays)
         if isinstance(batch, tuple):
             return function(*first, *batch)
         return function(*first, **batch) if isinstance(batch, dict) else function(*first, batch)
@@ -98,46 +102,28 @@ class _SummaryTap:
 
     @property
     def size(self) -> int:
-        return 2 + _MARKED + (0 if self.bins is None else self.bins.count)
+        return 2 + MARKED + (0 if self.bins is None else self.bins.count)
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         amax, is_bad = amax_of(x)
         pieces = [jnp.ones((1,), jnp.float32), is_bad.astype(jnp.float32).reshape(1)]
-        pieces.append(marked(amax, _BITS))
+        pieces.append(marked(amax, BITS))
         if self.bins is not None:
             index = self.bins.index(exact_float32(x))
             pieces.append(occurrences(index, self.bins.count).astype(jnp.float32))
         return jnp.concatenate(pieces)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """What the tap measured in one batch. A pytree.
-
-    Attributes:
-      rows: For each product float32[roles, size], the measurements of its operands.
-      places: The products, in the same order.
-      recipes: Their recipes, in the same order.
-    """
-
-    rows: tuple[jax.Array, ...]
-    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
-    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
-
-
-def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Summary:
+def summary_of(bins: Bins | None, function: Callable[..., Any], *arguments: Any) -> Tapped:
     """Runs a pure function once and measures the operands of its products.
 
     Args:
       bins: The bins of the histograms; None to make no histograms.
       function: Takes and returns pytrees. A product on which no float of the result depends is not
         measured, since measurements come out as gradients of these floats.
-      arguments: The arguments of the function.
     """
-    found = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
-    rows = tuple(found.sums[place] for place in found.recipes)
-    return Summary(rows, tuple(found.recipes), tuple(found.recipes.values()))
+    found, _ = tapped("calibrate", _SummaryTap(bins), total_of(function), *arguments)
+    return found
 
 
 def total_of(function: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -196,7 +182,7 @@ class Calibration:
 
         Complete is a product with an observer for each operand that `recipe` calibrates.
         """
-        needed = sum(o is not None and is_calibratable(o) for o in recipe.forward)
+        needed = sum(o is not None and o.is_calibratable for o in recipe.forward)
         names = collections.Counter(name for where, name, _ in self.keys if where == path)
         return tuple(
             f"{Place(path, name)} ({known} of its {needed} operands)"
@@ -233,7 +219,7 @@ class Calibration:
 
 
 def calibration_of(
-    summarize: Callable[[Bins | None, Any], Summary],
+    summarize: Callable[[Bins | None, Batch], Tapped],
     batches: Iterable[Any],
     observer: Any,
     options: dict[str, Any],
@@ -246,11 +232,6 @@ def calibration_of(
       batches: Taken one by one; none is kept.
       observer: A key of `OBSERVERS`, or a class of `qtoolkit.scaling`.
       options: Keyword arguments for the observer's `of`.
-
-    Raises:
-      TypeError: `batches` is no iterable, an option is unknown, or this runs inside of `jit`.
-      ValueError: The observer cannot observe products; there is no batch or no product; an operand
-        held a NaN or an infinity in every batch; or the model was frozen.
     """
     kind = _observer(observer)
     if hasattr(batches, "dtype") or isinstance(batches, dict):
@@ -264,12 +245,12 @@ def calibration_of(
     places: dict[Place, None] = {}
     number = 0
     for number, batch in enumerate(batches, start=1):  # noqa: B007
-        summary = summarize(bins, batch)
+        summary = summarize(bins, Batch.of(batch))
         _check_summary(summary)
         products = zip(summary.places, summary.recipes, summary.rows, strict=True)
         for place, recipe, rows in products:
             for side, operand in enumerate(recipe.forward):
-                if operand is None or not is_calibratable(operand):
+                if operand is None or not operand.is_calibratable:
                     continue
                 places[place] = None
                 if not float(rows[side][0]):  # no gradient reached it: nothing is known
@@ -289,7 +270,7 @@ def calibration_of(
     )
 
 
-def _check_summary(summary: Summary) -> None:
+def _check_summary(summary: Tapped) -> None:
     """Raises if nothing was measured: called under `jit`, no product ran, or a frozen model."""
     if any(isinstance(rows, jax.core.Tracer) for rows in summary.rows):
         raise TypeError(
@@ -342,10 +323,10 @@ def _started(kind: type[Observer], operand: Operand, options: dict[str, Any]) ->
 
 @jax.jit
 def _after(state: Observer, row: jax.Array) -> Observer:
-    amax = extreme(row[2 : 2 + _MARKED], _BITS, lowest=False)
+    amax = extreme(row[2 : 2 + MARKED], BITS, lowest=False)
     counts = None
     if isinstance(state, _HISTOGRAMS):
-        counts = row[2 + _MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
+        counts = row[2 + MARKED :].astype(jnp.uint32).reshape(*state.shape, -1)
     return observed_summary(state, amax.reshape(state.shape), counts, row[1] == 0)
 
 

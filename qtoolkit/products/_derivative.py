@@ -95,7 +95,7 @@ def tapped_of(
 
     Where dgrad rounds rhs, or wgrad lhs, otherwise than the forward product, it measures that, too.
     """
-    amaxes = state.amaxes
+    assert plan.tap is not None
     forward = plan.forward(*given)
     rows: dict[int, Array] = {}
     for side, x in enumerate(given):
@@ -104,8 +104,8 @@ def tapped_of(
         rows[side] = _kept_by_tap(plan, side, x, operands[side], forward[side])
         how = plan.other(1 - side, *given)
         role = 3 if side else 4
-        if role in _roles(plan) and role not in plan.recipe.twins:
-            again = rounded(x, amaxes[side], state.key, how)
+        if role in plan.tap.roles and role not in plan.recipe.twins:
+            again = rounded(x, state.amaxes[side], state.key, how)
             rows[role] = _kept_by_tap(plan, role, x, again, how)
     return _stacked(plan, rows)
 
@@ -115,12 +115,7 @@ def _kept_by_tap(plan: Plan, role: int, x: Array, operand: Rounded, how: Cut) ->
     if role not in plan.tap.roles:
         return jnp.zeros((plan.tap.size,), jnp.float32)
     x, operand = lax.stop_gradient((how.transformed(x), operand))
-    return plan.tap(x, operand, how)
-
-
-def _roles(plan: Plan) -> tuple[int, ...]:
-    """The operands that the plan's tap measures, as indices into `ROLES`."""
-    return () if plan.tap is None else plan.tap.roles
+    return plan.tap(x, operand)
 
 
 def _stacked(plan: Plan, rows: dict[int, Array]) -> Array:
@@ -151,9 +146,6 @@ class Facts:
     is_tapped: bool
     structure: Any
 
-    def residuals(self, leaves: tuple[Array, ...]) -> Residuals:
-        return jax.tree.unflatten(self.structure, leaves)
-
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
@@ -164,7 +156,7 @@ class Tangent:
 
     def __call__(self, leaves: tuple[Array, ...], xs: tuple[Array, ...]) -> Array:
         facts = self.facts
-        residuals = facts.residuals(leaves)
+        residuals: Residuals = jax.tree.unflatten(facts.structure, leaves)
         terms = []
         for side, kept_other, x in zip(facts.sides, residuals.operands, xs, strict=False):
             function = OnSide(facts.plan.function, side, residuals.extra)
@@ -184,7 +176,7 @@ class Cotangent:
 
     def __call__(self, leaves: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
         facts = self.facts
-        residuals = facts.residuals(leaves)
+        residuals: Residuals = jax.tree.unflatten(facts.structure, leaves)
         found: dict[Cut, Rounded] = {}
         outs = []
         for side, other in zip(facts.sides, residuals.operands, strict=True):
@@ -208,15 +200,15 @@ class Cotangent:
 
         If dgrad and wgrad round the cotangent alike, it is measured only once, for dgrad.
         """
-        facts, rows = self.facts, {}
+        plan, rows = self.facts.plan, {}
+        assert plan.tap is not None
+        assert residuals.tapped is not None
         for side, role in ((0, 2), (1, 5)):
-            how = facts.plan.cotangent(side, *facts.given, cotangent)
-            if role not in _roles(facts.plan) or role in facts.plan.recipe.twins:
+            how = plan.cotangent(side, *self.facts.given, cotangent)
+            if role not in plan.tap.roles or role in plan.recipe.twins:
                 continue
             operand = found.get(how)
             if operand is None:
                 operand = rounded(cotangent, residuals.amax, residuals.key, how)
-            rows[role] = _kept_by_tap(facts.plan, role, cotangent, operand, how)
-        forward = residuals.tapped
-        assert forward is not None
-        return forward + _stacked(facts.plan, rows) if rows else forward
+            rows[role] = _kept_by_tap(plan, role, cotangent, operand, how)
+        return residuals.tapped + _stacked(plan, rows) if rows else residuals.tapped

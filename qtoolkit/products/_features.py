@@ -118,7 +118,8 @@ def following(
     if kernel is not None:
         side = 1 - kernel
         places = (_summed(of[side].contracted, len(operands[side].shape), places[side]), LAST)
-        rank = len(jax.eval_shape(function, *map(_wide, operands), *extra).shape)
+        wide = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands)
+        rank = len(jax.eval_shape(function, *wide, *extra).shape)
         cotangent = of_result(function, (operands[0].shape, operands[1].shape), rank, kernel)
     return dataclasses.replace(
         recipe,
@@ -139,7 +140,3 @@ def _at(operand: Operand | None, place: int) -> Operand | None:
     if operand is None or place == LAST or not operand.is_by_token:
         return operand
     return dataclasses.replace(operand, spec=operand.spec.along(place))
-
-
-def _wide(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32)

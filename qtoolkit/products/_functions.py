@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from qtoolkit.casts.internal import key_words
@@ -83,10 +82,9 @@ def dot_general(
       >>> qt.dot_general(x, w, contract, recipe=qt.Recipe(None))  # nothing is rounded
       Array([[582.4]], dtype=float32)
     """
-    function = dot_function(dimension_numbers, precision, out_sharding)
-    return quantized_product(
-        "dot_general", function, lhs, rhs, recipe, preferred_element_type, keyed("dot_general", key)
-    )
+    function = DotGeneral(dimension_numbers, precision, out_sharding)
+    dtype, state = preferred_element_type, _keyed("dot_general", key)
+    return quantized_product("dot_general", function, lhs, rhs, recipe, dtype, state)
 
 
 def einsum(
@@ -119,10 +117,9 @@ def einsum(
       >>> qt.einsum("btd,df->btf", x, w, recipe=qt.Recipe(("bfloat16", "bfloat16")))
       Array([[[582.75]]], dtype=float32)
     """
-    function = einsum_function(subscripts, precision, out_sharding)
-    return quantized_product(
-        "einsum", function, lhs, rhs, recipe, preferred_element_type, keyed("einsum", key)
-    )
+    function = Einsum(subscripts, precision, out_sharding)
+    dtype, state = preferred_element_type, _keyed("einsum", key)
+    return quantized_product("einsum", function, lhs, rhs, recipe, dtype, state)
 
 
 def conv_general_dilated(
@@ -163,7 +160,7 @@ def conv_general_dilated(
       >>> qt.products.conv_general_dilated(x, kernel, (1,), "VALID")  # 0.3 became 0.3125
       Array([[[   448.3125, 200705.    ]]], dtype=float32)
     """
-    function = conv_function(
+    function = ConvGeneralDilated(
         window_strides,
         padding,
         lhs_dilation,
@@ -174,15 +171,8 @@ def conv_general_dilated(
         precision,
         out_sharding,
     )
-    return quantized_product(
-        "conv_general_dilated",
-        function,
-        lhs,
-        rhs,
-        recipe,
-        preferred_element_type,
-        keyed("conv_general_dilated", key),
-    )
+    dtype, state = preferred_element_type, _keyed("conv_general_dilated", key)
+    return quantized_product("conv_general_dilated", function, lhs, rhs, recipe, dtype, state)
 
 
 def ragged_dot(
@@ -220,72 +210,11 @@ def ragged_dot(
              [4.480e+02],
              [4.480e+02]], dtype=float32)
     """
-    return quantized_product(
-        "ragged_dot",
-        RaggedDot(_hashable(precision)),
-        lhs,
-        rhs,
-        recipe,
-        preferred_element_type,
-        keyed("ragged_dot", key),
-        (jnp.asarray(group_sizes),),
-    )
+    function, extra = RaggedDot(precision), (jnp.asarray(group_sizes),)
+    dtype, state = preferred_element_type, _keyed("ragged_dot", key)
+    return quantized_product("ragged_dot", function, lhs, rhs, recipe, dtype, state, extra)
 
 
-def dot_function(dimension_numbers: Any, precision: Any, out_sharding: Any) -> DotGeneral:
-    try:
-        (contract_l, contract_r), (batch_l, batch_r) = dimension_numbers
-        numbers = (
-            (_integers(contract_l), _integers(contract_r)),
-            (_integers(batch_l), _integers(batch_r)),
-        )
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"dot_general: dimension_numbers={dimension_numbers!r}, expected the contracted and "
-            "the batch axes of both operands, as in (((1,), (0,)), ((), ())) for a matrix product"
-        ) from None
-    return DotGeneral(numbers, _hashable(precision), out_sharding)
-
-
-def einsum_function(subscripts: str, precision: Any, out_sharding: Any) -> Einsum:
-    if not isinstance(subscripts, str):
-        raise TypeError(f"einsum: subscripts={subscripts!r}, expected a text such as 'btd,df->btf'")
-    return Einsum(subscripts, _hashable(precision), out_sharding)
-
-
-def conv_function(
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
-    precision: Any,
-    out_sharding: Any,
-) -> ConvGeneralDilated:
-    return ConvGeneralDilated(
-        window_strides=_integers(window_strides),
-        padding=padding if isinstance(padding, str) else tuple(map(_integers, padding)),
-        lhs_dilation=None if lhs_dilation is None else _integers(lhs_dilation),
-        rhs_dilation=None if rhs_dilation is None else _integers(rhs_dilation),
-        dimension_numbers=_hashable(dimension_numbers),
-        feature_group_count=feature_group_count,
-        batch_group_count=batch_group_count,
-        precision=_hashable(precision),
-        out_sharding=out_sharding,
-    )
-
-
-def keyed(where: str, key: jax.Array | None) -> State | None:
+def _keyed(where: str, key: jax.Array | None) -> State | None:
     """A product's state that holds only a key, as two words; None without a key."""
     return None if key is None else State(key=key_words(where, key)[:2])
-
-
-def _integers(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(value) for value in np.asarray(values, int).reshape(-1))
-
-
-def _hashable(value: Any) -> Any:
-    """Lists as tuples, so that equal arguments make equal functions."""
-    return tuple(map(_hashable, value)) if type(value) in (list, tuple) else value

@@ -140,17 +140,21 @@ def _decoded(value: Any, where: str) -> Any:
     if issubclass(kind, enum.Enum):
         return _member(kind, fields, where)
     known = [field.name for field in dataclasses.fields(kind) if field.compare]
+    _check_fields(where, kind.__name__, fields, known)
+    given = {field: _decoded(item, f"{where}.{field}") for field, item in fields.items()}
+    try:
+        return kind(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"from_json: {where}: {error}") from error
+
+
+def _check_fields(where: str, name: str, fields: dict[str, Any], known: list[str]) -> None:
     unknown = sorted(fields.keys() - set(known))
     if unknown:
         raise ValueError(
             f"from_json: {where} ({name}) has the unknown field {unknown[0]!r}, expected "
             f"{', '.join(known) or 'none'}"
         )
-    given = {field: _decoded(item, f"{where}.{field}") for field, item in fields.items()}
-    try:
-        return kind(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"from_json: {where}: {error}") from error
 
 
 def _member(kind: type[enum.Enum], fields: dict[str, Any], where: str) -> enum.Enum:
@@ -164,12 +168,7 @@ def _member(kind: type[enum.Enum], fields: dict[str, Any], where: str) -> enum.E
 
 
 def _rules(fields: dict[str, Any], where: str) -> Rules[Recipe]:
-    unknown = sorted(fields.keys() - {"rules", "default"})
-    if unknown:
-        raise ValueError(
-            f"from_json: {where} (Rules) has the unknown field {unknown[0]!r}, expected rules, "
-            "default"
-        )
+    _check_fields(where, "Rules", fields, ["rules", "default"])
     try:
         pairs = [(key, _decoded(value, f"{where} {key!r}")) for key, value in fields["rules"]]
     except (KeyError, TypeError, ValueError) as error:

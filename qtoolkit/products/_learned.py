@@ -19,7 +19,7 @@ from qtoolkit.gradients import linear_with_transpose, lsq, lsq_plus, lsq_scale
 from qtoolkit.gradients.internal import LEAST
 from qtoolkit.products._operand import Learned, Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import Tap
 from qtoolkit.scaling import QArray, quantize
 from qtoolkit.scaling.internal import Scales, operand_values
@@ -94,7 +94,7 @@ def _rounded(
     held = x if offset is None else x - offset.astype(x.dtype)
     held, scale = lax.stop_gradient((held, scale))
     q, scales = operand_values(held, operand.spec, given=Scales(scale.reshape((1,) * x.ndim)))
-    seen = tap(held, Rounded(q, scales, operand.spec), Cut(operand, None, ()))
+    seen = tap(held, Rounded(q, scales, operand.spec))
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
     return y + linear_with_transpose(_Nothing(out), _Seen(), (seen,), zeros[side])
 
@@ -129,7 +129,7 @@ def stored_by_learned_scale(x: Array, operand: Operand, scale: Array) -> QArray:
     """`x` as codes and its learned scale. Dequantized it is `lsq(x, scale)`, bit for bit."""
     element = operand.spec.element
     scale = jnp.where(scale < LEAST, LEAST, scale)
-    is_packed = element.bits in WIDTHS and element.bits < 8 and x.ndim > 0
+    is_packed = element.bits in WIDTHS and x.ndim > 0
     spec = BlockFormat.tensor(element)  # LSQ knows no narrow range, and its scale is float32
     return quantize(x, spec, scale=scale.reshape((1,) * x.ndim), packed=is_packed)
 

@@ -1,10 +1,11 @@
 """Checks that rules name what is there: a misspelt rule must not pass in silence."""
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qtoolkit.formats import Rules
-from qtoolkit.products._recipe import Recipe
+from qtoolkit.products._recipe import Recipe, check_recipe
 from qtoolkit.products._taps import MODEL
 
 
@@ -24,11 +25,26 @@ class Module(NamedTuple):
     has_products: bool
 
 
-def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> None:
-    """Raises if a rule with a recipe matches no layer, or a rule with None matches no module."""
+def training_rules(recipe: Any) -> Rules[Recipe]:
+    """The recipes for a model to be trained, as `wrap` takes them; None stands for `Recipe()`."""
+    check = functools.partial(check_recipe, "wrap")
+    if isinstance(recipe, Rules):
+        return recipe.map(check)
+    return Rules((), default=Recipe() if recipe is None else check(recipe))
+
+
+def unused_rules(rules: Rules[Recipe], modules: Sequence[Module]) -> list[str | type]:
+    """The keys of rules with a recipe that match no layer, or with None that match no module."""
     layers = [module for module in modules if module.has_products]
-    wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
-    for key in _unused(wanted, layers):
+    return [
+        key
+        for key, value in rules.rules
+        if Rules([(key, value)]).unused(*_matched(modules if value is None else layers))
+    ]
+
+
+def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> None:
+    for key in unused_rules(rules, modules):
         alone: Rules[Recipe] = Rules([(key, None)])
         for module in modules:
             if alone.match_index(module.paths, module.kinds) is not None:
@@ -38,9 +54,11 @@ def check_rules(where: str, rules: Rules[Recipe], modules: Sequence[Module]) -> 
                     "has no product that wrap could quantize, expected a layer that has one; leave "
                     "the rule out"
                 )
-    for part, among in ((wanted, layers), (rules, modules)):
-        part.check_used(where, [m.paths for m in among], [m.kinds for m in among])
+    wanted = Rules([(key, value) for key, value in rules.rules if value is not None])
+    wanted.check_used(where, *_matched([module for module in modules if module.has_products]))
+    rules.check_used(where, *_matched(modules))
 
 
-def _unused(rules: Rules[Recipe], modules: Sequence[Module]) -> tuple[str | type, ...]:
-    return rules.unused([m.paths for m in modules], [m.kinds for m in modules])
+def _matched(modules: Sequence[Module]) -> tuple[list[Sequence[str]], list[Sequence[type]]]:
+    """The paths and the types that rules match."""
+    return [module.paths for module in modules], [module.kinds for module in modules]

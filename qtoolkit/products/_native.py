@@ -61,14 +61,14 @@ def native_operands(
     lengths = _block_length(first, contracted[0]), _block_length(second, contracted[1])
     # E8M0 and other scales are not mixed. E8M0 reaches the ends of float32, so a result might
     # overflow before the other operand's second scale could bring it back.
-    if 1 in lengths or _has_powers(first) != _has_powers(second):
+    if 1 in lengths or _spec(first).has_powers != _spec(second).has_powers:
         return None
     n, whole = first.q.shape[contracted[0][-1]], math.lcm(*lengths)
     size = -(-n // whole) * whole
     # XLA cannot compile an axis of a single block for a GPU (jaxlib 0.10.2): pad it to two.
     if size == max(lengths):
         size *= 2
-    scales = () if _has_powers(first) else (_tensor_scale(first), _tensor_scale(second))
+    scales = () if _spec(first).has_powers else (_tensor_scale(first), _tensor_scale(second))
     return Native(
         _blocked(first, contracted[0][-1], lengths[0], size),
         _blocked(second, contracted[1][-1], lengths[1], size),
@@ -76,16 +76,19 @@ def native_operands(
     )
 
 
+def _spec(operand: Rounded) -> BlockFormat:
+    assert operand.spec is not None
+    return operand.spec
+
+
 def _has_8_bits(operand: Rounded) -> bool:
     """Whether the elements are floats of 8 bits for which JAX has a dtype."""
-    assert operand.spec is not None
-    element = operand.spec.element
+    element = _spec(operand).element
     return isinstance(element, FloatFormat) and element.bits == 8 and element.dtype is not None
 
 
 def _own_elements(operand: Rounded) -> Array:
-    assert operand.spec is not None
-    return _elements(operand.q, operand.codes, operand.spec.element)
+    return _elements(operand.q, operand.codes, _spec(operand).element)
 
 
 def _elements(q: Array, codes: Array | None, fmt: Format) -> Array:
@@ -136,18 +139,12 @@ def _block_length(operand: Rounded, contracted: tuple[int, ...]) -> int:
     return _SHORT if length == n > 1 else length
 
 
-def _has_powers(operand: Rounded) -> bool:
-    assert operand.spec is not None
-    return operand.spec.has_powers
-
-
 def _tensor_scale(operand: Rounded) -> Array:
-    assert operand.spec is not None
-    second = operand.scales.tensor_scale
+    second, fmt = operand.scales.tensor_scale, _spec(operand).tensor_scale
     if second is None:
         return jnp.ones((), jnp.float32)
-    assert operand.spec.tensor_scale is not None
-    return from_stored(second, operand.spec.tensor_scale)
+    assert fmt is not None
+    return from_stored(second, fmt)
 
 
 def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
@@ -160,8 +157,7 @@ def _blocked(operand: Rounded, axis: int, length: int, size: int) -> Blocked:
     Args:
       size: The length to which the axis is padded with zeros.
     """
-    spec, q, scale = operand.spec, operand.q, operand.scales.scale
-    assert spec is not None
+    spec, q, scale = _spec(operand), operand.q, operand.scales.scale
     assert spec.scale is not None
     assert scale is not None
     fmt = _blocked_format(spec)

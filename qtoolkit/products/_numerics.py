@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,8 +16,8 @@ import numpy as np
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, left_of, text_table
-from qtoolkit.products._rounded import Cut, Rounded
-from qtoolkit.products._taps import MODEL, Place, Stored, tapped
+from qtoolkit.products._rounded import Rounded
+from qtoolkit.products._taps import MODEL, Place, Stored, Tapped, tapped
 from qtoolkit.scaling import Tally
 from qtoolkit.scaling.internal import (
     LOWEST_EXPONENT,
@@ -46,7 +46,7 @@ class _TallyTap:
     roles: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
     size: int = TALLY_SIZE
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         return tally_vector(x, rounded.q, rounded.spec, rounded.scales)
 
 
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return (self.path, self.product, self.operand, self.parts, self.fmt)
+        return tuple(getattr(self, name) for name in _ROW_FIELDS)
 
     @property
     def histogram(self) -> dict[int, float]:
@@ -234,19 +234,8 @@ class Numerics:
 
     def to_json(self) -> str:
         """As text: `Numerics.from_json` gives the same sums."""
-        rows = [
-            {
-                **{name: getattr(row, name) for name in _ROW_FIELDS},
-                "limits": None if row.limits is None else list(row.limits),
-                "tally": {
-                    field.name: _listed(getattr(row.tally, field.name))
-                    for field in dataclasses.fields(Tally)
-                },
-            }
-            for row in self.rows
-        ]
-        left = [dataclasses.asdict(product) for product in self.left]
-        return json.dumps({"type": "Numerics", "version": _VERSION, "rows": rows, "left": left})
+        data = {"type": "Numerics", "version": _VERSION, **dataclasses.asdict(self)}
+        return json.dumps(data, default=_listed)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Numerics":
@@ -297,31 +286,21 @@ def colour_of(row: Row) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the tap measured in one step. A pytree, so that a jitted function can return it.
+    """What the tap measured in one step, and what `Numerics` calls `left`. A pytree."""
 
-    Attributes:
-      vectors: float32[products, roles, TALLY_SIZE], the measurements.
-      places: The products, in the order of `vectors`.
-      recipes: Their recipes.
-      stored: Which of their operands are stored codes.
-      left: As in `Numerics`.
-    """
-
-    vectors: jax.Array
-    places: tuple[Place, ...] = dataclasses.field(metadata=_STATIC)
-    recipes: tuple[Recipe, ...] = dataclasses.field(metadata=_STATIC)
-    stored: tuple[Stored, ...] = dataclasses.field(metadata=_STATIC)
+    found: Tapped
     left: tuple[Product, ...] = dataclasses.field(metadata=_STATIC)
 
     def numerics(self) -> Numerics:
-        products = zip(self.places, self.recipes, self.stored, strict=True)
+        found = self.found
+        products = zip(found.places, found.recipes, found.stored, strict=True)
         labels = [
             (number, role, twin, label)
             for number, product in enumerate(products)
             for role, twin, label in _labels(*product)
         ]
         number, role, twin, _ = zip(*labels, strict=True)
-        tallies = _tallies(self.vectors, *map(np.array, (number, role, twin)))
+        tallies = _tallies(found.rows, *map(np.array, (number, role, twin)))
         rows = (
             Row(**label, tally=jax.tree.map(operator.itemgetter(i), tallies))
             for i, (*_, label) in enumerate(labels)
@@ -330,50 +309,28 @@ class Sums:
 
 
 @jax.jit
-def _tallies(vectors: jax.Array, number: jax.Array, role: jax.Array, twin: jax.Array) -> Tally:
+def _tallies(
+    rows: tuple[jax.Array, ...], number: jax.Array, role: jax.Array, twin: jax.Array
+) -> Tally:
     """The tallies of all rows, computed by one program.
 
     Args:
-      vectors: float32[products, roles, TALLY_SIZE]: what the taps kept.
+      rows: For each product float32[roles, TALLY_SIZE]: what the taps kept.
       number, role: int[rows]: which product and which operand each row describes.
       twin: The role of the same operand in another product, `role` itself where there is none. The
         tap measures the operand in one of the two and leaves zeros for the other, so both are
         added. Where the kernel is lhs, for instance, the cotangent is measured in wgrad.
     """
+    vectors = jnp.stack(rows)
     other = jnp.where((role == twin)[:, None], np.float32(0), vectors[number, twin])
     return jax.vmap(tally_of)(vectors[number, role] + other)
 
 
-def sums_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sums:
-    """Runs one step of a pure function of pytrees, and measures the operands of its products.
-
-    Args:
-      where: The name of the caller, for messages.
-      function: Returns the loss, a float scalar, or (loss, aux).
-      arguments: The arguments of the function.
-
-    Raises:
-      TypeError: The loss is no float scalar.
-      ValueError: No quantized product ran.
-    """
-
-    def loss(*arguments: Any) -> Any:
-        return scalar_loss(where, function(*arguments))
-
-    found = tapped(where, _TallyTap(), loss, *arguments)
-    if not found.recipes:
-        raise ValueError(
-            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
-            "the loss call the wrapped one"
-        )
-    vectors = jnp.stack([found.sums[place] for place in found.recipes])
-    return Sums(
-        vectors,
-        places=tuple(found.recipes),
-        recipes=tuple(found.recipes.values()),
-        stored=tuple(found.stored.values()),
-        left=left_of(found.closed),
-    )
+def sums_of(function: Callable[..., Any], *arguments: Any) -> Sums:
+    """Measures all products in one step of a pure function that returns `loss` or `(loss, aux)`."""
+    found, closed = tapped("numerics", _TallyTap(), loss_of("numerics", function), *arguments)
+    check_ran("numerics", found.places)
+    return Sums(found, left_of(closed))
 
 
 def check_loss(where: str, loss_fn: Any, given: str) -> None:
@@ -384,16 +341,29 @@ def check_loss(where: str, loss_fn: Any, given: str) -> None:
         )
 
 
-def scalar_loss(where: str, out: Any) -> Any:
-    """The loss, from the result of a loss function: `loss` or `(loss, aux)`."""
-    value = out[0] if isinstance(out, tuple) else out
-    shape, dtype = jnp.shape(value), jnp.result_type(value)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple with "
-            "one first"
+def check_ran(where: str, products: Collection[Any]) -> None:
+    if not products:
+        raise ValueError(
+            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
+            "the loss call the wrapped one"
         )
-    return value
+
+
+def loss_of(where: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns the loss alone where `function` returns `loss` or `(loss, aux)`."""
+
+    def loss(*arguments: Any) -> Any:
+        out = function(*arguments)
+        value = out[0] if isinstance(out, tuple) else out
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{where}: loss_fn gave {dtype}{list(shape)}, expected a float scalar, or a tuple "
+                "with one first"
+            )
+        return value
+
+    return loss
 
 
 def _labels(

@@ -264,6 +264,17 @@ class Operand:
         return isinstance(self.scaling, Learned)
 
     @property
+    def is_stochastic(self) -> bool:
+        """Whether it is rounded by random bits."""
+        return not isinstance(self.projection.rounding, str)
+
+    @property
+    def is_calibratable(self) -> bool:
+        """Whether calibration can find its scale: one for the whole tensor, that is not given."""
+        has_scale = self.has_one_scale or bool(self.spec.tensor_scale)
+        return has_scale and isinstance(self.scaling, Current | Delayed)
+
+    @property
     def has_one_scale(self) -> bool:
         """Whether it has one scale for the whole tensor, not restricted to powers of two."""
         fmt = self.spec
@@ -279,13 +290,3 @@ class Operand:
 
 OperandLike: TypeAlias = Operand | SpecLike | None
 Pair: TypeAlias = tuple[Operand | None, Operand | None]
-
-
-def is_calibratable(operand: Operand) -> bool:
-    """Whether calibration can find its scale: one for the whole tensor, that is not given yet."""
-    has_scale = operand.has_one_scale or bool(operand.spec.tensor_scale)
-    return has_scale and isinstance(operand.scaling, Current | Delayed)
-
-
-def is_stochastic(operand: Operand | None) -> bool:
-    return operand is not None and not isinstance(operand.projection.rounding, str)

@@ -130,7 +130,7 @@ class Plan:
 def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:
     """`x` rounded as `how` says; with `Delayed` or calibrated scaling by the kept `amax`."""
     if isinstance(x, QArray):
-        return restored_operand("product", x)
+        return restored_operand(x)
     # Nobody needs the derivative of this rounding: `_product_jvp` ignores the tangent of a rounded
     # operand, and second derivatives flow through `Kept.carrier`. Stopping it here saves JAX the
     # tracing. An operand that is not kept as codes has no carrier and must keep its derivative.

@@ -11,7 +11,6 @@ scalers, which skip such steps, rely on it.
 Everything static about a product is one hashable `Plan`; everything else is arrays.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -86,9 +85,8 @@ def quantized_product(
         `state` does not have: delayed, calibrated or learned ones.
     """
     check_recipe(where, recipe)
-    operands, learned = [lhs, rhs], recipe.learned
-    given = (rhs, lhs) if is_swapped else (lhs, rhs)
-    for index, operand in enumerate((lhs, rhs)):
+    given, operands, learned = (lhs, rhs), [lhs, rhs], recipe.learned
+    for index, operand in enumerate(given):
         if isinstance(operand, QArray):
             side = 1 - index if is_swapped else index
             recipe = recipe.beside_stored(side)
@@ -107,8 +105,8 @@ def quantized_product(
     by = instrument()
     if by is None:
         return compute(recipe, state)
-    stored = (stored_label(given[0]), stored_label(given[1]))
-    return by.product(place or Place("", where), recipe, state, compute, stored)
+    first, second = map(stored_label, given[::-1] if is_swapped else given)
+    return by.product(place or Place("", where), recipe, state, compute, (first, second))
 
 
 def _computed(
@@ -129,9 +127,7 @@ def _computed(
         for x in (lhs, rhs)
     )
     if 0 in (*lhs.shape, *rhs.shape):  # nothing to round, and no scale for it
-        wide = (None, None)
-        recipe = dataclasses.replace(recipe, forward=wide, dgrad=wide, wgrad=wide)
-        state = tap = None
+        recipe, state, tap = recipe.mapped(lambda _: None), None, None
     dtype = jnp.dtype(lhs.dtype if dtype is None else dtype)
     if dtype not in FLOATS:
         raise TypeError(
@@ -145,15 +141,12 @@ def _computed(
         recipe = recipe.without_learned()
     if state is not None:
         state = jax.tree.map(jnp.asarray, state)
-        state = state._replace(amax=_stopped(state.amax), key=_stopped(state.key))
+        amax, key = lax.stop_gradient((state.amax, state.key))
+        state = state._replace(amax=amax, key=key)
     plan = Plan(function, recipe, dtype, tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
     return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
-
-
-def _stopped(x: Array | None) -> Array | None:
-    return None if x is None else lax.stop_gradient(x)
 
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
@@ -175,14 +168,9 @@ def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:
 
 def _check_held(where: str, recipe: Recipe, lhs: Any, rhs: Any, out: Any) -> None:
     """Raises if one of these dtypes cannot hold the format to which the recipe rounds its array."""
-    for pair, held in (
-        (recipe.forward, (lhs, rhs)),
-        (recipe.dgrad, (out, rhs)),
-        (recipe.wgrad, (lhs, out)),
-    ):
-        for operand, dtype in zip(pair, held, strict=True):
-            if operand is not None:
-                check_holds(where, operand.spec.element, dtype)
+    for operand, dtype in zip(recipe.operands, (lhs, rhs, out, rhs, lhs, out), strict=True):
+        if operand is not None:
+            check_holds(where, operand.spec.element, dtype)
 
 
 # One jitted function, so that JAX traces equal products once: a model with six equal blocks needs

@@ -14,9 +14,8 @@ from qtoolkit.products._operand import (
     Operand,
     OperandLike,
     Pair,
+    Scaling,
     Static,
-    is_calibratable,
-    is_stochastic,
 )
 
 ARITHMETIC = ("emulate", "native")
@@ -123,14 +122,18 @@ class Recipe:
             has_blocks = lhs is not None and lhs.spec.block != ()
             gradient = _current(lhs) if has_blocks and lhs == rhs else _GRADIENT
         cotangent = _operand("gradient", gradient)
-        pairs = {
+        fields = {
             "forward": (lhs, rhs),
             "dgrad": (cotangent, rhs) if dgrad is _UNSET else _pair("dgrad", dgrad),
             "wgrad": (lhs, cotangent) if wgrad is _UNSET else _pair("wgrad", wgrad),
+            "arithmetic": arithmetic,
+            "axis_names": axis_names,
         }
-        self._check_transforms(pairs)
-        self._check_kept_scales(pairs)
-        self._check_histories(pairs)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self._check_transforms()
+        self._check_kept_scales()
+        self._check_histories()
         if arithmetic not in ARITHMETIC:
             raise ValueError(
                 f"Recipe: arithmetic={arithmetic!r}, expected one of {', '.join(ARITHMETIC)}"
@@ -139,8 +142,6 @@ class Recipe:
             raise TypeError(
                 f"Recipe: axis_names={axis_names!r}, expected a tuple of names of mesh axes"
             )
-        for name, value in {**pairs, "arithmetic": arithmetic, "axis_names": axis_names}.items():
-            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """The operands as reports show them. `recipes.to_json` writes every detail."""
@@ -152,43 +153,38 @@ class Recipe:
         parts += [f"scales over {', '.join(self.axis_names)}"] if self.axis_names else []
         return f"<Recipe {'; '.join(parts)}>"
 
-    @staticmethod
-    def _check_transforms(pairs: dict[str, Pair]) -> None:
+    def _check_transforms(self) -> None:
         """Raises unless both operands are transformed or none: (x H)(H w) = x w needs both H."""
-        for name, pair in pairs.items():
-            transforms = [None if operand is None else operand.transform for operand in pair]
+        for name in ("forward", "dgrad", "wgrad"):
+            transforms = [None if o is None else o.transform for o in getattr(self, name)]
             if transforms[0] != transforms[1]:
                 raise ValueError(
                     f"Recipe: {name} transforms its operands by {transforms[0]} and "
                     f"{transforms[1]}, expected the same for both: the product would be another"
                 )
 
-    @staticmethod
-    def _check_histories(pairs: dict[str, Pair]) -> None:
+    def _check_histories(self) -> None:
         """Raises unless all histories have one length: a layer keeps them in one array."""
-        scalings = [o.scaling for pair in pairs.values() for o in pair if o is not None]
-        lengths = sorted({s.history for s in scalings if isinstance(s, Delayed)})
+        lengths = sorted({s.history for s in self._scalings if isinstance(s, Delayed)})
         if len(lengths) > 1:
             raise ValueError(
                 f"Recipe: Delayed scaling with histories of {lengths[0]} and {lengths[-1]} steps, "
                 "expected one length for all operands, which share a history"
             )
 
-    @staticmethod
-    def _check_kept_scales(pairs: dict[str, Pair]) -> None:
+    def _check_kept_scales(self) -> None:
         """Raises if a scale is learned or calibrated that belongs to no operand of `forward`, or if
         a derivative has another operand than `forward` where that has a learned scale.
         """
-        lhs, rhs = pairs["forward"]
-        for name, place, forward in (("dgrad", 1, rhs), ("wgrad", 0, lhs)):
-            given = pairs[name][place]
+        lhs, rhs = self.forward
+        for name, given, forward in (("dgrad", self.dgrad[1], rhs), ("wgrad", self.wgrad[0], lhs)):
             is_learned = [o is not None and o.is_learned for o in (forward, given)]
             if any(is_learned) and forward != given:
                 raise ValueError(
                     f"Recipe: {name} has {given} for what forward has as {forward}, expected the "
                     "same where a scale is learned"
                 )
-        cotangents = pairs["dgrad"][0], pairs["wgrad"][1]
+        cotangents = self.dgrad[0], self.wgrad[1]
         if any(o is not None and o.is_learned for o in cotangents):
             raise ValueError(
                 "Recipe: a cotangent has Learned scaling, expected it for lhs or rhs of forward"
@@ -235,14 +231,18 @@ class Recipe:
         )
 
     @property
+    def _scalings(self) -> list[Scaling]:
+        return [o.scaling for o in self.operands if o is not None]
+
+    @property
     def is_delayed(self) -> bool:
         """Whether a layer has to keep histories of amaxes for it."""
-        return any(isinstance(o.scaling, Delayed) for o in self.operands if o is not None)
+        return any(isinstance(scaling, Delayed) for scaling in self._scalings)
 
     @property
     def is_calibrated(self) -> bool:
         """Whether it uses scales that calibration found and a layer keeps."""
-        return any(o.scaling == Static() for o in self.operands if o is not None)
+        return Static() in self._scalings
 
     @property
     def keeps_state(self) -> bool:
@@ -258,25 +258,17 @@ class Recipe:
 
     def without_learned(self) -> "Recipe":
         """The recipe after learned scales have been applied: their operands are wide in it."""
-
-        def pair(given: Pair) -> Pair:
-            first, second = (None if o is not None and o.is_learned else o for o in given)
-            return first, second
-
-        return dataclasses.replace(
-            self, forward=pair(self.forward), dgrad=pair(self.dgrad), wgrad=pair(self.wgrad)
-        )
+        return self.mapped(lambda operand: None if operand.is_learned else operand)
 
     @property
     def is_stochastic(self) -> bool:
         """Whether it uses random bits."""
-        return any(is_stochastic(o) for o in self.operands)
+        return any(o.is_stochastic for o in self.operands if o is not None)
 
     @property
     def history(self) -> int:
-        """The longest history that one of its operands asks for; 0 where none does."""
-        kept = [o.scaling for o in self.operands if o is not None]
-        return max((s.history for s in kept if isinstance(s, Delayed)), default=0)
+        """The history that its delayed operands ask for; 0 if it has none."""
+        return next((s.history for s in self._scalings if isinstance(s, Delayed)), 0)
 
     def of_activations(self) -> "Recipe":
         """The recipe for a product of two activations, such as queries and keys in attention.
@@ -335,7 +327,7 @@ class Recipe:
         This concerns scales for a whole tensor of lhs or rhs, also in dgrad and wgrad. Cotangents
         are not calibrated; their scales become current.
         """
-        calibrated = [o for o in self.forward if o is not None and is_calibratable(o)]
+        calibrated = [o for o in self.forward if o is not None and o.is_calibratable]
 
         def static(operand: Operand | None) -> Operand | None:
             if operand is None or operand not in calibrated:
@@ -346,11 +338,11 @@ class Recipe:
         return dataclasses.replace(
             self,
             forward=(static(lhs), static(rhs)),
-            dgrad=(_current(self.dgrad[0]), static(self.dgrad[1])),
-            wgrad=(static(self.wgrad[0]), _current(self.wgrad[1])),
+            dgrad=(self.dgrad[0], static(self.dgrad[1])),
+            wgrad=(static(self.wgrad[0]), self.wgrad[1]),
         ).without_state()
 
-    def mapped(self, function: Callable[[Operand], Operand]) -> "Recipe":
+    def mapped(self, function: Callable[[Operand], Operand | None]) -> "Recipe":
         """The recipe with `function(operand)` in place of each operand that is not None."""
 
         def pair(given: Pair) -> Pair:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,17 +84,12 @@ class Report:
             rows.append((path or "-", *cells, str(sum(p.count for p in products))))
         lines = text_table(rows)
         if self.left:
-            lines.append("")
-            heads: list[tuple[str, ...]] = [
-                ("left", "product", "operands", "reason", "where", "products")
+            rows = [("left", "product", "operands", "reason", "where", "products")]
+            rows += [
+                (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
+                for p in self.left
             ]
-            lines += text_table(
-                heads
-                + [
-                    (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
-                    for p in self.left
-                ]
-            )
+            lines += ["", *text_table(rows)]
         done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
         lines.append(f"{done} of {done + left} products quantized")
         if self.is_forward_only:
@@ -128,7 +123,6 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     """Reports on a pure function of pytrees and its derivatives by all floats in its arguments.
 
     Args:
-      function, arguments: The function and what to trace it with.
       paths: The paths of the layers that have a recipe.
     """
     forward = jax.make_jaxpr(function)(*arguments)
@@ -142,24 +136,29 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
         parts = [jnp.real(out) for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
         return sum((jnp.sum(part.astype(jnp.float32)) for part in parts), 0.0)
 
-    found = list(_products(forward, "forward"))
+    found = list(_products(forward.jaxpr, "forward"))
     is_forward_only = False
     if places:
         floats = [leaves[place] for place in places]
         try:
             backward = jax.make_jaxpr(jax.grad(total))(floats)
-            found += _without(list(_products(backward, "backward")), found)
+            found += _without(list(_products(backward.jaxpr, "backward")), found)
         except ValueError as error:
             is_forward_only = has_no_derivative(error)
             if not is_forward_only:
                 raise
-    quantized: list[Product] = []
-    left: list[Product] = []
-    for product, count in collections.Counter(found).items():
-        (left if product.reason else quantized).append(dataclasses.replace(product, count=count))
-    reached = {product.path for product in (*quantized, *left)}
+    products = _counted(found)
+    quantized = tuple(product for product in products if not product.reason)
+    left = tuple(product for product in products if product.reason)
+    reached = {product.path for product in products}
     unreached = tuple(path or MODEL for path in paths if (path or MODEL) not in reached)
-    return Report(tuple(quantized), tuple(left), unreached, is_forward_only)
+    return Report(quantized, left, unreached, is_forward_only)
+
+
+def _counted(products: Iterable[Product]) -> tuple[Product, ...]:
+    """Each product once, with its count."""
+    counts = collections.Counter(products).items()
+    return tuple(dataclasses.replace(product, count=count) for product, count in counts)
 
 
 def _is_float(x: Any) -> bool:
@@ -200,24 +199,39 @@ def strict_inputs(strict: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def check_all_quantized(name: str, found: Report) -> None:
+    """For `wrap(strict=)`: raises if a product is left that no rule leaves, or if all are left."""
+    if not found.quantized:
+        raise ValueError(
+            f"wrap: no product of {name} is quantized with these inputs; left are\n{found}"
+        )
+    if found.unexplained:
+        first = found.unexplained[0]
+        raise ValueError(
+            f"wrap: {len(found.unexplained)} products of {name} are left that no rule leaves, "
+            f"first {first.operands} at {first.where or 'an unknown line'}; name them in a rule "
+            f"with None, or use qtoolkit.dot there\n{found}"
+        )
+
+
 def left_of(closed: ClosedJaxpr) -> tuple[Product, ...]:
     """The products of a forward pass that are not quantized."""
-    left = collections.Counter(p for p in _products(closed, "forward") if p.reason)
-    return tuple(dataclasses.replace(product, count=count) for product, count in left.items())
+    return _counted(p for p in _products(closed.jaxpr, "forward") if p.reason)
 
 
-def _products(closed: ClosedJaxpr, part: str) -> Iterator[Product]:
-    yield from _walk(closed.jaxpr, "", part, None)
-
-
-def _walk(
-    jaxpr: Any, stack: str, part: str, marked: Scope | None, around: str = "", line: str = ""
+def _products(
+    jaxpr: Any,
+    part: str,
+    stack: str = "",
+    marked: Scope | None = None,
+    around: str = "",
+    line: str = "",
 ) -> Iterator[Product]:
     """The products of a jaxpr.
 
     Args:
-      stack: The name stack around the jaxpr.
       part: The part to which its plain products belong: "forward" or "backward".
+      stack: The name stack around the jaxpr.
       marked: The scope of the quantized product inside of which it lies, or None.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
       line: The line of the user's program that made the equation in which it lies, or "".
@@ -245,7 +259,7 @@ def _walk(
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
             for inner in inner_jaxprs(eqn):
-                yield from _walk(inner, here, part, inside, outer, outer_line)
+                yield from _products(inner, part, here, inside, outer, outer_line)
 
 
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import user_context
 
-from qtoolkit.products._bilinear import Bilinear, RaggedDot
+from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, RaggedDot
 from qtoolkit.products._features import LAST, moved, of_result
 from qtoolkit.products._found import Found, Origin, Standing
-from qtoolkit.products._functions import conv_function, dot_function
 from qtoolkit.scaling import QArray
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -32,6 +31,10 @@ SCOPE, LEFT = "qtoolkit=", "plainly.="
 _VIEWS = (
     *("transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "expand_dims", "slice"),
     *("dynamic_slice", "stop_gradient", "sharding_constraint"),
+)
+_OF_CONVOLUTION = (  # parameters of the primitive that describe the product
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("feature_group_count", "batch_group_count", "precision"),
 )
 _RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
@@ -53,7 +56,7 @@ Multiply = Callable[[Found], jax.Array | None]
 def rewritten(
     function: Callable[..., Any],
     multiply: Multiply,
-    parameters: Callable[..., Any],
+    parameters: Callable[..., Any] | None = None,
     made: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` with `multiply(found)` in place of each product.
@@ -63,7 +66,8 @@ def rewritten(
         a `QArray` to products as it is.
       multiply: Returns the result of a product; None leaves the product as it is.
       parameters: Called with the arguments, it returns a pytree with one leaf for each of their
-        leaves: the name of a parameter or its `Origin`, or "" for anything else.
+        leaves: the name of a parameter or its `Origin`, or "" for anything else. None: it has no
+        parameters.
       made: Called with the shapes of the results, it returns such a pytree for these, with names
         for parameters that the function creates. None: it creates none.
     """
@@ -72,14 +76,14 @@ def rewritten(
         leaves, structure = jax.tree.flatten(args)
         traced = jax.tree.unflatten(structure, [_stand_in(leaf) for leaf in leaves])
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*traced)
-        given = jax.tree.leaves(parameters(*args))
+        given = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
         inputs = [_input(leaf, one) for leaf, one in zip(leaves, given, strict=True)]
         names = {} if made is None else _names(closed.jaxpr.outvars, made(shapes))
-        outs = _evaluate(closed.jaxpr, closed.consts, inputs, multiply, names)
+        outs = _evaluate(closed, inputs, multiply, names)
         for out in outs:
             _is_used_otherwise(out)
-        outs = [_widened(out) for out in outs]
-        return jax.tree.unflatten(jax.tree.structure(shapes), [out.array for out in outs])
+        arrays = [_widened(out).array for out in outs]
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     return rewriting
 
@@ -153,17 +157,13 @@ def with_values(leaves: Sequence[Any], places: Sequence[int], values: Sequence[A
 
 
 def _evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
+    closed: ClosedJaxpr,
     inputs: Sequence[_Value],
     multiply: Multiply,
     names: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> list[_Value]:
-    """Evaluates a jaxpr with its products replaced.
-
-    Args:
-      names: Names of the variables that hold parameters which the function creates.
-    """
+    """Evaluates a jaxpr with its products replaced; `names` are those that `_names` found."""
+    jaxpr = closed.jaxpr
     values: dict[Any, _Value] = {}
 
     def read(atom: Any) -> _Value:
@@ -176,7 +176,8 @@ def _evaluate(
             name = names.get(variable)
             values[variable] = value._replace(parameter=name, is_constant=False) if name else value
 
-    write(jaxpr.constvars, map(_constant, consts))
+    consts = (_Value(x, is_constant=not isinstance(x, jax.core.Tracer)) for x in closed.consts)
+    write(jaxpr.constvars, consts)
     write(jaxpr.invars, inputs)
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -185,10 +186,6 @@ def _evaluate(
             outs = _equation(eqn, operands, multiply)
         write(eqn.outvars, outs)
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _constant(x: Any) -> _Value:
-    return _Value(x, is_constant=not isinstance(x, jax.core.Tracer))
 
 
 @contextlib.contextmanager
@@ -207,19 +204,17 @@ def _equation(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Val
         return _bound(eqn, operands)
     if name in PRODUCTS:
         found = _found(eqn, operands)
-        out = None if found is None else multiply(found)
-        if found is not None and out is not None:
+        if found is not None and (out := multiply(found)) is not None:
             shapes = found.lhs.shape, found.rhs.shape
             place = of_result(found.function, shapes, out.ndim, found.kernel)
             return [_Value(out, features=place)]
-        operands = [_widened(operand) for operand in operands]
     elif not is_quantized(eqn) and any(map(has_products, inner_jaxprs(eqn))):
-        rewrite = _REWRITES.get(name)
-        if rewrite is not None:
-            if rewrite is not _call:
-                for operand in operands:
-                    _is_used_otherwise(operand)
-            return rewrite(eqn, operands, multiply)
+        if name in ("jit", "pjit"):
+            return _evaluate(eqn.params["jaxpr"], operands, multiply)
+        if name in _REWRITES:
+            for operand in operands:
+                _is_used_otherwise(operand)
+            return [_Value(out) for out in _REWRITES[name](eqn, operands, multiply)]
     return _bound(eqn, operands)
 
 
@@ -240,7 +235,9 @@ def _bound(eqn: Any, operands: list[_Value]) -> list[_Value]:
         parameter = next(x.parameter for x in operands if x.parameter)
     wide = None
     if parameter and name == "convert_element_type":
-        wide = _before_cast(operands[0], outs[0].dtype)
+        # A cast to a narrower dtype is a rounding that the user wants, so it is kept.
+        is_half = outs[0].dtype in (jnp.bfloat16, jnp.float16)
+        wide = operands[0].array if is_half and operands[0].array.dtype == jnp.float32 else None
     elif parameter and name in _VIEWS and operands[0].wide is not None:
         others = (x.array for x in operands[1:])
         wide = eqn.primitive.bind(operands[0].wide, *others, **params)
@@ -276,16 +273,6 @@ def _moved(eqn: Any, array: QArray) -> QArray | None:
     return None
 
 
-def _before_cast(operand: _Value, dtype: Any) -> Any:
-    """The float32 original of a parameter that is cast to half precision; else None.
-
-    A cast to a narrower dtype is a rounding that the user wants, so it is kept.
-    """
-    if dtype not in (jnp.bfloat16, jnp.float16) or operand.array.dtype != jnp.float32:
-        return None
-    return operand.array
-
-
 def _found(eqn: Any, operands: list[_Value]) -> Found | None:
     """The product that an equation computes.
 
@@ -299,7 +286,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
     match eqn.primitive.name:
         case "dot_general":
             names = ("dimension_numbers", "precision", "out_sharding")
-            function = dot_function(*(params[name] for name in names))
+            function = DotGeneral(**{name: params[name] for name in names})
         case "ragged_dot_general":
             if (
                 params["ragged_dot_dimension_numbers"] != _RAGGED
@@ -308,17 +295,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
                 return None
             function = RaggedDot(params["precision"])
         case _:
-            function = conv_function(
-                params["window_strides"],
-                params["padding"],
-                params["lhs_dilation"],
-                params["rhs_dilation"],
-                params["dimension_numbers"],
-                params["feature_group_count"],
-                params["batch_group_count"],
-                params["precision"],
-                None,
-            )
+            function = ConvGeneralDilated(**{name: params[name] for name in _OF_CONVOLUTION})
     return Found(
         eqn.primitive.name,
         function,
@@ -341,77 +318,58 @@ def _as_parameter(value: _Value) -> Any:
     return value.array if value.wide is None else value.wide
 
 
-def _call(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
-    closed = eqn.params["jaxpr"]
-    return _evaluate(closed.jaxpr, closed.consts, operands, multiply)
-
-
-def _remat(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
+def _remat(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
     params = eqn.params
     rerun = jax.checkpoint(
-        _on_arrays(params["jaxpr"], (), operands, multiply),
+        _on_arrays(ClosedJaxpr(params["jaxpr"], ()), operands, multiply),
         prevent_cse=params["prevent_cse"],
         policy=params["policy"],
     )
-    return _values(rerun(*(x.array for x in operands)))
+    return rerun(*(x.array for x in operands))
 
 
-def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
+def _scan(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
     params = eqn.params
     if "ft_in" in params:  # jax 0.12: three trees of consts, carry and xs
-        consts, carries, _ = (len(part) for part in params["ft_in"].unpack())
+        fixed, carries, _ = (len(part) for part in params["ft_in"].unpack())
     else:
-        consts, carries = params["num_consts"], params["num_carry"]
-    closed = params["jaxpr"]
-    like = [*operands[:consts], *map(_carried, operands[consts : consts + carries])]
-    like += operands[consts + carries :]
-    body = _on_arrays(closed.jaxpr, closed.consts, like, multiply)
-    kept, state, xs = (
-        [x.array for x in part]
-        for part in (
-            operands[:consts],
-            map(_widened, operands[consts : consts + carries]),
-            map(_sliceable, operands[consts + carries :]),
-        )
-    )
+        fixed, carries = params["num_consts"], params["num_carry"]
+    consts, state, xs = operands[:fixed], operands[fixed:][:carries], operands[fixed + carries :]
+    body = _on_arrays(params["jaxpr"], [*consts, *map(_carried, state), *xs], multiply)
 
     def step(carry: Any, x: Any) -> Any:
-        outs = body(*kept, *carry, *x)
+        outs = body(*(x.array for x in consts), *carry, *x)
         return outs[:carries], outs[carries:]
 
     carry, ys = lax.scan(
         step,
-        state,
-        xs,
+        [_widened(x).array for x in state],
+        [_sliceable(x).array for x in xs],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return _values([*carry, *ys])
+    return [*carry, *ys]
 
 
-def _cond(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
+def _cond(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
     index, *rest = operands
-    branches = [
-        _on_arrays(closed.jaxpr, closed.consts, rest, multiply) for closed in eqn.params["branches"]
-    ]
-    return _values(lax.switch(index.array, branches, *(x.array for x in rest)))
+    branches = [_on_arrays(closed, rest, multiply) for closed in eqn.params["branches"]]
+    return lax.switch(index.array, branches, *(x.array for x in rest))
 
 
-def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[_Value]:
+def _while(eqn: Any, operands: list[_Value], multiply: Multiply) -> list[Any]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     state = list(map(_carried, operands[n_cond + n_body :]))
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    test = _on_arrays(condition.jaxpr, condition.consts, [*of_cond, *state], multiply)
-    step = _on_arrays(body.jaxpr, body.consts, [*of_body, *state], multiply)
-    out = lax.while_loop(
+    test = _on_arrays(params["cond_jaxpr"], [*of_cond, *state], multiply)
+    step = _on_arrays(params["body_jaxpr"], [*of_body, *state], multiply)
+    return lax.while_loop(
         lambda carry: test(*(x.array for x in of_cond), *carry)[0],
         lambda carry: step(*(x.array for x in of_body), *carry),
         [_widened(x).array for x in state],
     )
-    return _values(out)
 
 
 def _sliceable(value: _Value) -> _Value:
@@ -437,25 +395,19 @@ def _carried(value: _Value) -> _Value:
 
 
 def _on_arrays(
-    jaxpr: Any, consts: Sequence[Any], like: Sequence[_Value], multiply: Multiply
+    closed: ClosedJaxpr, like: Sequence[_Value], multiply: Multiply
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function of arrays. What is known of its arguments is what `like` says."""
     known = [value._replace(array=None, wide=None, origin=None) for value in like]
 
     def function(*arrays: Any) -> list[Any]:
         inputs = [value._replace(array=x) for x, value in zip(arrays, known, strict=True)]
-        return [out.array for out in _evaluate(jaxpr, consts, inputs, multiply)]
+        return [out.array for out in _evaluate(closed, inputs, multiply)]
 
     return function
 
 
-def _values(arrays: Sequence[Any]) -> list[_Value]:
-    return [_Value(x) for x in arrays]
-
-
 _REWRITES = {
-    "jit": _call,
-    "pjit": _call,
     "checkpoint": _remat,
     "remat": _remat,
     "remat2": _remat,

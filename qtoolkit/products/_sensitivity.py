@@ -12,7 +12,7 @@ import numpy as np
 
 from qtoolkit.formats import Rules
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.products._numerics import scalar_loss
+from qtoolkit.products._numerics import check_ran, loss_of
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import text_table
 from qtoolkit.products._taps import MODEL, Place, Stored, instrumented
@@ -131,37 +131,21 @@ class _Choosing:
         return jnp.where(self.chosen[place.path], quantized, compute(_WIDE, None))
 
 
-def sensitivity_of(where: str, function: Callable[..., Any], *arguments: Any) -> Sensitivity:
-    """Measures the sensitivity of each layer that runs in a pure function of pytrees.
-
-    Args:
-      where: The name of the caller, for messages.
-      function: Returns the loss, a float scalar, or (loss, aux).
-      arguments: The arguments of the function.
-
-    Raises:
-      TypeError: The loss is no float scalar, or an argument holds stored kernels.
-      ValueError: No quantized product ran.
-    """
-
-    def loss(*arguments: Any) -> Any:
-        return scalar_loss(where, function(*arguments))
-
+def sensitivity_of(function: Callable[..., Any], *arguments: Any) -> Sensitivity:
+    """Measures each layer that runs in a pure function that returns `loss` or `(loss, aux)`."""
+    loss = loss_of("sensitivity", function)
     leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, QArray))
     if any(isinstance(leaf, QArray) for leaf in leaves):
         raise TypeError(
-            f"{where}: the model has stored kernels, from quantize, and no others to compare with; "
-            f"expected one from wrap: write {where}(wrap(model, recipe), ...) before quantize"
+            "sensitivity: the model has stored kernels, from quantize, and no others to compare "
+            "with; expected one from wrap: write sensitivity(wrap(model, recipe), ...) before "
+            "quantize"
         )
     finding = _Choosing(None)
     with instrumented(finding):
         jax.eval_shape(loss, *arguments)
     paths = tuple(finding.found)
-    if not paths:
-        raise ValueError(
-            f"{where}: no quantized product ran, expected a wrapped model; wrap it first, and let "
-            "the loss call the wrapped one"
-        )
+    check_ran("sensitivity", paths)
 
     def loss_with(chosen: jax.Array) -> jax.Array:
         with instrumented(_Choosing(dict(zip(paths, chosen, strict=True)))):

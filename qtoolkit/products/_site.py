@@ -4,8 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from qtoolkit.products._bilinear import Bilinear
+from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
+from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
 from qtoolkit.products._found import Found, Names
-from qtoolkit.products._functions import conv_function, dot_function, einsum_function
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
@@ -152,10 +151,10 @@ class Site:
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = dot_function(dimension_numbers, precision, out_sharding)
+        function = DotGeneral(dimension_numbers, precision, **options)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
 
     def einsum(
@@ -164,70 +163,41 @@ class Site:
         lhs: jax.Array,
         rhs: jax.Array,
         *,
-        precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = einsum_function(subscripts, precision, out_sharding)
+        function = Einsum(subscripts, **options)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
 
     def conv_general_dilated(
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        window_strides: Sequence[int],
-        padding: Any,
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        batch_group_count: int = 1,
-        precision: Any = None,
+        *args: Any,
         preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
         state: State | None = None,
+        **options: Any,
     ) -> jax.Array:
-        function = conv_function(
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            out_sharding,
-        )
-        return self.product(
-            "conv_general_dilated", function, lhs, rhs, preferred_element_type, state
-        )
+        function, dtype = ConvGeneralDilated(*args, **options), preferred_element_type
+        return self.product("conv_general_dilated", function, lhs, rhs, dtype, state)
 
 
-@contextmanager
-def enclosing(site: Site | None, state: State | None = None) -> Iterator[None]:
+def enclosing(
+    site: Site | None, state: State | None = None
+) -> contextlib.AbstractContextManager[_Enclosing]:
     """In this context `dot` computes by `site`, with one state for all its calls."""
-    token = _enclosing.set(_Enclosing(site, state))
-    try:
-        yield
-    finally:
-        _enclosing.reset(token)
+    return held(_enclosing, _Enclosing(site, state))
 
 
-@contextmanager
-def rewritten_later() -> Iterator[None]:
+def rewritten_later() -> contextlib.AbstractContextManager[_Enclosing]:
     """In this context `dot` is a plain product, which `rewritten` replaces afterwards.
 
     `rewritten` knows which operand is a parameter; `dot` does not. Inside of a nested trace, such
     as that of a custom derivative, `dot` computes the quantized product itself, since `rewritten`
     may not look into that trace.
     """
-    token = _enclosing.set(_enclosing.get()._replace(trace=_present_trace()))
-    try:
-        yield
-    finally:
-        _enclosing.reset(token)
+    return held(_enclosing, _enclosing.get()._replace(trace=_present_trace()))
 
 
 def _present_trace() -> Any:
@@ -269,7 +239,7 @@ def dot(lhs: jax.Array, rhs: jax.Array, *, precision: Any = None) -> jax.Array:
     if site is None or is_replaced or jnp.ndim(lhs) == 0 or jnp.ndim(rhs) == 0:
         return jnp.dot(lhs, rhs, precision=precision)
     numbers = (((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),)), ((), ()))
-    function = dot_function(numbers, precision, None)
+    function = DotGeneral(numbers, precision)
     kernel = 0 if stored == [True, False] else 1
     dtype = jnp.result_type(lhs, rhs)
     return site.product("dot", function, lhs, rhs, dtype, state, name="dot", kernel=kernel)

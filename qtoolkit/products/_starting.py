@@ -11,15 +11,11 @@ import numpy as np
 
 from qtoolkit.casts.internal import exact_float32
 from qtoolkit.gradients.internal import LEAST
-from qtoolkit.products._calibration import total_of
+from qtoolkit.products._calibration import BITS, MARKED, total_of
 from qtoolkit.products._operand import Learned, Operand
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._taps import tapped
-from qtoolkit.scaling.internal import extreme, marked, marked_size
-
-# The extremes of several runs of a product are told apart to this many mantissa bits.
-_BITS = 3
-_MARKED = marked_size(_BITS)
+from qtoolkit.scaling.internal import extreme, marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,41 +27,33 @@ class _StartTap:
     """
 
     roles: tuple[int, ...] = (0, 1)
-    size: int = 2 + 2 * _MARKED
+    size: int = 2 + 2 * MARKED
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         wide = exact_float32(x)
         finite = jnp.where(jnp.isfinite(wide), wide, np.float32(0))
         count = jnp.maximum(jnp.sum(jnp.isfinite(wide), dtype=jnp.float32), 1)
         mean = jnp.sum(jnp.abs(finite) / count)
-        ends = (marked(jnp.max(jnp.maximum(part, 0)), _BITS) for part in (-finite, finite))
+        ends = (marked(jnp.max(jnp.maximum(part, 0)), BITS) for part in (-finite, finite))
         return jnp.concatenate([jnp.stack([jnp.float32(1), mean]), *ends])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FirstScales:
-    """The first scale and offset of each operand that learns them. A pytree.
+# The path of a layer, the name of a product in it, and 0 for lhs or 1 for rhs.
+Key = tuple[str, str, int]
 
-    Attributes:
-      values: For each operand float32[2], scale and offset; NaN if its product was not measured.
-      keys: For each operand the path of the layer, the name of the product in it, and 0 for lhs or
-        1 for rhs.
+
+def first_scales(function: Callable[..., Any], *arguments: Any) -> dict[Key, jax.Array]:
+    """The first scale and offset of each operand that learns them, from one run of a pure function.
+
+    float32[2] each; NaN if the product was not measured.
     """
-
-    values: tuple[jax.Array, ...]
-    keys: tuple[tuple[str, str, int], ...] = dataclasses.field(metadata={"static": True})
-
-
-def first_scales(function: Callable[..., Any], *arguments: Any) -> FirstScales:
-    """The first values of learned scales, from one run of a pure function of pytrees."""
-    found = tapped("start_scales", _StartTap(), total_of(function), *arguments)
-    values: dict[tuple[str, str, int], jax.Array] = {}
-    for place, recipe in found.recipes.items():
-        for side, operand in enumerate(recipe.forward):
-            if operand is not None and operand.is_learned:
-                values[(*place, side)] = _first(found.sums[place][side], operand)
-    return FirstScales(tuple(values.values()), tuple(values))
+    found, _ = tapped("start_scales", _StartTap(), total_of(function), *arguments)
+    return {
+        (*place, side): _first(rows[side], operand)
+        for place, recipe, rows in zip(found.places, found.recipes, found.rows, strict=True)
+        for side, operand in enumerate(recipe.forward)
+        if operand is not None and operand.is_learned
+    }
 
 
 def _first(row: jax.Array, operand: Operand) -> jax.Array:
@@ -81,7 +69,7 @@ def _first(row: jax.Array, operand: Operand) -> jax.Array:
     offset = jnp.zeros_like(scale)
     if isinstance(operand.scaling, Learned) and operand.scaling.offset:
         below, above = (
-            extreme(row[start : start + _MARKED], _BITS, lowest=False) for start in (2, 2 + _MARKED)
+            extreme(row[start : start + MARKED], BITS, lowest=False) for start in (2, 2 + MARKED)
         )
         steps = np.float32(float(element.max_finite - element.lowest))
         scale = above / steps + below / steps

@@ -27,20 +27,20 @@ def stored_label(x: Any) -> str:
     return f"{x.spec.name}, {STORED}" if isinstance(x, QArray) else ""
 
 
-def serving_rules(where: str, recipe: Any) -> Rules[Recipe]:
+def serving_rules(recipe: Any) -> Rules[Recipe]:
     """The recipes for a model to be served. A format alone means kernels, with wide activations."""
     if isinstance(recipe, Rules):
-        return recipe.map(lambda value: _serving_recipe(where, value))
-    return Rules((), default=_serving_recipe(where, recipe))
+        return recipe.map(_serving_recipe)
+    return Rules((), default=_serving_recipe(recipe))
 
 
-def _serving_recipe(where: str, recipe: Any) -> Recipe:
+def _serving_recipe(recipe: Any) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, str | Operand | BlockFormat | Format):
         return Recipe((None, recipe), gradient=None)
     raise TypeError(
-        f"{where}: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
+        f"quantize: recipe has type {type(recipe).__name__}, expected a Recipe, Rules of them or a "
         "format, e.g. qtoolkit.recipes.weight_only_e4m3"
     )
 
@@ -130,7 +130,7 @@ def _by_own_scale(
     spec, scales = rounded.spec, rounded.scales
     assert spec is not None
     codes = code_values(rounded.q, spec.element)
-    is_packed = spec.element.bits in WIDTHS and spec.element.bits < 8 and x.ndim > 0
+    is_packed = spec.element.bits in WIDTHS and x.ndim > 0
     return QArray(
         pack(codes, spec.element) if is_packed else codes,
         scales.scale,
@@ -143,16 +143,16 @@ def _by_own_scale(
     )
 
 
-def check_trainable(where: str, tree: Any) -> None:
+def check_trainable(tree: Any) -> None:
     """Raises TypeError if a tree that somebody wants to differentiate by holds stored kernels."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, QArray))
     paths = [path for path, leaf in found if isinstance(leaf, QArray)]
     if paths:
         first = jax.tree_util.keystr(paths[0], simple=True, separator="/")
         raise TypeError(
-            f"{where}: {len(paths)} of the parameters are codes of a quantized model, which have "
-            f"no derivative, first {first}; differentiate by others, or train the model from wrap "
-            "and quantize it then"
+            f"value_and_grad: {len(paths)} of the parameters are codes of a quantized model, which "
+            f"have no derivative, first {first}; differentiate by others, or train the model from "
+            "wrap and quantize it then"
         )
 
 
@@ -163,18 +163,18 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes:
     """
     first = subscripts.split(",")[0]
     rank = len(first.replace(".", "")) + ("..." in first)
-    return Einsum(subscripts, None, None).axes((1,) * rank, kernel)[1]
+    return Einsum(subscripts).axes((1,) * rank, kernel)[1]
 
 
-def restored_operand(where: str, array: QArray) -> Rounded:
+def restored_operand(array: QArray) -> Rounded:
     """A stored array as an operand of a product: the values of its codes, and its scales."""
     if getattr(array.tensor_scale, "ndim", 0):
         raise ValueError(
-            f"{where}: {array!r} is a stack of arrays, each with a tensor scale of its own, "
+            f"product: {array!r} is a stack of arrays, each with a tensor scale of its own, "
             "expected one of them; index it, or use jax.vmap"
         )
     element = array.spec.element
-    check_holds(where, element, array.dtype)
+    check_holds("product", element, array.dtype)
     codes = array.unpack().codes
     q = values_of(codes, element, jnp.float32)
     if array.zero_point is None:

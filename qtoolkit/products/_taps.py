@@ -12,15 +12,17 @@ over its runs: a tap must measure numbers that make sense when they are added.
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from qtoolkit.casts.internal import varying_alike
+from qtoolkit.products._context import held
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded
+from qtoolkit.products._rounded import Rounded
 
 ROLES = ("lhs", "rhs", "dgrad cotangent", "dgrad rhs", "wgrad lhs", "wgrad cotangent")
 
@@ -56,13 +58,12 @@ class Tap(Protocol):
     @property
     def size(self) -> int: ...
 
-    def __call__(self, x: jax.Array, rounded: Rounded, how: Cut) -> jax.Array:
+    def __call__(self, x: jax.Array, rounded: Rounded) -> jax.Array:
         """Measures one operand: float32[size].
 
         Args:
           x: The operand before rounding, but after the Hadamard transform if the recipe has one.
           rounded: The same operand after rounding.
-          how: How it was rounded.
         """
         ...
 
@@ -97,27 +98,20 @@ def instrument() -> Instrument | None:
 
 @contextmanager
 def instrumented(by: Instrument) -> Iterator[None]:
-    token = _instrument.set(by)
-    try:
-        with _traced_under(object()):
-            yield
-    finally:
-        _instrument.reset(token)
+    with held(_instrument, by), _traced_under(object()):
+        yield
 
 
-@contextmanager
-def unmeasured() -> Iterator[None]:
+def unmeasured() -> AbstractContextManager[None]:
     """In this context a tap finds products, but measures none: no gradient would bring it out.
 
     `jax.custom_vjp` refuses functions that close over an array by which somebody differentiates, as
     the zeros of a tapped product are.
     """
     by = instrument()
-    if not isinstance(by, Tapping):
-        yield
-        return
-    with instrumented(dataclasses.replace(by, zeros={})):
-        yield
+    if isinstance(by, Tapping):
+        return instrumented(dataclasses.replace(by, zeros={}))
+    return nullcontext()
 
 
 @dataclasses.dataclass
@@ -128,21 +122,18 @@ class Tapping:
       tap: What to measure.
       zeros: The zeros for each product. A product that is missing here gets zeros of its own, by
         which nobody differentiates.
-      found: Filled while the model runs: the products in the order in which they ran, with their
-        recipes.
-      stored: Filled likewise: which operands of each product are stored codes.
+      found: Filled while the model runs: for each product, in the order in which they ran, its
+        recipe, and which of its operands are stored codes.
     """
 
     tap: Tap
     zeros: Mapping[Place, jax.Array] = dataclasses.field(default_factory=dict)
-    found: dict[Place, Recipe] = dataclasses.field(default_factory=dict)
-    stored: dict[Place, Stored] = dataclasses.field(default_factory=dict)
+    found: dict[Place, tuple[Recipe, Stored]] = dataclasses.field(default_factory=dict)
 
     def product(
         self, place: Place, recipe: Recipe, state: Any, compute: Any, stored: Stored
     ) -> jax.Array:
-        self.found.setdefault(place, recipe)
-        self.stored.setdefault(place, stored)
+        self.found.setdefault(place, (recipe, stored))
         zeros = self.zeros.get(place)
         if zeros is None:
             zeros = jnp.zeros((len(ROLES), self.tap.size), jnp.float32)
@@ -152,25 +143,29 @@ class Tapping:
             return compute(recipe, state, self.tap, zeros)
 
 
-class Tapped(NamedTuple):
-    """What a tap measured in one run of a function.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tapped:
+    """What a tap measured in one run of a function. A pytree: a jitted function can return it.
 
     Attributes:
-      recipes: The recipe of each product, in the order in which the products ran.
-      stored: Which operands of each product are stored codes.
-      sums: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
+      rows: For each product float32[len(ROLES), size]: the measurements, summed over its runs.
         Zeros for a product on which the result of the function does not depend.
-      closed: The jaxpr of the function.
+      places: The products, in the order in which they ran.
+      recipes: Their recipes.
+      stored: Which of their operands are stored codes.
     """
 
-    recipes: dict[Place, Recipe]
-    stored: dict[Place, Stored]
-    sums: dict[Place, jax.Array]
-    closed: Any
+    rows: tuple[jax.Array, ...]
+    places: tuple[Place, ...] = dataclasses.field(metadata={"static": True})
+    recipes: tuple[Recipe, ...] = dataclasses.field(metadata={"static": True})
+    stored: tuple[Stored, ...] = dataclasses.field(metadata={"static": True})
 
 
-def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) -> Tapped:
-    """Runs `function`, which returns a float scalar, and taps all of its products."""
+def tapped(
+    where: str, tap: Tap, function: Callable[..., Any], *arguments: Any
+) -> tuple[Tapped, ClosedJaxpr]:
+    """Taps all products of `function`, which returns a float scalar. Also returns its jaxpr."""
     finding = Tapping(tap)
     with instrumented(finding):
         closed = jax.make_jaxpr(function)(*arguments)
@@ -204,7 +199,9 @@ def tapped(where: str, tap: Tap, function: Callable[..., Any], *arguments: Any) 
             "model as gradients, of which its derivative knows nothing; call qtoolkit.dot_general "
             "there, with a recipe, and pass such an array as an argument"
         ) from error
-    return Tapped(finding.found, finding.stored, sums, closed)
+    rows = tuple(sums[place] for place in finding.found)
+    recipes, stored = zip(*finding.found.values(), strict=True) if rows else ((), ())
+    return Tapped(rows, tuple(finding.found), recipes, stored), closed
 
 
 def has_no_derivative(error: ValueError) -> bool:

@@ -1,14 +1,9 @@
 """Names of this package that higher packages use, but users do not."""
 
 from qtoolkit.products._bilinear import Axes
-from qtoolkit.products._cache import cache_after, cache_format, cached
-from qtoolkit.products._calibration import (
-    Batch,
-    Summary,
-    calibration_of,
-    check_calibrated,
-    summary_of,
-)
+from qtoolkit.products._cache import cache_format, cached
+from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
+from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing
 from qtoolkit.products._inspection import (
     computes_product,
@@ -17,40 +12,38 @@ from qtoolkit.products._inspection import (
     returns_later,
 )
 from qtoolkit.products._json import spec_from_json, spec_to_json
-from qtoolkit.products._matching import Module, check_rules
+from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import BY_RULE, report_of, strict_inputs
-from qtoolkit.products._rewrite import PRODUCTS, is_quantized, rewritten, with_values
+from qtoolkit.products._report import BY_RULE, check_all_quantized, report_of, strict_inputs
+from qtoolkit.products._rewrite import rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
-from qtoolkit.products._taps import MODEL, Place, instrument, unmeasured
+from qtoolkit.products._taps import MODEL, Tapped, instrument, unmeasured
 
 __all__ = [
     "BY_RULE",
     "MODEL",
     "NUMERICS_HEADER",
-    "PRODUCTS",
     "Axes",
     "Batch",
     "Found",
     "Module",
     "Names",
     "Origin",
-    "Place",
     "Site",
     "Standing",
     "State",
-    "Summary",
     "Sums",
-    "cache_after",
+    "Tapped",
     "cache_format",
     "cached",
     "calibration_of",
+    "check_all_quantized",
     "check_calibrated",
     "check_loss",
     "check_recipe",
@@ -60,8 +53,8 @@ __all__ = [
     "einsum_axes",
     "enclosing",
     "first_scales",
+    "held",
     "instrument",
-    "is_quantized",
     "overridden",
     "product_attributes",
     "report_of",
@@ -77,6 +70,8 @@ __all__ = [
     "strict_inputs",
     "summary_of",
     "sums_of",
+    "training_rules",
     "unmeasured",
+    "unused_rules",
     "with_values",
 ]
