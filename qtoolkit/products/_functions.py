@@ -45,7 +45,8 @@ def dot_general(
     Infinities and NaNs of operands make the same elements of the result and of the gradients
     non-finite as in the plain product. Only if a result comes as close to float32's largest number
     as the rounding of its operands may move it, one of the two products may overflow and the other
-    not.
+    not. Operands never do: what a block rounds up to 2**128 is float32's largest number in the
+    product (not with `arithmetic="native"`, where `jax.lax.scaled_dot` applies the scales).
 
     Each call has its own scales. So under `jax.vmap` each example is scaled by itself, while one
     call with a batch dimension has one scale for all examples. See `Recipe` for what that means for

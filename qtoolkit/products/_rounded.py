@@ -83,7 +83,7 @@ class Rounded:
         return self.spec is None or self.spec.scale is None
 
     def unscaled(self) -> Array:
-        """`q * scale`, float32."""
+        """`q * scale`, float32; finite where q is."""
         if self.spec is None or self.spec.scale is None:
             return differentiable_widened(self.q)
         return _unscaled(self.q, self.scales, self.spec)
@@ -269,7 +269,18 @@ def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounde
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _unscaled(q: Array, scales: Scales, fmt: BlockFormat) -> Array:
-    return unscaled_values(q, fmt, scales)
+    return _within_range(unscaled_values(q, fmt, scales), q)
+
+
+@elementwise
+def _within_range(y: Array, q: Array) -> Array:
+    """`y = q * scale` with the largest float32 number for overflow.
+
+    Elements above 2**127 may be rounded up to 2**128: MXFP8 rounds 3.3e38 to 256 * 2**120. An
+    infinity would make every sum of the product NaN, through `0 * inf`, though x is finite.
+    """
+    largest = np.float32(np.finfo(np.float32).max)
+    return jnp.where(jnp.isfinite(exact_float32(q)), jnp.clip(y, -largest, largest), y)
 
 
 @_unscaled.defjvp

@@ -416,6 +416,37 @@ def test_products_of_the_largest_and_the_smallest_numbers():
     assert dot_general(jnp.full((1, 1), 1e30), jnp.full((1, 1), 1e30), MATMUL)[0, 0] == jnp.inf
 
 
+@pytest.mark.parametrize("values", [(1e36, 30.0), (30.0, 1e36)])
+def test_a_wide_operand_does_not_overflow_before_the_scale_of_the_other(values):
+    """Oracle: the exact product. 30 is q = 448 times its scale, and 1e36 * 448 is infinite."""
+    x, w = (jnp.full((1, 1), value, jnp.float32) for value in values)
+    for forward in ((None, "e4m3fn"), ("e4m3fn", None)):
+        out = dot_general(x, w, MATMUL, recipe=Recipe(forward, gradient=None))
+        np.testing.assert_allclose(out, [[3e37]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "spec", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "deepseek_1x128_e8m0"]
+)
+def test_an_element_that_is_rounded_up_to_2_to_the_128_makes_no_result_infinite(spec):
+    """Oracle: the exact product, a quarter of the element; its neighbours are 0.
+
+    MXFP8 rounds 3.3e38 to 256 * 2**120, which float32 does not hold; 0 * inf would be NaN.
+    """
+    run = jax.jit(products_of(Recipe(spec, spec)))
+    largest = np.finfo(np.float32).max
+    step = 2.0 ** -qt.spec(spec).element.mantissa_bits
+    for value in np.float32([2.9e38, 3.1e38, 3.3e38, largest, -largest]):
+        x, quarter = np.zeros((32, 32), np.float32), np.eye(32, dtype=np.float32) / 4
+        x[3, 5] = value
+        y, dx, dw = run(x, quarter, quarter)
+        np.testing.assert_allclose(y, x / 4, rtol=step)
+        np.testing.assert_allclose(dx, np.eye(32) / 16)
+        np.testing.assert_allclose(dw, x.T / 4, rtol=step)
+        _, dx, _ = run(quarter, quarter, x)
+        np.testing.assert_allclose(dx, x / 4, rtol=step)
+
+
 def test_a_rounded_operand_beside_a_wide_one_is_rounded_once():
     """bfloat16 activations and cotangents, float32 weights, cotangents left wide.
 
