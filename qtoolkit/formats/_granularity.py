@@ -1,10 +1,18 @@
 """Words for how many elements share a scale."""
 
+import functools
+from collections.abc import Callable
+
 from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._names import Format, found
 from qtoolkit.formats._spec import SpecLike, spec
 
-SCALINGS = ("none", "tensor", "channel", "token")
+_SHAPES: dict[str, Callable[[Format], BlockFormat]] = {
+    "none": functools.partial(BlockFormat.tensor, scale=None),
+    "tensor": BlockFormat.tensor,
+    "channel": BlockFormat.channel,
+    "token": BlockFormat.token,
+}
 
 
 def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
@@ -20,8 +28,8 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
       ValueError: Another word; one beside a block format; or `of` is unknown.
       TypeError: `of` is no format.
     """
-    if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
-        raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
+    if scaling is not None and (not isinstance(scaling, str) or scaling not in _SHAPES):
+        raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(_SHAPES)}")
     element = None if isinstance(of, BlockFormat) else found(of)
     if element is not None:
         return _SHAPES[scaling or "none"](element)
@@ -32,15 +40,3 @@ def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
             f"leave it out, or give the element format, {resolved.element.name}"
         )
     return resolved
-
-
-def _unscaled(element: Format) -> BlockFormat:
-    return BlockFormat.tensor(element, scale=None)
-
-
-_SHAPES = {
-    "none": _unscaled,
-    "tensor": BlockFormat.tensor,
-    "channel": BlockFormat.channel,
-    "token": BlockFormat.token,
-}

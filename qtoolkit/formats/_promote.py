@@ -1,7 +1,7 @@
 """The smallest format that holds every value of others: exact, from what they hold."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +9,6 @@ from qtoolkit.formats._float import FloatFormat, binade
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     BFLOAT16,
-    BOOL,
     E2M1FN,
     E3M4,
     E4M3_IEEE,
@@ -22,18 +21,7 @@ from qtoolkit.formats._names import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
-    INT2,
-    INT4,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT2,
-    UINT4,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
+    FORMATS,
     Format,
     format,
 )
@@ -42,9 +30,8 @@ from qtoolkit.formats._table import TableFormat
 # Every format with a JAX dtype, in the order in which `promote` tries them: by bits, and those of
 # equal bits as its docstring lists them. bfloat16 stands before float16 because products of FP8
 # values overflow float16: 448 * 448 is 200,704, its largest value 65,504.
-INTEGERS: tuple[IntFormat, ...] = (
-    *(BOOL, UINT2, INT2, UINT4, INT4, UINT8, INT8),
-    *(UINT16, INT16, UINT32, INT32, UINT64, INT64),
+INTEGERS = sorted(
+    (fmt for fmt in FORMATS if isinstance(fmt, IntFormat)), key=lambda fmt: (fmt.bits, fmt.signed)
 )
 FLOATS: tuple[FloatFormat, ...] = (
     E2M1FN,
@@ -101,7 +88,7 @@ def _promoted(formats: frozenset[Format]) -> Format:
         (same,) = formats
         return same
     integers = all(isinstance(fmt, IntFormat) for fmt in formats)
-    table: tuple[IntFormat | FloatFormat, ...] = INTEGERS if integers else FLOATS
+    table: Sequence[IntFormat | FloatFormat] = INTEGERS if integers else FLOATS
     found = next((w for w in table if all(_holds(w, fmt) for fmt in formats)), None)
     if found is None:
         names = sorted(fmt.name for fmt in formats)

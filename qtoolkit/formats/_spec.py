@@ -2,14 +2,12 @@
 
 from typing import TypeAlias
 
-from qtoolkit.formats._block import BLOCK_FORMATS, NF4_BLOCK64, BlockFormat, is_wide
-from qtoolkit.formats._hints import not_found
+from qtoolkit.formats._block import NF4_BLOCK64, BlockFormat, is_wide
+from qtoolkit.formats._hints import BLOCKS, not_found
 from qtoolkit.formats._names import NF4, FormatLike, found
 
 # What `spec` resolves: a block format, its name, or what `qtoolkit.format` resolves.
 SpecLike: TypeAlias = BlockFormat | FormatLike
-
-_BY_NAME = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 
 
 def spec(of: SpecLike) -> BlockFormat:
@@ -37,8 +35,8 @@ def spec(of: SpecLike) -> BlockFormat:
     """
     if isinstance(of, BlockFormat):
         return of
-    if isinstance(of, str) and of.lower() in _BY_NAME:
-        return _BY_NAME[of.lower()]
+    if isinstance(of, str) and of.lower() in BLOCKS:
+        return BLOCKS[of.lower()]
     element = found(of)
     if element is None:
         raise not_found("spec", of)
