@@ -22,36 +22,24 @@ from qtoolkit.casts._elementwise import by_platform, elementwise, is_somewhere
 _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 
 
+@elementwise
 def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     """`a * b` of floats: of `a` as it was rounded, and rounded before anything is added to it.
 
     Args:
-      a, b: float32, or both float64; `b` broadcasts.
+      a, b: float32, or both float64.
     """
-    return _product(a, b) if isinstance(b, np.floating) else _product(*_of_one_shape(a, b))
-
-
-@elementwise
-def _product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
     return settled(unmerged(a) * b)
 
 
+@elementwise
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b` by IEEE division, of `a` as it was rounded.
 
     Args:
-      a, b: float32, or both float64; `b` broadcasts.
+      a, b: float32, or both float64.
     """
-    return _quotient(*_of_one_shape(a, b))
-
-
-@elementwise
-def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     return ieee_quotient(unmerged(a), b)
-
-
-def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    return [a, b] if a.shape == b.shape else jnp.broadcast_arrays(a, b)
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:

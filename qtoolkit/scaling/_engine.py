@@ -307,7 +307,7 @@ def _with_zero_point(
 
 
 class _Elements(NamedTuple):
-    """Arrays with one entry for each element, in the shape of the view of its blocks.
+    """Arrays in the shape of the view of blocks, or, the zero point, in one that broadcasts to it.
 
     Attributes:
       view: The numbers, or their codes.
@@ -331,10 +331,7 @@ def _elements(
 ) -> _Elements:
     view = blocks.split(x)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
-    zero_point = blocks.spread(scales.zero_point)
-    if zero_point is not None:
-        zero_point = jnp.broadcast_to(zero_point, view.shape)
-    return _Elements(view, projection, zero_point, np.dtype(dtype))
+    return _Elements(view, projection, blocks.spread(scales.zero_point), np.dtype(dtype))
 
 
 # What is computed for elements. `divide` and `multiply` apply the scale of their block.
@@ -429,13 +426,10 @@ def _of_elements(
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
       is_short: Whether a short program matters more than a fast one.
     """
-    shape = jax.tree.leaves(elements)[0].shape
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
         factors = tuple(factor.reshape(()) if _is_one(factor) else factor for factor in factors)
-        return way(
-            compute, elements, spec, *(jnp.broadcast_to(factor, shape) for factor in factors)
-        )
+        return way(compute, elements, spec, *factors)
 
     if scales.scale is None:
         return by(_unchanged)
