@@ -44,10 +44,12 @@ from qtoolkit.casts._parameters import (
     NONZERO,
     POSITIVE,
     Domain,
+    broadcasts_to,
     check_domain,
     check_dtype,
     number,
     parameter,
+    ranked,
 )
 from qtoolkit.casts._powers import (
     binary_parts,
