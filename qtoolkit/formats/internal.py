@@ -4,5 +4,5 @@
 
 from qtoolkit.formats._block import POWER_RULES
 from qtoolkit.formats._float import binade, plain_number, unsigned_dtype
-from qtoolkit.formats._granularity import scaled_by
 from qtoolkit.formats._hashing import hashed_once
+from qtoolkit.formats._spec import scaled_by

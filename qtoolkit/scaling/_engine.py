@@ -37,7 +37,7 @@ from qtoolkit.casts.internal import (
     values_of,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
-from qtoolkit.scaling._blocks import Blocks, largest_ordinal, magnitude_max
+from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
 from qtoolkit.scaling._scales import (
     are_safe,
     asymmetric,
@@ -77,6 +77,14 @@ NOT_GIVEN = Scales()
 
 def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
     return Blocks(x.shape, spec.block_lengths(x.shape))
+
+
+def scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`spec.scale_shape(shape)`, with errors that begin with `where`."""
+    try:
+        return spec.scale_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def find_scales(
@@ -331,7 +339,8 @@ def _elements(
 ) -> _Elements:
     view = blocks.split(x)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
-    return _Elements(view, projection, blocks.spread(scales.zero_point), np.dtype(dtype))
+    zero_point = jax.tree.map(blocks.spread, scales.zero_point)  # or None
+    return _Elements(view, projection, zero_point, np.dtype(dtype))
 
 
 # What is computed for elements. `divide` and `multiply` apply the scale of their block.
@@ -502,11 +511,9 @@ def _tensor_amax(x: Array, amax: Array) -> Array:
     """
     poisoned = jnp.isnan(amax)
 
-    def anew() -> Array:
-        found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
-        return exact_float32(found).reshape(())
-
     if is_sharded(x):
-        return anew()
-    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.zeros_like(amax, shape=()))
+        return largest_magnitude(x)
+    within = lax.cond(
+        jnp.any(poisoned), lambda: largest_magnitude(x), lambda: jnp.zeros_like(amax, shape=())
+    )
     return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)
