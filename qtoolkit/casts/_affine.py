@@ -24,21 +24,15 @@ _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 
 @elementwise
 def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
-    """`a * b` of floats: of `a` as it was rounded, and rounded before anything is added to it.
-
-    Args:
-      a, b: float32, or both float64.
+    """`a * b` of float32, or of float64: of `a` as it was rounded, and rounded before anything is
+    added to it.
     """
     return settled(unmerged(a) * b)
 
 
 @elementwise
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` by IEEE division, of `a` as it was rounded.
-
-    Args:
-      a, b: float32, or both float64.
-    """
+    """`a / b` of float32, or of float64, by IEEE division, of `a` as it was rounded."""
     return ieee_quotient(unmerged(a), b)
 
 
@@ -125,7 +119,6 @@ def settled(x: jax.Array) -> jax.Array:
 @elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
     """The quotients `u` of `x`, with 2**-126 in place of those that became zero or subnormal.
-
 
     The directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
     up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so it is rounded as any

@@ -55,11 +55,7 @@ def parameter(
     """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
 
     Args:
-      where, name: The function and the argument, for messages.
-      value: The value that the user gave.
       x: The array to whose shape it must broadcast.
-      domain: Which numbers it may hold.
-      dtypes: The dtypes that it may have.
       checks_arrays: Whether arrays that are known here, not traced ones, are checked against
         `domain`. Numbers are.
 

@@ -33,11 +33,8 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 @elementwise
 def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """float32 `x` * 2**exponent as IEEE has it: rounded once to nearest even where it is subnormal.
-
-    Args:
-      x: float32, any shape; subnormals count.
-      exponent: int32.
+    """float32 `x`, subnormals included, * 2**exponent, which is int32, as IEEE has it: rounded once
+    to nearest even where it is subnormal.
     """
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)

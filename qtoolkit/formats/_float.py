@@ -393,12 +393,7 @@ def check_dtype(fmt: Any) -> None:
 
 
 def checked_code(fmt: Any, code: Any) -> int:
-    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow.
-
-    Raises:
-      TypeError: It is no integer.
-      ValueError: It is no code of `fmt`.
-    """
+    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow."""
     try:
         code = operator.index(code)
     except TypeError:

@@ -41,12 +41,7 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
 
 
 def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
-    """The axes that `axis` names, from 0 up and rising; None for all.
-
-    Raises:
-      TypeError: `axis` is neither None nor an integer nor a sequence of integers.
-      ValueError: An axis is out of range, or comes twice.
-    """
+    """The axes that `axis` names, from 0 up and rising; None for all."""
     if axis is None:
         return None
     try:
