@@ -22,36 +22,18 @@ from qtoolkit.casts._elementwise import by_platform, elementwise, is_somewhere
 _QUIET_NAN = {4: (0x7FC00000, 0xFFC00000), 8: (0x7FF8 << 48, 0xFFF8 << 48)}
 
 
-def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
-    """`a * b` of floats: of `a` as it was rounded, and rounded before anything is added to it.
-
-    Args:
-      a, b: float32, or both float64; `b` broadcasts.
-    """
-    return _product(a, b) if isinstance(b, np.floating) else _product(*_of_one_shape(a, b))
-
-
 @elementwise
-def _product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
+def product(a: jax.Array, b: jax.Array | np.floating) -> jax.Array:
+    """`a * b` of float32, or of float64: of `a` as it was rounded, and rounded before anything is
+    added to it.
+    """
     return settled(unmerged(a) * b)
 
 
-def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` by IEEE division, of `a` as it was rounded.
-
-    Args:
-      a, b: float32, or both float64; `b` broadcasts.
-    """
-    return _quotient(*_of_one_shape(a, b))
-
-
 @elementwise
-def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`a / b` of float32, or of float64, by IEEE division, of `a` as it was rounded."""
     return ieee_quotient(unmerged(a), b)
-
-
-def _of_one_shape(a: jax.Array, b: jax.Array) -> list[jax.Array]:
-    return [a, b] if a.shape == b.shape else jnp.broadcast_arrays(a, b)
 
 
 def _division(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -137,7 +119,6 @@ def settled(x: jax.Array) -> jax.Array:
 @elementwise
 def kept_from_zero(u: jax.Array, x: jax.Array) -> jax.Array:
     """The quotients `u` of `x`, with 2**-126 in place of those that became zero or subnormal.
-
 
     The directed roundings and "to_odd" must tell the smallest number from zero: 1e-45 / 448 rounded
     up to E4M3FN is 2**-9. No element format has steps as small as 2**-126, so it is rounded as any

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from qtoolkit.casts._sources import (
     round_values,
     values_of,
 )
-from qtoolkit.formats import FloatFormat, Format, FormatLike, IntFormat, TableFormat, format
+from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
 
 
 def round_to_format(
@@ -277,7 +276,7 @@ def _encoded(
     where: str, x: jax.Array | np.ndarray, fmt: Format, projection: Projection
 ) -> jax.Array:
     x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
-    with _types_of(x):
+    with types_of(x):
         return _encode(x, projection, fmt)
 
 
@@ -294,18 +293,13 @@ def _cast_to(
         x = without_derivative(x, _NO_DERIVATIVE.format(where, fmt.name))
     elif isinstance(source, FloatFormat) and source.bits < 16:
         x = without_derivative(x, _NO_DERIVATIVE_FROM.format(where, source.name))
-    with _types_of(x):
+    with types_of(x):
         return _cast_jitted(x, projection, fmt)
 
 
-@contextlib.contextmanager
-def _types_of(x: jax.Array | np.ndarray) -> Iterator[None]:
+def types_of(x: jax.Array | np.ndarray) -> contextlib.AbstractContextManager[Any]:
     """64-bit types for an array of NumPy that needs them: the result has at most 32 bits."""
-    if isinstance(x, jax.Array):
-        yield
-        return
-    with jax.enable_x64(True):
-        yield
+    return contextlib.nullcontext() if isinstance(x, jax.Array) else jax.enable_x64(True)
 
 
 def without_derivative(x: Any, message: str) -> Any:
@@ -359,8 +353,6 @@ def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     """
     (x, projection), (x_dot, _) = primals, tangents
     y = _cast(x, projection, fmt)
-    if isinstance(format(x.dtype), IntFormat):
-        return y, jnp.zeros_like(y)
     wide = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
     is_inside = inside(wide, float(fmt.lowest), float(fmt.max_finite))
     return y, jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)

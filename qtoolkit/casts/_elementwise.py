@@ -32,10 +32,10 @@ def elementwise(function: Function) -> Function:
     Use it inside of functions that have a derivative rule of their own.
 
     Args:
-      function: Takes arrays, and pytrees of arrays, of one shape, and any hashable arguments
-        besides. Returns an array of that shape, or a pytree of such. Each element of the result
-        must depend only on the elements at its place. It may use operations of JAX that work on
-        scalars as on arrays, and `look_up`; no reductions, no reshapes.
+      function: Takes arrays, and pytrees of arrays, which are broadcast to one shape, and any
+        hashable arguments besides. Returns an array of that shape, or a pytree of such. Each
+        element of the result must depend only on the elements at its place. It may use operations
+        of JAX that work on scalars as on arrays, and `look_up`; no reductions, no reshapes.
     """
 
     @functools.wraps(function)
@@ -50,6 +50,8 @@ def elementwise(function: Function) -> Function:
         kinds = tuple(
             (type(x), str(x) if isinstance(x, float | np.floating) else "") for x in others
         )
+        if len({x.shape for x in arrays}) > 1:
+            arrays = jnp.broadcast_arrays(*arrays)
         dtypes = tuple(x.dtype for x in arrays)
         x64 = bool(jax.config.read("jax_enable_x64"))
         does = _does(function, structure, is_array, others, kinds, dtypes, x64)

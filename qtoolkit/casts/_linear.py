@@ -138,19 +138,12 @@ def _jvp(
     tangents: tuple[Any, ...],
     *,
     forward: Linear,
-    transpose: Linear,
     residuals: int,
-    out_types: Any,
+    **others: Any,
 ) -> tuple[Any, Any]:
     kept, xs = tuple(primals[:residuals]), tuple(primals[residuals:])
     kept_dots, x_dots = tangents[:residuals], tangents[residuals:]
-    bind = functools.partial(
-        _linear_p.bind,
-        forward=forward,
-        transpose=transpose,
-        residuals=residuals,
-        out_types=out_types,
-    )
+    bind = functools.partial(_linear_p.bind, forward=forward, residuals=residuals, **others)
     terms = []
     if not all(isinstance(dot, ad.Zero) for dot in x_dots):
         terms.append(bind(*kept, *map(ad.instantiate_zeros, x_dots)))
@@ -198,12 +191,11 @@ def _batch(
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands[residuals:], axes[residuals:], strict=True)
     ]
-    mapped = [_Batched(function, tuple(axes[:residuals])) for function in (forward, transpose)]
     outs = _linear_p.bind(
         *operands[:residuals],
         *xs,
-        forward=mapped[0],
-        transpose=mapped[1],
+        forward=_Batched(forward, tuple(axes[:residuals])),
+        transpose=_Batched(transpose, tuple(axes[:residuals])),
         residuals=residuals,
         out_types=None,
     )

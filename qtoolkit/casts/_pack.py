@@ -114,8 +114,6 @@ def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     padding[axis] = (0, -size % group)
     codes = jnp.pad(codes, padding)
     before, groups, after = codes.shape[:axis], codes.shape[axis] // group, codes.shape[axis + 1 :]
-    if 0 in codes.shape:
-        return jnp.zeros((*before, groups * width, *after), jnp.uint8)
     grouped = codes.reshape((*before, groups, group, *after))
     grouped = jnp.moveaxis(grouped, axis + 1, -1).astype(jnp.uint32)
     shifts = np.arange(group, dtype=np.uint32) * np.uint32(bits)
@@ -131,8 +129,6 @@ def _pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
 def _unpack(packed: jax.Array, bits: int, size: int, axis: int) -> jax.Array:
     group, width = _group(bits)
     before, after = packed.shape[:axis], packed.shape[axis + 1 :]
-    if 0 in packed.shape:
-        return jnp.zeros((*before, size, *after), jnp.uint8)
     groups = packed.shape[axis] // width
     grouped = packed.reshape((*before, groups, width, *after)).astype(jnp.uint32)
     word = sum(jnp.take(grouped, i, axis=axis + 1) << np.uint32(8 * i) for i in range(width))

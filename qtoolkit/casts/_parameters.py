@@ -4,15 +4,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts._sources import shown_number
 
+Parameter = TypeVar("Parameter", jax.Array, jax.Array | None)
 _LEAST = 2.0**-126  # XLA reads smaller float32 numbers as zero
 _LEAST_FLOAT64 = 2.0**-1022  # and smaller float64 numbers
 
@@ -53,11 +55,7 @@ def parameter(
     """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
 
     Args:
-      where, name: The function and the argument, for messages.
-      value: The value that the user gave.
       x: The array to whose shape it must broadcast.
-      domain: Which numbers it may hold.
-      dtypes: The dtypes that it may have.
       checks_arrays: Whether arrays that are known here, not traced ones, are checked against
         `domain`. Numbers are.
 
@@ -69,8 +67,7 @@ def parameter(
         return number(where, name, value, dtypes[0], domain)
     check_dtype(where, name, value, dtypes)
     shape = np.shape(value)
-    sizes = zip(shape[::-1], x.shape[::-1], strict=False)
-    if len(shape) > x.ndim or any(size not in (1, wide) for size, wide in sizes):
+    if not broadcasts_to(shape, x.shape):
         raise ValueError(
             f"{where}: {name} has shape {shape}, expected one that broadcasts to that of x, "
             f"{x.shape}"
@@ -78,6 +75,19 @@ def parameter(
     if checks_arrays:
         check_domain(where, name, value, domain)
     return value if isinstance(value, jax.Array | np.ndarray) else jnp.asarray(value)
+
+
+def broadcasts_to(shape: tuple[int, ...], wide: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` broadcasts to the shape `wide`; sizes may be symbolic."""
+    sizes = zip(shape[::-1], wide[::-1], strict=False)
+    return len(shape) <= len(wide) and all(size in (1, wide_size) for size, wide_size in sizes)
+
+
+def ranked(parameter: Parameter, ndim: int) -> Parameter:
+    """With so many axes, as `jax_numpy_rank_promotion="raise"` wants them beside others."""
+    if parameter is None or parameter.ndim == ndim:
+        return parameter
+    return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
 def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain) -> np.ndarray:

@@ -31,20 +31,11 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """float32 `x` * 2**exponent as IEEE has it: rounded once to nearest even where it is subnormal.
-
-    Args:
-      x: float32, any shape; subnormals count.
-      exponent: int32, broadcasts to the shape of `x`.
-    """
-    if x.shape != exponent.shape:
-        x, exponent = jnp.broadcast_arrays(x, exponent)
-    return _times_power_of_two(x, exponent)
-
-
 @elementwise
-def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """float32 `x`, subnormals included, * 2**exponent, which is int32, as IEEE has it: rounded once
+    to nearest even where it is subnormal.
+    """
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)
     significand, field = _normalized(magnitude)

@@ -90,13 +90,9 @@ def projection_of(
     index_offset: Any = 0,
 ) -> Projection:
     """The keywords of a public cast of an array of that shape, checked, as one object."""
-    draws = key is not None or random_bits is not None or not isinstance(index_offset, int)
-    if (
-        not draws
-        and index_offset == 0
-        and isinstance(rounding, str)
-        and isinstance(saturation, str)
-    ):
+    draws = key is not None or random_bits is not None
+    draws = draws or not isinstance(index_offset, int) or index_offset != 0
+    if not draws and isinstance(rounding, str) and isinstance(saturation, str):
         known = _WITHOUT_DRAW.get((rounding, saturation))
         if known is not None:
             return known

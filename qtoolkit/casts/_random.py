@@ -43,8 +43,8 @@ def check_draw(
     key: Any,
     random_bits: ArrayLike | None,
     index_offset: Any,
-) -> Draw | None:
-    """The draw that the arguments of a cast describe; None where `rounding` needs none."""
+) -> Draw:
+    """The draw that the arguments of a cast describe. ValueError where `rounding` needs none."""
     is_offset = not (isinstance(index_offset, int) and index_offset == 0)
     if is_offset and (key is None or not isinstance(rounding, Stochastic)):
         raise ValueError(
@@ -52,13 +52,11 @@ def check_draw(
             "rounding='stochastic' and key=, or leave it out"
         )
     if not isinstance(rounding, Stochastic):
-        if key is not None or random_bits is not None:
-            given = "key" if key is not None else "random_bits"
-            raise ValueError(
-                f"{where}: {given} is given, but rounding={rounding!r} uses no random bits; leave "
-                "it out or use rounding='stochastic'"
-            )
-        return None
+        given = "key" if key is not None else "random_bits"
+        raise ValueError(
+            f"{where}: {given} is given, but rounding={rounding!r} uses no random bits; leave "
+            "it out or use rounding='stochastic'"
+        )
     if (key is None) == (random_bits is None):
         given = "neither key nor" if key is None else "both key and"
         raise ValueError(

@@ -73,9 +73,6 @@ def check_source(where: str, x: ArrayLike, name: str = "x") -> jax.Array | np.nd
     """`x` as an array of JAX, or of NumPy where it has 64 bits that JAX would cut.
 
     Python's numbers are 64-bit ones, as in NumPy.
-
-    Raises:
-      TypeError: It is no array and no number, or of a dtype that cannot be cast.
     """
     dtype = getattr(x, "dtype", None)
     if isinstance(x, jax.Array) and dtype in SOURCES:

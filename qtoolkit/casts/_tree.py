@@ -1,7 +1,6 @@
 """Casts of whole pytrees: the leaves in one compiled call."""
 
 import collections
-import contextlib
 import functools
 import zlib
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts._casts import cast, check_arguments
+from qtoolkit.casts._casts import cast, check_arguments, types_of
 from qtoolkit.casts._modes import Stochastic, check_rounding
 from qtoolkit.casts._sources import check_source
 from qtoolkit.formats import Format, FormatLike, Rules, format
@@ -79,8 +78,7 @@ def cast_tree(
         # XLA reuses memory for a result as wide; other memory is freed when the call is done.
         reused = [i for i in lost if format(leaves[i].dtype).bits == targets[i].bits]
         members = reused + [i for i in members if i not in set(reused)]
-        wide = isinstance(sources[members[0]], np.ndarray)
-        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        with types_of(sources[members[0]]):
             cast_leaves = _cast_leaves(
                 [sources[i] for i in members[: len(reused)]],
                 [sources[i] for i in members[len(reused) :]],

@@ -101,49 +101,46 @@ class FloatFormat:
                     f"FloatFormat {self.name!r}: {field}={value!r}, expected {kind.__name__}"
                 )
         if not 1 <= self.exponent_bits <= 16 or self.mantissa_bits < 0 or self.bits > 64:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: exponent_bits={self.exponent_bits}, "
-                f"mantissa_bits={self.mantissa_bits}; expected 1 to 16 exponent bits, no "
-                "negative number of mantissa bits, and at most 64 bits with the sign"
+            raise self._error(
+                f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}; expected "
+                "1 to 16 exponent bits, no negative number of mantissa bits, and at most 64 bits "
+                "with the sign"
             )
         if abs(self.bias) > 2**16:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: bias={self.bias}, expected -2**16 to 2**16"
-            )
+            raise self._error(f"bias={self.bias}, expected -2**16 to 2**16")
         self._check_codes()
         check_dtype(self)
 
     def _check_codes(self) -> None:
         """Raises if the fields leave too few codes for NaN, infinity or any number."""
         if self.specials is Specials.IEEE and self.mantissa_bits == 0:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: mantissa_bits=0 with specials=IEEE leaves no code for "
-                "NaN, expected at least one mantissa bit or other specials"
+            raise self._error(
+                "mantissa_bits=0 with specials=IEEE leaves no code for NaN, expected at least one "
+                "mantissa bit or other specials"
             )
         if self.specials is Specials.FNUZ and not self.signed:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: specials=FNUZ puts NaN at -0, but the format is "
-                "unsigned; use Specials.FN"
+            raise self._error(
+                "specials=FNUZ puts NaN at -0, but the format is unsigned; use Specials.FN"
             )
         if self.signed and not self.has_zero:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: has_zero=False with signed=True, expected signed=False"
-            )
+            raise self._error("has_zero=False with signed=True, expected signed=False")
         if self.max_code < 1:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: no positive finite value is left beside "
-                f"specials={self.specials.name}, expected more bits"
+            raise self._error(
+                f"no positive finite value is left beside specials={self.specials.name}, expected "
+                "more bits"
             )
         if self.overflow is Overflow.INF and not self.has_inf:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: overflow=INF, but specials={self.specials.name} has "
-                "no infinity; use Overflow.NAN or Overflow.MAX"
+            raise self._error(
+                f"overflow=INF, but specials={self.specials.name} has no infinity; use "
+                "Overflow.NAN or Overflow.MAX"
             )
         if self.overflow is Overflow.NAN and not self.has_nan:
-            raise ValueError(
-                f"FloatFormat {self.name!r}: overflow=NAN, but specials={self.specials.name} has "
-                "no NaN; use Overflow.MAX"
+            raise self._error(
+                f"overflow=NAN, but specials={self.specials.name} has no NaN; use Overflow.MAX"
             )
+
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"FloatFormat {self.name!r}: {message}")
 
     @property
     def bits(self) -> int:
@@ -393,12 +390,7 @@ def check_dtype(fmt: Any) -> None:
 
 
 def checked_code(fmt: Any, code: Any) -> int:
-    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow.
-
-    Raises:
-      TypeError: It is no integer.
-      ValueError: It is no code of `fmt`.
-    """
+    """`code` as an integer of Python: those of NumPy, which `encode` returns, overflow."""
     try:
         code = operator.index(code)
     except TypeError:

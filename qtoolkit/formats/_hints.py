@@ -8,7 +8,7 @@ from qtoolkit.formats._block import BLOCK_FORMATS, BlockFormat
 from qtoolkit.formats._names import BY_SPELLING, format, name_of
 from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
 
-_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # Names that mean two formats. With "E4M3" ONNX, OpenVINO and safetensors mean E4M3FN, whose largest
 # value is 448; LLVM and ml_dtypes mean the format with infinities, whose largest value is 240.
 _AMBIGUOUS = {
@@ -54,11 +54,11 @@ def closest(name: str) -> tuple[str, ...]:
     name = name.lower()
     if name in _MEANT:
         return _MEANT[name]
-    longer = tuple(block for block in _BLOCKS if len(name) >= 2 and block.startswith(name))
+    longer = tuple(block for block in BLOCKS if len(name) >= 2 and block.startswith(name))
     if longer and not any(spelling.startswith(name) for spelling in BY_SPELLING):
         return longer[:3]
     spellings = {spelling: fmt.name for spelling, fmt in BY_SPELLING.items()}
-    spellings |= {block: block for block in _BLOCKS}
+    spellings |= {block: block for block in BLOCKS}
     if name.startswith("binary"):
         spellings |= {member: member for member in P3109_NAMES}
     close = difflib.get_close_matches(name, spellings, n=8, cutoff=0.55)
@@ -67,7 +67,7 @@ def closest(name: str) -> tuple[str, ...]:
 
 def _block_format(spec: Any) -> BlockFormat | None:
     if isinstance(spec, str):
-        return _BLOCKS.get(spec.lower())
+        return BLOCKS.get(spec.lower())
     return spec if isinstance(spec, BlockFormat) else None
 
 
@@ -77,7 +77,7 @@ def _with_largest(name: str) -> str:
 
 def _question(names: tuple[str, ...], mark_blocks: bool) -> str:
     """Whether one of `names` was meant; block formats come last, and are called so, in a cast."""
-    blocks = [repr(name) for name in names if name in _BLOCKS and mark_blocks]
+    blocks = [repr(name) for name in names if name in BLOCKS and mark_blocks]
     parts = [repr(name) for name in names if repr(name) not in blocks]
     if blocks:
         parts.append(f"the block format {' or '.join(blocks)}")

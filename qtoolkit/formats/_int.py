@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from typing import ClassVar
 
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
@@ -45,6 +46,11 @@ class IntFormat:
     is_bool: bool = False
     dtype_name: str | None = None
     spellings: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    min_normal: ClassVar[Fraction] = Fraction(1)
+    has_inf: ClassVar[bool] = False
+    has_nan: ClassVar[bool] = False
+    nan_codes: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         check_name(self)
@@ -93,10 +99,6 @@ class IntFormat:
         return 2**self.bits
 
     @property
-    def min_normal(self) -> Fraction:
-        return Fraction(1)
-
-    @property
     def epsilon(self) -> Fraction:
         """Distance from 1 to the next larger value."""
         return Fraction(1)
@@ -107,14 +109,6 @@ class IntFormat:
         return int(self.max_finite)
 
     @property
-    def has_inf(self) -> bool:
-        return False
-
-    @property
-    def has_nan(self) -> bool:
-        return False
-
-    @property
     def inf_code(self) -> None:
         """None: integers have no infinity."""
         return None
@@ -123,10 +117,6 @@ class IntFormat:
     def nan_code(self) -> None:
         """None: integers have no NaN; casts write it as 0."""
         return None
-
-    @property
-    def nan_codes(self) -> tuple[int, ...]:
-        return ()
 
     def value(self, code: int) -> Fraction:
         """The integer that `code` stands for.

@@ -22,75 +22,60 @@ Format: TypeAlias = FloatFormat | IntFormat | TableFormat
 # What `format` resolves: a format, its name in any spelling, or a dtype such as jnp.float8_e4m3fn.
 FormatLike: TypeAlias = Format | str | np.dtype[Any] | type[Any] | _HasDtype
 
+# What overflow becomes in the float formats that ship, by their specials.
+_OVERFLOW = {
+    Specials.IEEE: Overflow.INF,
+    Specials.FN: Overflow.NAN,
+    Specials.FNUZ: Overflow.NAN,
+    Specials.NONE: Overflow.MAX,
+}
+
+
+def _float(
+    name: str, exponent_bits: int, mantissa_bits: int, bias: int, specials: Specials, **fields: Any
+) -> FloatFormat:
+    return FloatFormat(
+        name=name,
+        exponent_bits=exponent_bits,
+        mantissa_bits=mantissa_bits,
+        bias=bias,
+        specials=specials,
+        overflow=_OVERFLOW[specials],
+        **fields,
+    )
+
+
 # IEEE 754-2019: binary64, binary32, binary16. bfloat16 and NVIDIA's tf32 are cut from binary32.
-FLOAT64 = FloatFormat(
-    name="float64",
-    exponent_bits=11,
-    mantissa_bits=52,
-    bias=1023,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
+FLOAT64 = _float(
+    *("float64", 11, 52, 1023, Specials.IEEE),
     dtype_name="float64",
     spellings=("DOUBLE", "F64", "fp64", "binary64", "DT_DOUBLE"),
 )
-FLOAT32 = FloatFormat(
-    name="float32",
-    exponent_bits=8,
-    mantissa_bits=23,
-    bias=127,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
+FLOAT32 = _float(
+    *("float32", 8, 23, 127, Specials.IEEE),
     dtype_name="float32",
     spellings=("FLOAT", "F32", "fp32", "binary32", "DT_FP32"),
 )
-TF32 = FloatFormat(
-    name="tf32",
-    exponent_bits=8,
-    mantissa_bits=10,
-    bias=127,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-    spellings=("TensorFloat32",),
-)
-FLOAT16 = FloatFormat(
-    name="float16",
-    exponent_bits=5,
-    mantissa_bits=10,
-    bias=15,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
+TF32 = _float("tf32", 8, 10, 127, Specials.IEEE, spellings=("TensorFloat32",))
+FLOAT16 = _float(
+    *("float16", 5, 10, 15, Specials.IEEE),
     dtype_name="float16",
     spellings=("F16", "fp16", "half", "binary16", "DT_FP16"),
 )
-BFLOAT16 = FloatFormat(
-    name="bfloat16",
-    exponent_bits=8,
-    mantissa_bits=7,
-    bias=127,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
+BFLOAT16 = _float(
+    *("bfloat16", 8, 7, 127, Specials.IEEE),
     dtype_name="bfloat16",
     spellings=("BF16", "DT_BF16"),
 )
 # arXiv:2209.05433, section "FP8 Binary Interchange Format"; OCP 8-bit Floating Point Specification
 # (OFP8) 1.0.
-E5M2 = FloatFormat(
-    name="e5m2",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=15,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
+E5M2 = _float(
+    *("e5m2", 5, 2, 15, Specials.IEEE),
     dtype_name="float8_e5m2",
     spellings=("FLOAT8E5M2", "f8e5m2", "F8_E5M2", "DT_FP8E5M2"),
 )
-E4M3FN = FloatFormat(
-    name="e4m3fn",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    specials=Specials.FN,
-    overflow=Overflow.NAN,
+E4M3FN = _float(
+    *("e4m3fn", 4, 3, 7, Specials.FN),
     dtype_name="float8_e4m3fn",
     spellings=(
         *("FLOAT8E4M3FN", "f8e4m3", "f8e4m3fn", "F8_E4M3"),
@@ -98,106 +83,46 @@ E4M3FN = FloatFormat(
     ),
 )
 # arXiv:2206.02915 (Graphcore, AMD and Qualcomm), named as in LLVM and ONNX.
-E5M2FNUZ = FloatFormat(
-    name="e5m2fnuz",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=16,
-    specials=Specials.FNUZ,
-    overflow=Overflow.NAN,
+E5M2FNUZ = _float(
+    *("e5m2fnuz", 5, 2, 16, Specials.FNUZ),
     dtype_name="float8_e5m2fnuz",
     spellings=("FLOAT8E5M2FNUZ", "f8e5m2fnuz", "F8_E5M2FNUZ"),
 )
-E4M3FNUZ = FloatFormat(
-    name="e4m3fnuz",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=8,
-    specials=Specials.FNUZ,
-    overflow=Overflow.NAN,
+E4M3FNUZ = _float(
+    *("e4m3fnuz", 4, 3, 8, Specials.FNUZ),
     dtype_name="float8_e4m3fnuz",
     spellings=("FLOAT8E4M3FNUZ", "f8e4m3fnuz", "F8_E4M3FNUZ"),
 )
 # Google's TPUs, named as in LLVM.
-E4M3B11FNUZ = FloatFormat(
-    name="e4m3b11fnuz",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=11,
-    specials=Specials.FNUZ,
-    overflow=Overflow.NAN,
+E4M3B11FNUZ = _float(
+    *("e4m3b11fnuz", 4, 3, 11, Specials.FNUZ),
     dtype_name="float8_e4m3b11fnuz",
     spellings=("f8e4m3b11fnuz", "float8_e4m3b11"),
 )
 # IEEE 754's rules at 8 bits. LLVM and ml_dtypes call the first one E4M3, but ONNX, OpenVINO and
 # safetensors mean E4M3FN by that: the bare name is ambiguous, see `_hints`.
-E4M3_IEEE = FloatFormat(
-    name="e4m3_ieee",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-    dtype_name="float8_e4m3",
-)
-E3M4 = FloatFormat(
-    name="e3m4",
-    exponent_bits=3,
-    mantissa_bits=4,
-    bias=3,
-    specials=Specials.IEEE,
-    overflow=Overflow.INF,
-    dtype_name="float8_e3m4",
-    spellings=("f8e3m4",),
-)
+E4M3_IEEE = _float("e4m3_ieee", 4, 3, 7, Specials.IEEE, dtype_name="float8_e4m3")
+E3M4 = _float("e3m4", 3, 4, 3, Specials.IEEE, dtype_name="float8_e3m4", spellings=("f8e3m4",))
 # Scales: of NVFP4, E4M3FN without its sign; of OCP Microscaling Formats (MX) 1.0, powers of two.
-UE4M3 = FloatFormat(
-    name="ue4m3",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=7,
-    specials=Specials.FN,
-    overflow=Overflow.NAN,
-    signed=False,
-)
-E8M0FNU = FloatFormat(
-    name="e8m0fnu",
-    exponent_bits=8,
-    mantissa_bits=0,
-    bias=127,
-    specials=Specials.FN,
-    overflow=Overflow.NAN,
+UE4M3 = _float("ue4m3", 4, 3, 7, Specials.FN, signed=False)
+E8M0FNU = _float(
+    *("e8m0fnu", 8, 0, 127, Specials.FN),
     signed=False,
     has_zero=False,
     dtype_name="float8_e8m0fnu",
     spellings=("FLOAT8E8M0", "e8m0", "ue8m0", "f8e8m0", "F8_E8M0", "DT_FP8E8M0"),
 )
 # Elements of OCP MX 1.0.
-E2M3FN = FloatFormat(
-    name="e2m3fn",
-    exponent_bits=2,
-    mantissa_bits=3,
-    bias=1,
-    specials=Specials.NONE,
-    overflow=Overflow.MAX,
+E2M3FN = _float(
+    *("e2m3fn", 2, 3, 1, Specials.NONE),
     spellings=("e2m3", "float6_e2m3fn", "F6_E2M3"),
 )
-E3M2FN = FloatFormat(
-    name="e3m2fn",
-    exponent_bits=3,
-    mantissa_bits=2,
-    bias=3,
-    specials=Specials.NONE,
-    overflow=Overflow.MAX,
+E3M2FN = _float(
+    *("e3m2fn", 3, 2, 3, Specials.NONE),
     spellings=("e3m2", "float6_e3m2fn", "F6_E3M2"),
 )
-E2M1FN = FloatFormat(
-    name="e2m1fn",
-    exponent_bits=2,
-    mantissa_bits=1,
-    bias=1,
-    specials=Specials.NONE,
-    overflow=Overflow.MAX,
+E2M1FN = _float(
+    *("e2m1fn", 2, 1, 1, Specials.NONE),
     dtype_name="float4_e2m1fn",
     spellings=(
         *("e2m1", "FLOAT4E2M1", "f4e2m1", "F4"),
@@ -205,13 +130,8 @@ E2M1FN = FloatFormat(
     ),
 )
 # Huawei Ascend's other FP4: quarters from 0 to 1.75.
-E1M2FN = FloatFormat(
-    name="e1m2fn",
-    exponent_bits=1,
-    mantissa_bits=2,
-    bias=1,
-    specials=Specials.NONE,
-    overflow=Overflow.MAX,
+E1M2FN = _float(
+    *("e1m2fn", 1, 2, 1, Specials.NONE),
     spellings=("e1m2", "DT_FP4_E1M2", "DT_FP4_E1M2X2", "DT_FP4E1M2"),
 )
 BOOL = IntFormat(

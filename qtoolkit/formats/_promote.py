@@ -7,50 +7,22 @@ from typing import Any
 
 from qtoolkit.formats._float import FloatFormat, binade
 from qtoolkit.formats._int import IntFormat
-from qtoolkit.formats._names import (
-    BFLOAT16,
-    BOOL,
-    E2M1FN,
-    E3M4,
-    E4M3_IEEE,
-    E4M3B11FNUZ,
-    E4M3FN,
-    E4M3FNUZ,
-    E5M2,
-    E5M2FNUZ,
-    E8M0FNU,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    INT2,
-    INT4,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    UINT2,
-    UINT4,
-    UINT8,
-    UINT16,
-    UINT32,
-    UINT64,
-    Format,
-    format,
-)
+from qtoolkit.formats._names import FORMATS, Format, format
 from qtoolkit.formats._table import TableFormat
 
 # Every format with a JAX dtype, in the order in which `promote` tries them: by bits, and those of
 # equal bits as its docstring lists them. bfloat16 stands before float16 because products of FP8
 # values overflow float16: 448 * 448 is 200,704, its largest value 65,504.
-INTEGERS: tuple[IntFormat, ...] = (
-    *(BOOL, UINT2, INT2, UINT4, INT4, UINT8, INT8),
-    *(UINT16, INT16, UINT32, INT32, UINT64, INT64),
+INTEGERS: list[Format] = sorted(
+    (fmt for fmt in FORMATS if isinstance(fmt, IntFormat)), key=lambda fmt: (fmt.bits, fmt.signed)
 )
-FLOATS: tuple[FloatFormat, ...] = (
-    E2M1FN,
-    *(E4M3FN, E5M2, E4M3_IEEE, E3M4, E4M3FNUZ, E5M2FNUZ, E4M3B11FNUZ, E8M0FNU),
-    *(BFLOAT16, FLOAT16, FLOAT32, FLOAT64),
-)
+FLOATS = [
+    format(name)
+    for name in (
+        *("e2m1fn", "e4m3fn", "e5m2", "e4m3_ieee", "e3m4", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz"),
+        *("e8m0fnu", "bfloat16", "float16", "float32", "float64"),
+    )
+]
 
 
 def promote(a: Any, b: Any, *more: Any) -> Format:
@@ -101,8 +73,8 @@ def _promoted(formats: frozenset[Format]) -> Format:
         (same,) = formats
         return same
     integers = all(isinstance(fmt, IntFormat) for fmt in formats)
-    table: tuple[IntFormat | FloatFormat, ...] = INTEGERS if integers else FLOATS
-    found = next((w for w in table if all(_holds(w, fmt) for fmt in formats)), None)
+    wider = INTEGERS if integers else FLOATS
+    found = next((w for w in wider if all(_holds(w, fmt) for fmt in formats)), None)
     if found is None:
         names = sorted(fmt.name for fmt in formats)
         raise ValueError(
@@ -114,7 +86,7 @@ def _promoted(formats: frozenset[Format]) -> Format:
 
 
 @functools.lru_cache(maxsize=2**12)
-def _holds(wide: FloatFormat | IntFormat, fmt: Format) -> bool:
+def _holds(wide: Format, fmt: Format) -> bool:
     """Whether every value of `fmt` is one of `wide`."""
     if wide == fmt:
         return True
@@ -123,12 +95,13 @@ def _holds(wide: FloatFormat | IntFormat, fmt: Format) -> bool:
     return all(_contains(wide, value) for value in _marks(fmt))
 
 
-def _contains(wide: FloatFormat | IntFormat, value: Fraction) -> bool:
+def _contains(wide: Format, value: Fraction) -> bool:
     """Whether the finite `value` is one of `wide`."""
     if not wide.lowest <= value <= wide.max_finite:
         return False
     if value == 0 or isinstance(wide, IntFormat):  # integers are compared with integers alone
         return True
+    assert isinstance(wide, FloatFormat)
     # The step of `wide` at this magnitude, 2**exponent, must divide the value.
     exponent = max(binade(abs(value)), wide.min_exponent) - wide.mantissa_bits
     return (value / Fraction(2) ** exponent).denominator == 1

@@ -68,10 +68,9 @@ class Rules(Generic[Value]):
           path: The path; or all paths of something that is shared, of which one must match.
           kind: The type of what lies there; or several, of which one must match.
         """
-        paths = (path,) if isinstance(path, str) else path
-        kinds = () if kind is None else (kind,) if isinstance(kind, type) else kind
+        thing = _thing(path, kind)
         for position in range(len(self.rules)):
-            if self._matches(position, paths, kinds):
+            if self._matches(position, *thing):
                 return position
         return None
 
@@ -95,13 +94,7 @@ class Rules(Generic[Value]):
           paths: Of everything there is, each as in `match_index`.
           kinds: The types of the same things, in the same order; None where types do not matter.
         """
-        things = [
-            (
-                (path,) if isinstance(path, str) else tuple(path),
-                () if kind is None else (kind,) if isinstance(kind, type) else tuple(kind),
-            )
-            for path, kind in _zipped(paths, kinds)
-        ]
+        things = [_thing(path, kind) for path, kind in _zipped(paths, kinds)]
         return tuple(
             key
             for position, (key, _) in enumerate(self.rules)
@@ -257,6 +250,14 @@ def _compiled(key: Key) -> re.Pattern[str] | None:
 
 def _shown(key: Key) -> str:
     return f"rule {key.__name__ if isinstance(key, type) else ascii(key)}"
+
+
+def _thing(
+    path: str | Sequence[str], kind: type | Sequence[type] | None
+) -> tuple[Sequence[str], Sequence[type]]:
+    """All paths and all types of what `match_index` is asked for."""
+    paths = (path,) if isinstance(path, str) else tuple(path)
+    return paths, () if kind is None else (kind,) if isinstance(kind, type) else tuple(kind)
 
 
 def _zipped(paths: Iterable[Any], kinds: Iterable[Any] | None) -> Iterable[tuple[Any, Any]]:

@@ -1,15 +1,22 @@
 """What stands for a block format wherever one is asked for."""
 
+import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
-from qtoolkit.formats._block import BLOCK_FORMATS, NF4_BLOCK64, BlockFormat, is_wide
-from qtoolkit.formats._hints import not_found
-from qtoolkit.formats._names import NF4, FormatLike, found
+from qtoolkit.formats._block import NF4_BLOCK64, BlockFormat, is_wide
+from qtoolkit.formats._hints import BLOCKS, not_found
+from qtoolkit.formats._names import NF4, Format, FormatLike, found
 
 # What `spec` resolves: a block format, its name, or what `qtoolkit.format` resolves.
 SpecLike: TypeAlias = BlockFormat | FormatLike
 
-_BY_NAME = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+_SHAPES: dict[str, Callable[[Format], BlockFormat]] = {
+    "none": functools.partial(BlockFormat.tensor, scale=None),
+    "tensor": BlockFormat.tensor,
+    "channel": BlockFormat.channel,
+    "token": BlockFormat.token,
+}
 
 
 def spec(of: SpecLike) -> BlockFormat:
@@ -37,8 +44,8 @@ def spec(of: SpecLike) -> BlockFormat:
     """
     if isinstance(of, BlockFormat):
         return of
-    if isinstance(of, str) and of.lower() in _BY_NAME:
-        return _BY_NAME[of.lower()]
+    if isinstance(of, str) and of.lower() in BLOCKS:
+        return BLOCKS[of.lower()]
     element = found(of)
     if element is None:
         raise not_found("spec", of)
@@ -47,3 +54,25 @@ def spec(of: SpecLike) -> BlockFormat:
     if is_wide(element) or not element.needs_scale:
         return BlockFormat.tensor(element, scale=None)
     return BlockFormat.tensor(element)
+
+
+def scaled_by(where: str, of: SpecLike, scaling: str | None) -> BlockFormat:
+    """The block format for an element format and a word such as "channel" for its scales.
+
+    Args:
+      of: A block format, which has scales of its own; or an element format; or a spelling.
+      scaling: "none", "tensor", "channel" (a scale for each index of the last axis) or "token" (one
+        for each vector along it). None: those of a block format, none for an element.
+    """
+    if scaling is not None and (not isinstance(scaling, str) or scaling not in _SHAPES):
+        raise ValueError(f"{where}: scaling={scaling!r}, expected one of {', '.join(_SHAPES)}")
+    element = None if isinstance(of, BlockFormat) else found(of)
+    if element is not None:
+        return _SHAPES[scaling or "none"](element)
+    resolved = spec(of)
+    if scaling is not None:
+        raise ValueError(
+            f"{where}: scaling={scaling!r} beside {resolved.name}, which has scales of its own; "
+            f"leave it out, or give the element format, {resolved.element.name}"
+        )
+    return resolved

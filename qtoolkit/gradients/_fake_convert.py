@@ -25,6 +25,7 @@ from qtoolkit.casts.internal import (
     parameter,
     product,
     quotient,
+    ranked,
     round_values,
     rounded_to,
     widened,
@@ -38,7 +39,7 @@ from qtoolkit.gradients._estimators import (
     slope_times_tangent,
     tangent,
 )
-from qtoolkit.gradients._linear import broadcast_product, ranked, spread
+from qtoolkit.gradients._linear import broadcast_product, spread
 
 
 def fake_convert(

@@ -10,10 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from qtoolkit.casts.internal import (
-    exact_float32,
-    round_values,
-)
+from qtoolkit.casts.internal import exact_float32, round_values
 from qtoolkit.formats import Format, FormatLike
 from qtoolkit.formats.internal import plain_number
 from qtoolkit.gradients._learned import LEAST, check_data_format

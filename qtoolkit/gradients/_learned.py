@@ -32,12 +32,13 @@ from qtoolkit.casts.internal import (
     parameter,
     product,
     quotient,
+    ranked,
     round_values,
     settled,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.gradients._linear import ranked, spread
+from qtoolkit.gradients._linear import spread
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8

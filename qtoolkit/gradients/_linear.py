@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from qtoolkit.casts.internal import (
@@ -13,13 +12,6 @@ from qtoolkit.casts.internal import (
     linear_with_transpose,
     widened,
 )
-
-
-def ranked(parameter: jax.Array | None, ndim: int) -> jax.Array | None:
-    """With so many axes, as `jax_numpy_rank_promotion="raise"` wants them beside others."""
-    if parameter is None or parameter.ndim == ndim:
-        return parameter
-    return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
 def spread(x: jax.Array, like: jax.Array) -> jax.Array:

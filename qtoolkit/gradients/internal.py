@@ -1,5 +1,5 @@
 """What the packages above need of gradients and users do not."""
 
-from qtoolkit.gradients._learned import LEAST
+# ruff: noqa: F401  (imported for those packages)
 
-__all__ = ["LEAST"]
+from qtoolkit.gradients._learned import LEAST

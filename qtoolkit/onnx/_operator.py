@@ -19,9 +19,6 @@ class Operator:
       name: As users call it: "onnx.cast".
       opset: The version of the operator set.
       first: The opset that brought the operator.
-
-    Raises:
-      ValueError: `opset` is no integer from `first` to the latest one.
     """
 
     name: str
@@ -74,12 +71,7 @@ class Operator:
             )
 
     def data_type(self, name: str, value: Any) -> DataType:
-        """The type that an attribute says by a number, a name, a dtype or a format.
-
-        Raises:
-          TypeError: `value` is none of these.
-          ValueError: It says no type of ONNX.
-        """
+        """The type that an attribute says by a number, a name, a dtype or a format."""
         try:
             found = of_spec(value)
         except TypeError:

@@ -23,12 +23,7 @@ _WORDS = {"inf": math.inf, "+inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def texts(where: str, x: Any) -> np.ndarray:
-    """Strings, bytes (UTF-8) or arrays of these as an array of objects, all of them str.
-
-    Raises:
-      TypeError: An element is neither; the message names the index of the first.
-      ValueError: Bytes that are no UTF-8.
-    """
+    """Strings, bytes (UTF-8) or arrays of these as an array of objects, all of them str."""
     array = np.asarray(x, object) if isinstance(x, str | bytes) else np.asarray(x).astype(object)
     result = np.empty(array.shape, object)
     for index in np.ndindex(array.shape):

@@ -78,27 +78,20 @@ CAST_TYPES: Mapping[DataType, int] = {
     **dict.fromkeys(FLOAT6, 28),
 }
 
-_DTYPE_NAMES = {
-    _T.FLOAT: "float32",
-    _T.DOUBLE: "float64",
-    _T.FLOAT8E4M3FN: "float8_e4m3fn",
-    _T.FLOAT8E4M3FNUZ: "float8_e4m3fnuz",
-    _T.FLOAT8E5M2: "float8_e5m2",
-    _T.FLOAT8E5M2FNUZ: "float8_e5m2fnuz",
-    _T.FLOAT4E2M1: "float4_e2m1fn",
-    _T.FLOAT8E8M0: "float8_e8m0fnu",
-    _T.FLOAT6E2M3: "float6_e2m3fn",
-    _T.FLOAT6E3M2: "float6_e3m2fn",
+# What no format has as its dtype: NumPy has arrays of float6, JAX has not.
+_OTHER_DTYPES: dict[DataType, np.dtype] = {
+    _T.FLOAT6E2M3: np.dtype(ml_dtypes.float6_e2m3fn),
+    _T.FLOAT6E3M2: np.dtype(ml_dtypes.float6_e3m2fn),
+    _T.COMPLEX64: np.dtype(np.complex64),
+    _T.COMPLEX128: np.dtype(np.complex128),
+}
+FORMATS: Mapping[DataType, Format] = {
+    **{t: format(t.name) for t in CAST_TYPES if t not in (_T.STRING, *FLOAT6)},
+    **{t: format(_OTHER_DTYPES[t]) for t in FLOAT6},
 }
 DTYPES: Mapping[DataType, np.dtype] = {
-    t: np.dtype(getattr(ml_dtypes, name, name))
-    for t in DataType
-    if t not in (_T.UNDEFINED, _T.STRING)
-    for name in (_DTYPE_NAMES.get(t, t.name.lower()),)
-}
-_COMPLEX = (_T.COMPLEX64, _T.COMPLEX128)
-FORMATS: Mapping[DataType, Format] = {
-    t: format(dtype.name) for t, dtype in DTYPES.items() if t not in _COMPLEX
+    **{t: fmt.dtype for t, fmt in FORMATS.items() if fmt.dtype is not None},
+    **_OTHER_DTYPES,
 }
 _BY_DTYPE = {dtype: t for t, dtype in DTYPES.items()}
 _BY_FORMAT = {fmt: t for t, fmt in FORMATS.items()}

@@ -21,7 +21,6 @@ from qtoolkit.openvino._types import (
     check_arithmetic,
     element_type,
     element_type_of,
-    native,
 )
 
 _WHERE = "openvino.convert"
@@ -86,7 +85,7 @@ def convert(x: ArrayLike, destination_type: FormatLike, *, arithmetic: str = "ex
             f"{_WHERE}: arithmetic='openvino' from {source} to {name}, expected from one of "
             f"{', '.join(_CORE_SOURCES)} to one of {', '.join(_CORE_TARGETS)}; use 'exact'"
         )
-    x = check_differentiable(_WHERE, native(x), wide=False)
+    x = check_differentiable(_WHERE, x, wide=False)
     return _reference_jitted(x, _target(_WHERE, name))
 
 

@@ -4,13 +4,19 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from qtoolkit import gradients
-from qtoolkit.casts.internal import FINITE, NONZERO, Domain, check_differentiable, number
+from qtoolkit.casts.internal import (
+    FINITE,
+    NONZERO,
+    Domain,
+    broadcasts_to,
+    check_differentiable,
+    number,
+)
 from qtoolkit.formats import FloatFormat
 from qtoolkit.openvino import _reference
 from qtoolkit.openvino._types import (
@@ -18,7 +24,6 @@ from qtoolkit.openvino._types import (
     check_arithmetic,
     element_type,
     element_type_of,
-    native,
 )
 
 _WHERE = "openvino.fake_convert"
@@ -111,7 +116,6 @@ def _arguments(
     data: ArrayLike, scale: ArrayLike, shift: ArrayLike | None
 ) -> tuple[jax.Array, Parameter, Parameter | None]:
     """Types, then shapes, in the order of the operator's own checks."""
-    data, scale, shift = native(data), native(scale), native(shift)
     given = {"data": data, "scale": scale} | ({} if shift is None else {"shift": shift})
     types = {
         name: element_type_of(_WHERE, name, x)
@@ -137,9 +141,7 @@ def _arguments(
             f"{_WHERE}: scale has shape {s.shape} and shift {z.shape}, expected the same; "
             "broadcasting between them is not part of the operator"
         )
-    if s.ndim > x.ndim or any(
-        size not in (1, wide) for size, wide in zip(s.shape[::-1], x.shape[::-1], strict=False)
-    ):
+    if not broadcasts_to(s.shape, x.shape):
         raise ValueError(
             f"{_WHERE}: only unidirectional broadcasting: scale has shape {s.shape}, expected one "
             f"that broadcasts to that of data, {x.shape}"
@@ -169,8 +171,6 @@ def _exact_jvp(fmt: FloatFormat, primals: Any, tangents: Any) -> tuple[jax.Array
     """The tangent of the exact arithmetic."""
     y = _by_reference(*primals, fmt)
     moving = [i for i, dot in enumerate(tangents) if not isinstance(dot, SymbolicZero | None)]
-    if not moving:
-        return y, jnp.zeros_like(y)
 
     def exact(*values: jax.Array) -> jax.Array:
         arguments = list(primals)

@@ -19,6 +19,7 @@ from qtoolkit.casts.internal import (
     exact_float32,
     product,
     quotient,
+    ranked,
     round_values,
     settled,
     to_stored,
@@ -60,10 +61,10 @@ def fake_convert(
 ) -> jax.Array:
     """FakeConvert-13, each operation on float32 and then rounded to the type of `data`."""
     rounded = _rounding_to(data.dtype)
-    x, s = exact_float32(data), _ranked(scale, data.ndim)
+    x, s = exact_float32(data), ranked(exact_float32(scale), data.ndim)
     # Without `settled`, a product that makes the shift in the same jit would be fused with the
     # subtraction.
-    z = None if shift is None else settled(_ranked(shift, data.ndim))
+    z = None if shift is None else settled(ranked(exact_float32(shift), data.ndim))
     p = rounded(product(x, s))
     p = p if z is None else rounded(p - z)
     h = p if data.dtype == jnp.float16 else _to_float16(p)
@@ -71,11 +72,6 @@ def fake_convert(
     # Without a shift the core adds zeros: -0 becomes 0. Not q + 0, which XLA may leave out.
     q = jnp.where(q == 0, jnp.zeros_like(q), q) if z is None else rounded(q + z)
     return rounded(quotient(q, s)).astype(data.dtype)
-
-
-def _ranked(parameter: jax.Array, rank: int) -> jax.Array:
-    """A scale or shift as float32 with as many axes as the data."""
-    return lax.expand_dims(exact_float32(parameter), range(rank - parameter.ndim))
 
 
 def _rounding_to(dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:

@@ -5,42 +5,17 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.casts.internal import is_array
-from qtoolkit.formats import (
-    BFLOAT16,
-    BOOL,
-    E2M1FN,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    NF4,
-    Format,
-    format,
-)
+from qtoolkit.formats import Format, format
 
-_FLOATS: dict[str, Format] = {
-    "bf16": BFLOAT16,
-    "f16": FLOAT16,
-    "f32": FLOAT32,
-    "f64": FLOAT64,
-    "f4e2m1": E2M1FN,
-    "f8e4m3": E4M3FN,
-    "f8e5m2": E5M2,
-    "f8e8m0": E8M0FNU,
-    "nf4": NF4,
-}
-_INTEGERS = (
+_NUMBERS = (
+    *("boolean", "bf16", "f16", "f32", "f64", "f4e2m1", "f8e4m3", "f8e5m2", "f8e8m0", "nf4"),
     *("i4", "i8", "i16", "i32", "i64"),
     *("u1", "u2", "u3", "u4", "u6", "u8", "u16", "u32", "u64"),
 )
 # All 26 of OpenVINO 2026.4. "string" holds no numbers and "dynamic" is a type not yet known.
 ELEMENT_TYPES: dict[str, Format | None] = {
     "dynamic": None,
-    "boolean": BOOL,
-    **_FLOATS,
-    **{each: format(each) for each in _INTEGERS},
+    **{each: format(each) for each in _NUMBERS},
     "string": None,
 }
 _NAME_OF = {fmt: name for name, fmt in ELEMENT_TYPES.items() if fmt is not None}
@@ -83,13 +58,6 @@ def element_type_of(where: str, argument: str, x: Any) -> str:
             "that OpenVINO has"
         )
     return name
-
-
-def native(x: Any) -> Any:
-    """`x`, an array of NumPy in the byte order of this machine."""
-    if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
-        return x.astype(x.dtype.newbyteorder("="))
-    return x
 
 
 def _name_of(spec: Any) -> str | None:

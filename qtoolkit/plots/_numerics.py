@@ -41,24 +41,23 @@ def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
     columns = list(dict.fromkeys(_column(row) for row in rows))
     columns.sort(key=_order)
     panels = [
-        (f"SQNR, dB ({_DECIBELS[1]:g} and more: yellow)", "viridis", _sqnr, Normalize(*_DECIBELS)),
-        ("saturated, %", "Reds", lambda row: 100 * row.tally.saturated_fraction, _percentages()),
-        ("became zero, %", "Reds", lambda row: 100 * row.tally.flushed_fraction, _percentages()),
+        (f"SQNR, dB ({_DECIBELS[1]:g} and more: yellow)", "viridis", lambda tally: tally.sqnr_db),
+        ("saturated, %", "Reds", lambda tally: 100 * tally.saturated_fraction),
+        ("became zero, %", "Reds", lambda tally: 100 * tally.flushed_fraction),
     ]
+    norms = [Normalize(*_DECIBELS), LogNorm(_LEAST, 100), LogNorm(_LEAST, 100)]
     widest = max(map(len, layers))
     figure = Figure(
         figsize=(2.2 + 0.08 * widest + 3 * (0.8 + 0.75 * len(columns)), 2.2 + 0.34 * len(layers)),
         layout="constrained",
     )
     FigureCanvasAgg(figure)
-    for place, (axes, panel) in enumerate(
-        zip(figure.subplots(1, 3, sharey=True), panels, strict=True)
-    ):
-        title, colours, value, norm = panel
+    drawn = zip(figure.subplots(1, 3, sharey=True), panels, norms, strict=True)
+    for place, (axes, (title, colours, value), norm) in enumerate(drawn):
         cells = np.full((len(layers), len(columns)), np.nan)
         for row in rows:
             if float(row.tally.uses):
-                cells[layers.index(_layer(row)), columns.index(_column(row))] = value(row)
+                cells[layers.index(_layer(row)), columns.index(_column(row))] = value(row.tally)
         _draw(figure, axes, cells, colours, norm)
         axes.set_title(title, fontsize=9)
         axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=35, ha="right")
@@ -85,14 +84,6 @@ def _draw(figure: Figure, axes: Any, cells: np.ndarray, colours: str, norm: Any)
 
 def _shown(value: float) -> str:
     return f"{value:.1f}" if math.isinf(value) or value >= 10 else f"{value:.2g}"
-
-
-def _percentages() -> Any:
-    return LogNorm(_LEAST, 100)
-
-
-def _sqnr(row: Any) -> float:
-    return row.tally.sqnr_db
 
 
 def _layer(row: Any) -> str:

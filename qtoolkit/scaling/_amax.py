@@ -41,12 +41,7 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
 
 
 def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
-    """The axes that `axis` names, from 0 up and rising; None for all.
-
-    Raises:
-      TypeError: `axis` is neither None nor an integer nor a sequence of integers.
-      ValueError: An axis is out of range, or comes twice.
-    """
+    """The axes that `axis` names, from 0 up and rising; None for all."""
     if axis is None:
         return None
     try:
@@ -61,3 +56,13 @@ def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
             f"{-ndim} to {ndim - 1}"
         )
     return tuple(sorted(a % ndim for a in axes))
+
+
+def checked_axis(where: str, name: str, array: jax.Array, axis: int) -> int:
+    """`axis` counted from the front; ValueError where `array` has none such."""
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{where}: axis {axis} of {name}, an array of shape {array.shape}, expected "
+            + (f"{-array.ndim} to {array.ndim - 1}" if array.ndim else "an array with an axis")
+        )
+    return axis % array.ndim

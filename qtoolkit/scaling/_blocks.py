@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from qtoolkit.casts.internal import (
     elementwise,
+    exact_float32,
     from_magnitude_ordinal,
     infinity_ordinal,
     magnitude_ordinal,
@@ -70,13 +71,9 @@ class Blocks:
         x = self._from_view(view, padded)
         return x if padded == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 
-    @overload
-    def spread(self, scales: None) -> None: ...
-    @overload
-    def spread(self, scales: jax.Array) -> jax.Array: ...
-    def spread(self, scales: jax.Array | None) -> jax.Array | None:
+    def spread(self, scales: jax.Array) -> jax.Array:
         """One number for each block, in a shape that broadcasts to the view."""
-        return None if scales is None else self._to_view(scales, (1,) * len(self.shape))
+        return self._to_view(scales, (1,) * len(self.shape))
 
     def gather(self, spread: jax.Array) -> jax.Array:
         """The numbers of `spread` in the shape of the scales, `counts`."""
@@ -94,11 +91,7 @@ class Blocks:
         return tuple(axes)
 
     def reshaped(self, shape: tuple[int, ...]) -> "Blocks":
-        """The same blocks of the array in another shape.
-
-        Raises:
-          ValueError: A block would be torn.
-        """
+        """The same blocks of the array in another shape, where none is torn."""
         olds = [(n, b) for n, b in zip(self.shape, self.lengths, strict=True) if n > 1]
         sizes = [n for n in shape if n > 1]
         lengths: list[int] = []
@@ -206,6 +199,11 @@ def magnitude_max(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> 
     `nan_wins`, NaN where one is among the elements.
     """
     return from_magnitude_ordinal(largest_ordinal(view, axes, nan_wins=nan_wins), view.dtype)
+
+
+def largest_magnitude(x: jax.Array) -> jax.Array:
+    """The largest finite |x| of all, a float32 scalar."""
+    return exact_float32(magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)).reshape(())
 
 
 def largest_ordinal(view: jax.Array, axes: tuple[int, ...], *, nan_wins: bool) -> jax.Array:

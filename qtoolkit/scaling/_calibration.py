@@ -7,11 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import (
-    from_stored,
-    product,
-    quotient,
-)
+from qtoolkit.casts.internal import from_stored, product, quotient
 from qtoolkit.formats import SpecLike
 from qtoolkit.scaling._observer import (
     MAX,

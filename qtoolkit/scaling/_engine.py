@@ -37,7 +37,7 @@ from qtoolkit.casts.internal import (
     values_of,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
-from qtoolkit.scaling._blocks import Blocks, largest_ordinal, magnitude_max
+from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
 from qtoolkit.scaling._scales import (
     are_safe,
     asymmetric,
@@ -77,6 +77,14 @@ NOT_GIVEN = Scales()
 
 def blocks_of(x: Array, spec: BlockFormat) -> Blocks:
     return Blocks(x.shape, spec.block_lengths(x.shape))
+
+
+def scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`spec.scale_shape(shape)`, with errors that begin with `where`."""
+    try:
+        return spec.scale_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def find_scales(
@@ -307,7 +315,7 @@ def _with_zero_point(
 
 
 class _Elements(NamedTuple):
-    """Arrays with one entry for each element, in the shape of the view of its blocks.
+    """Arrays in the shape of the view of blocks, or, the zero point, in one that broadcasts to it.
 
     Attributes:
       view: The numbers, or their codes.
@@ -331,9 +339,7 @@ def _elements(
 ) -> _Elements:
     view = blocks.split(x)
     projection = projection.drawn(x.shape).reshaped(blocks.split)
-    zero_point = blocks.spread(scales.zero_point)
-    if zero_point is not None:
-        zero_point = jnp.broadcast_to(zero_point, view.shape)
+    zero_point = jax.tree.map(blocks.spread, scales.zero_point)  # or None
     return _Elements(view, projection, zero_point, np.dtype(dtype))
 
 
@@ -429,13 +435,10 @@ def _of_elements(
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
       is_short: Whether a short program matters more than a fast one.
     """
-    shape = jax.tree.leaves(elements)[0].shape
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
         factors = tuple(factor.reshape(()) if _is_one(factor) else factor for factor in factors)
-        return way(
-            compute, elements, spec, *(jnp.broadcast_to(factor, shape) for factor in factors)
-        )
+        return way(compute, elements, spec, *factors)
 
     if scales.scale is None:
         return by(_unchanged)
@@ -508,11 +511,9 @@ def _tensor_amax(x: Array, amax: Array) -> Array:
     """
     poisoned = jnp.isnan(amax)
 
-    def anew() -> Array:
-        found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
-        return exact_float32(found).reshape(())
-
     if is_sharded(x):
-        return anew()
-    within = lax.cond(jnp.any(poisoned), anew, lambda: jnp.zeros_like(amax, shape=()))
+        return largest_magnitude(x)
+    within = lax.cond(
+        jnp.any(poisoned), lambda: largest_magnitude(x), lambda: jnp.zeros_like(amax, shape=())
+    )
     return jnp.maximum(jnp.max(jnp.where(poisoned, np.float32(0), amax)), within)

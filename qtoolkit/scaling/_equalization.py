@@ -20,7 +20,7 @@ from qtoolkit.casts.internal import (
     product,
     quotient,
 )
-from qtoolkit.scaling._amax import amax
+from qtoolkit.scaling._amax import amax, checked_axis
 
 _LARGEST_EXPONENT = 126  # 2**126 and its reciprocal are both normal float32 numbers
 
@@ -118,8 +118,8 @@ def cross_layer_factors(
     """
     w1 = check_differentiable("cross_layer_factors", w1, wide=False)
     w2 = check_differentiable("cross_layer_factors", w2, wide=False)
-    first = _checked_axis("cross_layer_factors", "w1", w1, axis1)
-    second = _checked_axis("cross_layer_factors", "w2", w2, axis2)
+    first = checked_axis("cross_layer_factors", "w1", w1, axis1)
+    second = checked_axis("cross_layer_factors", "w2", w2, axis2)
     if w1.shape[first] != w2.shape[second]:
         raise ValueError(
             f"cross_layer_factors: w1 has {w1.shape[first]} channels along axis {axis1} of shape "
@@ -164,7 +164,7 @@ def equalize(
     x = check_differentiable("equalize", x, wide=False)
     w = check_differentiable("equalize", w, wide=False)
     factors = check_differentiable("equalize", factors, wide=False)
-    axes = (_checked_axis("equalize", "x", x, x_axis), _checked_axis("equalize", "w", w, w_axis))
+    axes = (checked_axis("equalize", "x", x, x_axis), checked_axis("equalize", "w", w, w_axis))
     for name, array, axis in (("x", x, axes[0]), ("w", w, axes[1])):
         if factors.shape != (array.shape[axis],):
             raise ValueError(
@@ -224,13 +224,3 @@ def _factors(first: jax.Array, second: jax.Array, alpha: float, power_of_two: bo
 def _channel_amax(w: jax.Array, axis: int) -> jax.Array:
     others = tuple(a for a in range(w.ndim) if a != axis)
     return amax(w, axis=others).reshape(-1)
-
-
-def _checked_axis(where: str, name: str, array: jax.Array, axis: int) -> int:
-    """`axis` counted from the front; ValueError where `array` has none such."""
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(
-            f"{where}: axis {axis} of {name}, an array of shape {array.shape}, expected "
-            + (f"{-array.ndim} to {array.ndim - 1}" if array.ndim else "an array with an axis")
-        )
-    return axis % array.ndim

@@ -18,8 +18,10 @@ from qtoolkit.casts.internal import (
     in_dtype,
     linear_with_transpose,
     product,
+    ranked,
     settled,
 )
+from qtoolkit.scaling._amax import checked_axis
 from qtoolkit.scaling._blocks import check_shards
 
 
@@ -73,19 +75,15 @@ def hadamard_transform(
         raise ValueError(f"hadamard_transform: block={block!r}, expected an integer")
     if block < 1 or block & (block - 1):
         raise ValueError(f"hadamard_transform: block={block}, expected a power of two")
-    if not -x.ndim <= axis < x.ndim:
+    place = checked_axis("hadamard_transform", "x", x, axis)
+    if x.shape[place] % block:
         raise ValueError(
-            f"hadamard_transform: axis={axis} of an array of shape {x.shape}, expected "
-            + (f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "an array with an axis")
-        )
-    if x.shape[axis] % block:
-        raise ValueError(
-            f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[axis]}, "
+            f"hadamard_transform: axis {axis} of shape {x.shape} has length {x.shape[place]}, "
             f"expected a multiple of block={block}; pad it with zeros or use a shorter block"
         )
-    check_shards("hadamard_transform", x, axis % x.ndim, int(block))
+    check_shards("hadamard_transform", x, place, int(block))
     signs = None if key is None else random_signs(key, int(block))
-    return _transformed_jitted(x, signs, int(block), axis % x.ndim, bool(inverse))
+    return _transformed_jitted(x, signs, int(block), place, bool(inverse))
 
 
 def random_signs(key: jax.Array, block: int) -> jax.Array:
@@ -150,7 +148,7 @@ def _summed(
     y = x.reshape(*before, block, *after)
     factors = None if signs is None else signs.reshape(block, *(1,) * len(after))
     if factors is not None and not inverse:
-        y = y * _ranked(factors, y.ndim)
+        y = y * ranked(factors, y.ndim)
     halvings = block.bit_length() - 1
     y = y.reshape(*before, *(2,) * halvings, *after)  # an axis for each bit of the place in a block
     for at in range(len(before), len(before) + halvings):
@@ -160,9 +158,5 @@ def _summed(
         y = jnp.stack([first + second, first - second], at)
     y = y.reshape(*before, block, *after)
     if factors is not None and inverse:
-        y = y * _ranked(factors, y.ndim)
+        y = y * ranked(factors, y.ndim)
     return y.reshape(x.shape)
-
-
-def _ranked(x: jax.Array, rank: int) -> jax.Array:
-    return lax.expand_dims(x, range(rank - x.ndim))

@@ -16,7 +16,7 @@ from jax import lax
 
 from qtoolkit.casts.internal import exact_float32, from_magnitude_ordinal, magnitude_ordinal
 from qtoolkit.formats import SpecLike
-from qtoolkit.scaling._blocks import magnitude_max
+from qtoolkit.scaling._blocks import largest_magnitude
 from qtoolkit.scaling._observer import MAX, STATIC, Observer, from_bits, pytree, start
 
 Array = jax.Array
@@ -41,8 +41,7 @@ def histogram(amax: Array, is_bad: Array) -> Array:
 
 def amax_of(x: Array) -> tuple[Array, Array]:
     """The largest finite magnitude of `x`, a float32 scalar, and whether not all is finite."""
-    found = magnitude_max(x, tuple(range(x.ndim)), nan_wins=False)
-    return exact_float32(found).reshape(()), ~jnp.all(jnp.isfinite(exact_float32(x)))
+    return largest_magnitude(x), ~jnp.all(jnp.isfinite(exact_float32(x)))
 
 
 def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:

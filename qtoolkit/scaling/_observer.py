@@ -39,11 +39,14 @@ from qtoolkit.casts.internal import (
     to_stored,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
-from qtoolkit.scaling._blocks import Blocks, magnitude_max
+from qtoolkit.scaling._blocks import magnitude_max
+from qtoolkit.scaling._engine import blocks_of, scale_shape
 from qtoolkit.scaling._scales import scale_from, tensor_scale_from
 
 Array = jax.Array
 AxisNames = str | tuple[str, ...]
+
+Kind = TypeVar("Kind", bound=type)
 
 _MOST = np.uint32(0xFFFFFFFF)
 
@@ -80,7 +83,11 @@ MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
 SUM = {"merge": Merge(jnp.add, lax.psum)}
 
 
-Kind = TypeVar("Kind", bound=type)
+def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
+    """A dataclass with `value` of the rule and the name of each field that has a rule."""
+    leaves = [f for f in dataclasses.fields(state) if "merge" in f.metadata]
+    values: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
+    return dataclasses.replace(state, **values)
 
 
 def pytree(kind: Kind) -> Kind:
@@ -163,7 +170,7 @@ class Observer:
         """
         where = f"{type(self).__name__}.observe"
         batch = check_differentiable(where, x, wide=False)
-        found = _scale_shape(where, self.spec, batch.shape)
+        found = scale_shape(where, self.spec, batch.shape)
         if found != self.shape:
             raise ValueError(
                 f"{where}: x of shape {batch.shape} has scales of shape {found}, expected "
@@ -187,9 +194,7 @@ class Observer:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise ValueError(f"{where}: other has {name}={theirs}, expected {mine}")
-        return self._merged(
-            lambda merge, name: merge.two(getattr(self, name), getattr(other, name))
-        )
+        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
 
     def merge_across(self, axis_name: AxisNames) -> Self:
         """A state that has seen the batches of all devices along mesh axes, the same on each.
@@ -197,7 +202,7 @@ class Observer:
         Args:
           axis_name: One or more axes of `shard_map`, or that of `pmap` or `vmap`.
         """
-        return self._merged(lambda merge, name: merge.across(getattr(self, name), axis_name))
+        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
 
     def amax(self) -> Array:
         """The magnitude that becomes the largest element: float32, the shape of the scales.
@@ -243,11 +248,6 @@ class Observer:
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
         """`_after`, from the patterns of the amaxes of a batch and its histogram."""
         raise NotImplementedError
-
-    def _merged(self, value: Callable[[Merge, str], Array]) -> Self:
-        leaves = [f for f in dataclasses.fields(self) if "merge" in f.metadata]
-        merged: dict[str, Any] = {f.name: value(f.metadata["merge"], f.name) for f in leaves}
-        return dataclasses.replace(self, **merged)
 
 
 State = TypeVar("State", bound=Observer)
@@ -336,7 +336,7 @@ def start(
         )
     # Two separate arrays: JAX cannot donate a buffer that occurs twice.
     count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
-    found = _scale_shape(where, fmt, tuple(shape))
+    found = scale_shape(where, fmt, tuple(shape))
     return {"spec": fmt, "shape": found, "count": count, "bad": bad}
 
 
@@ -346,16 +346,9 @@ def check_number(where: str, name: str, value: Any) -> None:
         raise TypeError(f"{where}: {name}={value!r}, expected a number")
 
 
-def _scale_shape(where: str, spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return spec.scale_shape(shape)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
 def amax_bits(x: Array, spec: BlockFormat) -> Array:
     """The float32 pattern of the amax of each block, in the shape of the scales."""
-    blocks = Blocks(x.shape, spec.block_lengths(x.shape))
+    blocks = blocks_of(x, spec)
     amax = magnitude_max(blocks.split(x), blocks.places, nan_wins=False)
     return magnitude_ordinal(exact_float32(blocks.gather(amax)))
 

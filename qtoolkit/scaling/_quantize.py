@@ -25,7 +25,7 @@ from qtoolkit.casts.internal import (
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
-from qtoolkit.scaling._engine import Scales, block_codes, find_scales
+from qtoolkit.scaling._engine import Scales, block_codes, find_scales, scale_shape
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._scales import least_scale
 
@@ -140,10 +140,7 @@ def check_quantize(
         where, x, spec.element, rounding, saturation, key, random_bits, index_offset
     )
     check_holds(where, spec.element, np.float32)
-    try:
-        shape = spec.scale_shape(x.shape)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    shape = scale_shape(where, spec, x.shape)
     if spec.zero_point and saturation == "none":
         raise ValueError(
             f"{where}: saturation='none' with zero points, expected 'finite': they always clamp"

@@ -20,7 +20,7 @@ from qtoolkit.casts.internal import (
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._engine import Scales, blocks_of, scaled_and_unscaled
 from qtoolkit.scaling._metrics import comparison, occurrences, saturates
-from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge
+from qtoolkit.scaling._observer import MAX, SUM, AxisNames, Merge, merged
 from qtoolkit.scaling._scales import effective
 
 Array = jax.Array
@@ -70,17 +70,11 @@ class Tally:
     largest_scale: Array = dataclasses.field(metadata=MAX)
 
     def __add__(self, other: Self) -> Self:
-        return self._merged(lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
+        return merged(self, lambda merge, n: merge.two(getattr(self, n), getattr(other, n)))
 
     def merge_across(self, axis_name: AxisNames) -> Self:
         """The sum over all devices along mesh axes, as `Observer.merge_across`."""
-        return self._merged(lambda merge, name: merge.across(getattr(self, name), axis_name))
-
-    def _merged(self, value: Any) -> Self:
-        fields = dataclasses.fields(self)
-        return dataclasses.replace(
-            self, **{f.name: value(f.metadata["merge"], f.name) for f in fields}
-        )
+        return merged(self, lambda merge, name: merge.across(getattr(self, name), axis_name))
 
     @property
     def sqnr_db(self) -> float:

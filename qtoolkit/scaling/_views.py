@@ -190,21 +190,15 @@ def _view(
     of_batches: Callable[[jax.Array], jax.Array],
 ) -> "QArray":
     """`array` with `codes`; `of_blocks` maps scales and zero points, `of_batches` tensor scales."""
-
-    def changed(
-        change: Callable[[jax.Array], jax.Array], leaf: jax.Array | None
-    ) -> jax.Array | None:
-        return None if leaf is None else change(leaf)
-
     shape = codes.shape
     if array.packed_size is not None:
         shape = (*shape[:-1], array.packed_size)
     return dataclasses.replace(
         array,
         codes=codes,
-        scale=changed(of_blocks, array.scale),
-        tensor_scale=changed(of_batches, array.tensor_scale),
-        zero_point=changed(of_blocks, array.zero_point),
+        scale=jax.tree.map(of_blocks, array.scale),  # None stays None
+        tensor_scale=jax.tree.map(of_batches, array.tensor_scale),
+        zero_point=jax.tree.map(of_blocks, array.zero_point),
         spec=_spec_of(array.spec, shape, lengths),
         lengths=lengths,
     )

@@ -1,5 +1,7 @@
 """What the packages above need of scaling and users do not: the engine that quantizes."""
 
+# ruff: noqa: F401  (imported for those packages)
+
 from qtoolkit.scaling._amax import check_axes
 from qtoolkit.scaling._blocks import Blocks, explicit_spec, magnitude_max
 from qtoolkit.scaling._engine import (
@@ -30,41 +32,3 @@ from qtoolkit.scaling._tally import (
     tally_of,
     tally_vector,
 )
-
-__all__ = [
-    "BUCKETS",
-    "LOWEST_EXPONENT",
-    "TALLY_SHAPES",
-    "TALLY_SIZE",
-    "Blocks",
-    "Observer",
-    "Scales",
-    "amax_of",
-    "block_codes",
-    "block_values",
-    "blocks_of",
-    "check_axes",
-    "check_quantize",
-    "computed_now",
-    "effective",
-    "element_values",
-    "explicit_spec",
-    "extreme",
-    "find_scales",
-    "histogram",
-    "kept_range",
-    "magnitude_max",
-    "marked",
-    "marked_size",
-    "observed_summary",
-    "occurrences",
-    "operand_values",
-    "rolled",
-    "scale_from",
-    "scaled_values",
-    "single_scale",
-    "tally_of",
-    "tally_vector",
-    "tensor_scale_from",
-    "unscaled_values",
-]

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
 from qtoolkit.casts import _stablehlo
-from qtoolkit.casts._affine import quotient
+from qtoolkit.casts._affine import ieee_quotient, quotient
 from qtoolkit.casts._elementwise import elementwise, look_up
 
 TABLE = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.float32)
@@ -250,10 +250,19 @@ def test_without_jit():
     np.testing.assert_array_equal(got, expected(*arguments))
 
 
-def test_arrays_are_of_one_shape():
-    x, index, offset = map(jnp.asarray, given((5,)))
+def test_arrays_are_broadcast_to_one_shape():
+    x, index, offset = given((3, 5))
+    for arguments in ((x, index[:1], offset[:, :1]), (x[0], index, offset[0, 0])):
+        got = chosen(*map(jnp.asarray, arguments))
+        np.testing.assert_array_equal(got, expected(*arguments))
+    with pytest.raises(ValueError, match=r"\(3, 5\).*\(4,\)"):
+        chosen(*map(jnp.asarray, (x, index, offset.ravel()[:4])))
+
+
+def test_arrays_of_operations_by_platform_are_of_one_shape():
+    x = jnp.ones(5)
     with pytest.raises(TypeError, match=r"elementwise: .*\(5,\) and \(\)"):
-        chosen(x, index, offset[0])
+        ieee_quotient(x, x[0])
 
 
 @pytest.mark.devices(2)

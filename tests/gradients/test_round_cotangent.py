@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qtoolkit import Stochastic, round_cotangent, round_to_format
+from qtoolkit import BlockFormat, Stochastic, fake_quantize, round_cotangent, round_to_format
 from qtoolkit.casts import DETERMINISTIC, SATURATIONS
 
 COTANGENT = np.asarray([1.037, 1e-4, -3e-3, 1000.0, 1e6, 1e-12], np.float32)
@@ -177,6 +177,15 @@ def test_zero_cotangents_stay_exact_zeros():
     x = jnp.ones(4, jnp.float32)
     (got,) = jax.vjp(lambda x: round_cotangent(x, "e5m2", scaling="tensor"), x)[1](0 * x)
     np.testing.assert_array_equal(got, np.zeros(4))
+
+
+@pytest.mark.parametrize("spec", ["mxfp8_e5m2", BlockFormat.token("e4m3fn")])
+def test_a_block_format_has_scales_of_its_own(spec):
+    c = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
+    (got,) = jax.vjp(lambda x: round_cotangent(x, spec), c)[1](c)
+    np.testing.assert_array_equal(got, fake_quantize(c, spec))
+    with pytest.raises(ValueError, match="which has scales of its own; leave it out"):
+        round_cotangent(c, spec, scaling="tensor")
 
 
 def test_errors(x):

@@ -162,7 +162,7 @@ def test_errors():
     ):
         hadamard_transform(x, block=32)
     with pytest.raises(
-        ValueError, match=r"axis=2 of an array of shape \(4, 48\), expected -2 to 1"
+        ValueError, match=r"axis 2 of x, an array of shape \(4, 48\), expected -2 to 1"
     ):
         hadamard_transform(x, axis=2)
     with pytest.raises(ValueError, match=r"shape \(\), expected an array with an axis"):
