@@ -18,6 +18,7 @@ from flax import nnx
 
 import qtoolkit as qt
 from qtoolkit import gradients, onnx, openvino, optim, pypto, scaling
+from qtoolkit.casts.internal import exact_float32
 from qtoolkit.pypto import CastMode
 
 ROWS, COLUMNS = 32, 64
@@ -242,7 +243,9 @@ def scale_of_1_1(key, shape, dtype):
 
 
 def applied(layer, x):
-    return wide(layer.init_with_output(jax.random.key(0), x)[0])
+    """`init_with_output` would not do: linen layers round nothing while they are initialized."""
+    variables = layer.init(jax.random.key(0), x)
+    return wide(layer.apply(variables, x))
 
 
 LINEAR = of_nnx(nnx.Linear, COLUMNS, COLUMNS)
@@ -345,7 +348,53 @@ OPERATORS = {
         pypto.cast(x, "DT_FP32", CastMode.CAST_FLOOR, extended=True)
     ),
 }
-EXACT = {**CASTS, **SCALING, **GRADIENTS, **PRODUCTS, **FLAX, **OPTIM, **OPERATORS}
+
+
+def data(x):
+    """Numbers that are known where x gives the parameters by which they are rounded."""
+    return jnp.asarray(np.random.default_rng(5).normal(size=(8, COLUMNS)), x.dtype)
+
+
+def positive(x, rows=1):
+    """Scales that are made of x in the same jit."""
+    return jnp.abs(x[:rows]) + x.dtype.type(0.125)
+
+
+ROWWISE = qt.BlockFormat(element="int8", block=(1, 1))
+PARAMETERS = {
+    "fake_convert by parameters": lambda x: wide(
+        qt.fake_convert(data(x), positive(x), x[:1], fmt="e5m2")
+    ),
+    "lsq by parameters": lambda x: wide(gradients.lsq(data(x), positive(x), "int8")),
+    "lsq_plus by parameters": lambda x: wide(
+        gradients.lsq_plus(data(x), positive(x), x[:1], "int4")
+    ),
+    "pact by parameters": lambda x: wide(gradients.pact(data(x), positive(x), 4)),
+    "equalize by parameters": lambda x: [
+        wide(y) for y in scaling.equalize(data(x), data(x), positive(x)[0], w_axis=1)
+    ],
+    "quantize by parameters": lambda x: jax.tree.leaves(
+        qt.quantize(data(x), ROWWISE, scale=exact_float32(positive(x, 8)))
+    ),
+    "openvino.fake_convert by parameters": lambda x: wide(
+        openvino.fake_convert(data(x), positive(x), x[:1])
+    ),
+    "openvino.fake_convert by parameters, core": lambda x: wide(
+        openvino.fake_convert(data(x), positive(x), x[:1], arithmetic="openvino")
+    ),
+    "onnx.quantize_linear by parameters": lambda x: onnx.quantize_linear(
+        data(x), positive(x)[0], axis=1
+    ),
+    "onnx.dequantize_linear by parameters": lambda x: wide(
+        onnx.dequantize_linear(onnx.cast(data(x), "INT8"), positive(x)[0], axis=1)
+    ),
+    "dot_general by parameters": lambda x: wide(qt.dot_general(
+        jnp.eye(x.shape[0], dtype=x.dtype), x, MATMUL
+    )),
+}  # fmt: skip
+EXACT = {
+    **CASTS, **SCALING, **GRADIENTS, **PRODUCTS, **FLAX, **OPTIM, **OPERATORS, **PARAMETERS
+}  # fmt: skip
 # What sums many terms of which none is exact: a program may add them in another order.
 SUMS = {
     "sqnr_db": lambda x: scaling.sqnr_db(x, qt.fake_quantize(x, "e4m3fn")),

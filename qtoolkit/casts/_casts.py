@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from qtoolkit.casts._bits import check_holds, codes_from_dtype, dtype_from_codes
+from qtoolkit.casts._linear import linear_in_dtype
 from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._order import inside, widened
 from qtoolkit.casts._projection import NEAREST, Projection, projection_of
@@ -355,7 +356,8 @@ def _cast_jvp(fmt: Format, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     y = _cast(x, projection, fmt)
     wide = x.astype(jnp.float64) if fmt.dtype == jnp.float64 else widened(x)
     is_inside = inside(wide, float(fmt.lowest), float(fmt.max_finite))
-    return y, jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot)).astype(fmt.dtype)
+    y_dot = jnp.where(is_inside, x_dot, jnp.zeros_like(x_dot))
+    return y, linear_in_dtype(y_dot, y.dtype)
 
 
 _cast_jitted = jax.jit(_cast, static_argnums=2)

@@ -98,7 +98,9 @@ class _InDtype:
     dtype: DTypeLike
 
     def __call__(self, residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-        return in_dtype(widened(x), self.dtype)
+        wide = widened(x)
+        is_float64 = jnp.float64 in (wide.dtype, self.dtype)
+        return wide.astype(self.dtype) if is_float64 else in_dtype(wide, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

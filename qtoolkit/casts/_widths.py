@@ -63,23 +63,26 @@ def _differentiable_product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array,
 def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool = True) -> jax.Array:
     """`coefficient * x` in the dtype of `x`. It and its transpose are rounded whatever XLA fuses.
 
+    Where `x`, a tangent or a cotangent, is 0, the product is 0 whatever the coefficient: a NaN in
+    an element that the loss does not see leaves the gradient of a scale alone.
+
     Args:
       coefficient: Broadcasts to the shape of `x`.
-      zero_absorbs: Whether 0 times an infinity or a NaN is 0, as slopes have it: what is cut off
-        has no gradient. Otherwise it is NaN.
+      zero_absorbs: Whether a coefficient of 0 makes 0 of infinities and NaNs, too, as slopes have
+        it: what is cut off has no gradient. Otherwise the product is NaN.
     """
     coefficient = jnp.broadcast_to(coefficient, x.shape)
-    multiply = _absorbing_product if zero_absorbs else _ieee_product
+    multiply = _absorbing_product if zero_absorbs else _visible_product
     return linear_with_transpose(multiply, multiply, (coefficient,), x)
 
 
-def _ieee_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-    return differentiable_product(*residuals, x)
+def _visible_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, jnp.zeros_like(x), differentiable_product(*residuals, x))
 
 
 def _absorbing_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     (coefficient,) = residuals
-    return jnp.where(coefficient == 0, jnp.zeros_like(x), _ieee_product(residuals, x))
+    return jnp.where(coefficient == 0, jnp.zeros_like(x), _visible_product(residuals, x))
 
 
 @jax.custom_jvp

@@ -18,6 +18,7 @@ from qtoolkit.casts.internal import (
     cast_for,
     codes_of,
     dtype_from_codes,
+    linear_product,
     product,
     quotient,
     round_values,
@@ -460,4 +461,6 @@ def _scaled(x: jax.Array, scale: jax.Array, is_power: bool) -> jax.Array:
 @_scaled.defjvp
 def _scaled_jvp(is_power: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, scale_dot) = primals, tangents
-    return _scaled(x, scale, is_power), x_dot * scale + x * scale_dot
+    by_x = linear_product(scale, x_dot, zero_absorbs=False)
+    by_scale = linear_product(x, jnp.broadcast_to(scale_dot, x.shape), zero_absorbs=False)
+    return _scaled(x, scale, is_power), by_x + by_scale

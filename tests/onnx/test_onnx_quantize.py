@@ -294,6 +294,14 @@ def test_gradients_of_dequantize_linear_are_the_formula_s():
     assert slope == 3
 
 
+def test_an_element_that_the_loss_does_not_see_leaves_the_gradient_of_the_scale_alone():
+    """A NaN under a cotangent of 0, as behind a mask; but an infinite cotangent is not lost."""
+    x = jnp.asarray([1, jnp.nan, 0], jnp.float8_e4m3fn)
+    _, back = jax.vjp(lambda s: dequantize_linear(x, s), jnp.float32(0.5))
+    assert back(jnp.array([3.0, 0.0, 1.0]))[0] == 3
+    assert jnp.isnan(back(jnp.array([3.0, 0.0, jnp.inf]))[0])
+
+
 @pytest.mark.parametrize("name", ["INT8", "UINT16", "FLOAT8E5M2"])
 def test_derivatives_of_quantize_linear_raise(name):
     zero = np.zeros((), DTYPES[name])

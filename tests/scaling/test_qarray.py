@@ -274,3 +274,17 @@ def test_an_infinite_cotangent_is_seen_in_the_gradient_of_the_scale():
     for bad, expected in cases:
         (gradient,) = back(jnp.array(bad, jnp.float32))
         np.testing.assert_array_equal(gradient, np.full(q.scale.shape, expected))
+
+
+def test_an_element_that_the_loss_does_not_see_leaves_the_gradient_of_the_scale_alone():
+    """A NaN under a cotangent of 0, as behind a mask; also in forward mode."""
+    q = qt.quantize(np.array([np.nan, 1.0, 2.0], np.float32), BlockFormat.tensor("e4m3fn"))
+
+    def masked(scale):
+        return jnp.where(jnp.arange(3) > 0, dataclasses.replace(q, scale=scale).dequantize(), 0)
+
+    expected = np.full(q.scale.shape, 3 / float(q.scale[0]))
+    by_scale = jax.grad(lambda scale: jnp.sum(masked(scale)))(q.scale)
+    np.testing.assert_allclose(by_scale, expected, rtol=2.0**-4)
+    _, dots = jax.jvp(masked, (q.scale,), (jnp.ones_like(q.scale),))
+    assert float(dots.sum()) == float(by_scale.sum())
