@@ -15,7 +15,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
@@ -38,29 +38,10 @@ from qtoolkit.checkpoints._storage import (
     storage,
 )
 
+if TYPE_CHECKING:  # its file loads JAX
+    from qtoolkit.checkpoints._work import Work
+
 Shard = tuple[int, int]
-
-
-class Work(Protocol):
-    """Produces the bytes of the tensors to write.
-
-    Attributes:
-      reports: One report for each tensor done so far.
-    """
-
-    reports: list[TensorReport]
-
-    def start(self, tensors: Sequence[TensorPlan]) -> None:
-        """Announces all tensors for which `chunks` will be called."""
-
-    def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, bytes) for these tensors, and adds to `reports`."""
-
-    def accepts(self, reports: Sequence[TensorReport]) -> bool:
-        """Whether a file whose tensors have these reports may be kept."""
-
-    def finish(self) -> None:
-        """Raises if `accepts` refused one of the files."""
 
 
 def check_shard(shard: Shard | None) -> None:
@@ -82,7 +63,7 @@ def write_folder(
     path: Path,
     source: Folder,
     plan: Plan,
-    work: Work,
+    work: "Work",
     report: Report,
     *,
     limit: int,
@@ -308,7 +289,7 @@ def _write(
     job: Mapping[str, Any],
     cut: Sequence[Sequence[TensorPlan]],
     plan: Plan,
-    work: Work,
+    work: "Work",
     shard: Shard | None,
 ) -> tuple[str, ...]:
     """Writes the files of a shard that are not there yet.
@@ -342,7 +323,7 @@ def _write_file(
     name: str,
     tensors: Sequence[TensorPlan],
     metadata: Mapping[str, str],
-    work: Work,
+    work: "Work",
     count: int,
 ) -> None:
     """Writes one file and then its record, which says that the file is complete.

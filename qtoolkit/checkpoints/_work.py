@@ -91,7 +91,7 @@ def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
 
 
 class Work:
-    """One conversion under way: the open source, the reports so far."""
+    """One conversion under way: the open source, and a report for each tensor done so far."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Work:
     def chunks(
         self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[str, Any]]:
-        """What is written for some tensors, a tensor after the other; then calls `finish`."""
+        """Yields (name, bytes) for some tensors, one after the other; then calls `finish`."""
         changed = (tensor for tensor in tensors if tensor.spec is not None)
         tasks = itertools.chain.from_iterable(map(self._tasks, changed))
         results = all_quantized(tasks, self._workers)
@@ -136,7 +136,7 @@ class Work:
         finish()
 
     def accepts(self, reports: Sequence[TensorReport]) -> bool:
-        """Whether weights with these reports may be written."""
+        """Whether a file whose tensors have these reports may be written or kept."""
         return not self._bad(reports)
 
     def _bad(self, reports: Sequence[TensorReport]) -> list[TensorReport]:
