@@ -17,10 +17,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints._container import Destination
 from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._job import difference, make_job, own_names
+from qtoolkit.checkpoints._limits import file_limit
 from qtoolkit.checkpoints._partial import PLAN, check_no_plan
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
@@ -59,31 +61,16 @@ def part_names(plan: Plan, source: Folder, limit: int, shard: Shard) -> tuple[li
     return names[shard[0] :: shard[1]], len(names)
 
 
-def write_folder(
-    path: Path,
-    source: Folder,
-    plan: Plan,
-    work: "Work",
-    report: Report,
-    *,
-    limit: int,
-    overwrite: bool,
-    shard: Shard | None,
-) -> Report:
+def write_folder(destination: Destination, source: Folder, work: "Work", report: Report) -> Report:
     """Writes a converted checkpoint, or one shard of its files.
 
-    The checkpoint appears at `path` only once it is complete.
+    The checkpoint appears only once it is complete: if there are shards, by `finalize`.
 
     Args:
-      path: The folder to write.
+      destination: The folder, and which part of it is written.
       source: Where the config and other files come from.
-      plan: The tensors to write.
-      work: Produces their bytes.
+      work: The plan of the tensors to write, and what makes their bytes.
       report: The report of the conversion, still without files and tensors.
-      limit: The size of a file in bytes, about.
-      overwrite: Whether a checkpoint of that name may be replaced.
-      shard: Which part of the files to write; `finalize` completes the checkpoint then. None: write
-        all files and complete the checkpoint.
 
     Returns:
       The report, with files and tensors.
@@ -94,8 +81,9 @@ def write_folder(
         is cleaned up instead: a CheckpointError in a run without shards that found no files of
         the same plan, since a rerun would raise it again.
     """
-    cut = shards(plan.tensors, limit)
-    job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
+    path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
+    cut = shards(work.plan.tensors, file_limit(destination.max_shard_size))
+    job = make_job(source, work.plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
     place = Place.of(path)
     own = own_names(job)
     with place.sweeping():
@@ -110,7 +98,7 @@ def write_folder(
         with _tidied(place, job, is_own=is_new and shard is None):
             if is_new:
                 _begin(place, there, job, overwrite)
-            resumed = _write(place, source, job, cut, plan, work, shard)
+            resumed = _write(place, source, job, cut, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
     return dataclasses.replace(
@@ -288,7 +276,6 @@ def _write(
     source: Folder,
     job: Mapping[str, Any],
     cut: Sequence[Sequence[TensorPlan]],
-    plan: Plan,
     work: "Work",
     shard: Shard | None,
 ) -> tuple[str, ...]:
@@ -312,30 +299,21 @@ def _write(
         if name in kept:
             work.reports += kept[name]
             continue
-        _write_file(place, job, name, tensors, plan.metadata, work, count)
+        _write_file(place, job, name, tensors, work)
     work.finish()
     return tuple(kept)
 
 
 def _write_file(
-    place: Place,
-    job: Mapping[str, Any],
-    name: str,
-    tensors: Sequence[TensorPlan],
-    metadata: Mapping[str, str],
-    work: "Work",
-    count: int,
+    place: Place, job: Mapping[str, Any], name: str, tensors: Sequence[TensorPlan], work: "Work"
 ) -> None:
-    """Writes one file and then its record, which says that the file is complete.
-
-    `count` is the number of shards.
-    """
+    """Writes one file and then its record, which says that the file is complete."""
     _check_under_way(place, job)
     outputs = placed(entry for tensor in tensors for entry in tensor.entries)
     file, done = join(place.content, name), len(work.reports)
     # Remove the old record first, so that no record describes a file that is half-written.
     storage(place.parts).remove(join(place.parts, f"{name}.json"))
-    write_safetensors(file, outputs, work.chunks(tensors), metadata, overwrite=True)
+    write_safetensors(file, outputs, work.chunks(tensors), work.plan.metadata, overwrite=True)
     reports = work.reports[done:]
     _check_under_way(place, job)
     if not work.accepts(reports):  # `work.finish` raises for it when all others are written
@@ -343,7 +321,7 @@ def _write_file(
         return
     record = {
         "made": job["made"],
-        "shards": count,
+        "shards": job["shards"] or 1,
         "bytes": place.size(name),
         "tensors": [dataclasses.asdict(report) for report in reports],
     }

@@ -1,10 +1,6 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
-from qtoolkit.checkpoints._container import (
-    check_destination,
-    check_holds,
-    layout_in,
-)
+from qtoolkit.checkpoints._container import Destination, check_holds, layout_in
 from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
 from qtoolkit.checkpoints._header import MisuseError, shown
 from qtoolkit.checkpoints._limits import byte_count, file_limit, worker_count
@@ -27,6 +23,7 @@ __all__ = [
     "AxisChoice",
     "ContainerName",
     "DequantizedSource",
+    "Destination",
     "Folder",
     "MisuseError",
     "Source",
@@ -34,7 +31,6 @@ __all__ = [
     "Stored",
     "StoredAs",
     "byte_count",
-    "check_destination",
     "check_holds",
     "check_quantized",
     "check_target",

@@ -1,9 +1,11 @@
 """The commands for checkpoints: convert, dequantize, finalize, inspect, layouts."""
 
 import contextlib
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -15,10 +17,10 @@ from qtoolkit.checkpoints.internal import (
     SCALINGS,
     AxisChoice,
     ContainerName,
+    Destination,
     Folder,
     Source,
     byte_count,
-    check_destination,
     check_holds,
     check_quantized,
     compiled,
@@ -276,22 +278,20 @@ def convert(
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
+        destination = Destination(
+            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        )
         if dry_run:
-            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(destination, options, shown_as)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
-                src,
-                dst,
-                to=to,
-                max_shard_size=max_shard_size,
+                **options,
+                **dataclasses.asdict(destination),
                 allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
-                shard=shard,
                 workers=workers,
                 max_memory=max_memory,
                 progress=callback,
-                **options,
             )
         _print_report(done, shown_as)
 
@@ -328,19 +328,16 @@ def dequantize(
     """
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
+        destination = Destination(
+            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        )
         if dry_run:
-            options = {"format": None, "keep_dtype": dtype}
-            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(destination, {"format": None, "keep_dtype": dtype}, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
-                src,
-                dst,
                 dtype=dtype,
-                to=to,
-                max_shard_size=max_shard_size,
-                overwrite=overwrite,
-                shard=shard,
+                **dataclasses.asdict(destination),
                 workers=workers,
                 max_memory=max_memory,
                 progress=callback,
@@ -386,7 +383,10 @@ def inspect(
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, quantized ones with their scales."""
-    with one_line_errors("nothing was changed"), _opened(src) as source:
+    with (
+        one_line_errors("nothing was changed"),
+        contextlib.closing(checkpoints.open_source(src)) as source,
+    ):
         if as_json:
             typer.echo(json.dumps(inspect_data(source, stats), indent=2))
             return
@@ -424,22 +424,8 @@ def layouts(
             typer.echo(line)
 
 
-@contextlib.contextmanager
-def _opened(src: str) -> Iterator[Source]:
-    source = checkpoints.open_source(src)
-    try:
-        yield source
-    finally:
-        source.close()
-
-
-@contextlib.contextmanager
-def _progress(title: str, quiet: bool) -> Iterator[Any]:
-    if quiet:
-        yield None
-        return
-    with progress(title) as callback:
-        yield callback
+def _progress(title: str, quiet: bool) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if quiet else progress(title)
 
 
 class _ShownAs(NamedTuple):
@@ -483,26 +469,18 @@ def _print_report(done: checkpoints.Report, shown_as: _ShownAs) -> None:
                     typer.echo(line)
 
 
-def _dry_run(
-    src: str,
-    dst: str,
-    options: dict[str, Any],
-    to: Any,
-    shard: tuple[int, int] | None,
-    max_shard_size: str | None,
-    overwrite: bool,
-    shown_as: _ShownAs,
-) -> None:
+def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _ShownAs) -> None:
     """Prints the plan that `make_plan` makes with these options."""
     if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
-    check_destination(src, dst, overwrite, to, shard, max_shard_size)
+    destination.check()
+    to, dst = destination.to, str(destination.dst)
     options["layout"] = layout_in(to, options.get("layout"))
-    with _opened(src) as opened:
+    with contextlib.closing(checkpoints.open_source(destination.src)) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
         check_holds(to, dst, plan, opened)
-        part = _part(opened, plan, shard, file_limit(max_shard_size))
+        part = _part(destination, opened, plan)
     if shown_as.quiet:
         return
     if shown_as.as_json:
@@ -513,11 +491,12 @@ def _dry_run(
         typer.echo(line)
 
 
-def _part(opened: Source, plan: checkpoints.Plan, shard: tuple[int, int] | None, limit: int) -> str:
+def _part(destination: Destination, opened: Source, plan: checkpoints.Plan) -> str:
     """The words for what a shard would write, for the summary of a plan; "" without a shard."""
+    shard = destination.shard
     if shard is None or not isinstance(opened, Folder):
         return ""
-    names, count = part_names(plan, opened, limit, shard)
+    names, count = part_names(plan, opened, file_limit(destination.max_shard_size), shard)
     listed = f": {', '.join(map(shown, names))}" if names else ""
     return f"{shard[0]}/{shard[1]} writes {len(names)} of {file_count(count)}{listed}"
 
