@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
+from qtoolkit.checkpoints._base import Source
+from qtoolkit.checkpoints._dequantized import dequantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import Progress, decibels
-from qtoolkit.checkpoints._source import Source, open_source
+from qtoolkit.checkpoints._source import open_source
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
@@ -101,7 +102,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     check_path(a, "a")
     check_path(b, "b")
     with opened(a) as first, opened(b) as second:
-        all_a, all_b = everything(first), everything(second)
+        all_a, all_b = first.everything, second.everything
         names = [name for name in all_a if name in all_b]
         if not names:
             raise CheckpointError(
@@ -141,11 +142,8 @@ def _compared(first: Source, second: Source, a: TensorInfo, b: TensorInfo) -> Te
     if a.dtype not in _FLOATS or b.dtype not in _FLOATS:
         equal = a.dtype == b.dtype and _same_bytes(first, second, a)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
-    stored = second.stored.get(name) if isinstance(second, DequantizedSource) else None
-    limits = None
-    if stored is not None:
-        assert isinstance(second, DequantizedSource)
-        limits = at_limits(stored, second.read_stored)
+    stored = second.stored.get(name)
+    limits = None if stored is None else at_limits(stored, second.read_stored)
     errors = _Errors(None if stored is None else _excess(stored))
     for start in range(0, a.size, _CHUNK):
         stop = min(start + _CHUNK, a.size)

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._folder import check_folder, check_nameable, check_paths
 from qtoolkit.checkpoints._header import CheckpointError, MisuseError, shown
 from qtoolkit.checkpoints._partial import reserved
 from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._safetensors import check_target, exists_already
-from qtoolkit.checkpoints._source import ORBAX_FILES, Source, is_orbax, kind_of_source
+from qtoolkit.checkpoints._source import ORBAX_FILES, is_orbax, kind_of_source
 from qtoolkit.checkpoints._storage import Path, check_path, check_writable, is_url, storage
 
 # Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".

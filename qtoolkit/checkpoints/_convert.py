@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._container import Destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._input_scales import InputScales
@@ -15,7 +16,7 @@ from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
-from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
+from qtoolkit.checkpoints._source import CONFIG, Folder, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import FormatLike, Rules, SpecLike
@@ -236,7 +237,7 @@ def _left(opened: Source, source: Source, plan: Plan, to: ContainerName) -> tupl
     and caches, which belonged to the codes that are gone.
     """
     written = {entry.name for tensor in plan.tensors for entry in tensor.entries}
-    scales = [name for name in getattr(source, "beside", ()) if name not in written]
+    scales = [name for name in source.beside if name not in written]
     if not isinstance(opened, Folder):
         return tuple(scales)
     config = [CONFIG] if opened.has_config else []

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source, StoredAs
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._saved import copied_parts, saved_arrays
-from qtoolkit.checkpoints._source import (
-    MODELOPT_CONFIG,
-    Folder,
-    Source,
-    StoredAs,
-    stored_as,
-)
-from qtoolkit.checkpoints._storage import Path, join
+from qtoolkit.checkpoints._source import MODELOPT_CONFIG, Folder
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
@@ -44,24 +39,19 @@ _OTHERS = (
 )
 
 
-class DequantizedSource:
+class DequantizedSource(Source):
     """A source in which every quantized weight is float32, under its own name.
 
     Attributes:
-      path, tensors, metadata: As in `Source`.
-      layout: The layout of the quantized weights, for messages.
-      stored: How each quantized weight is stored in `source`, by name.
-      stored_as: The same in short.
-      beside: What loaders keep beside the weights, such as input scales; no tensors of the model.
       source: The underlying, quantized source.
     """
 
     def __init__(self, source: Source, layout: str, stored: Mapping[str, Stored]) -> None:
-        self.path: Path = source.path
+        self.path = source.path
         self.metadata = source.metadata
-        self.config = getattr(source, "config", {})
+        self.config = source.config
         self.layout = layout
-        self.stored = dict(stored)
+        self.stored = stored
         self.stored_as = {
             name: StoredAs(weight.codes.dtype, sum(entry.nbytes for entry in weight.entries))
             for name, weight in stored.items()
@@ -73,8 +63,8 @@ class DequantizedSource:
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
         beside = set() if layout == "plain" else _entries_beside(stored)
-        self.tensors: dict[str, TensorInfo] = {}
-        self.beside: dict[str, TensorInfo] = {}
+        self.tensors = {}
+        self.beside = {}
         for name, info in source.tensors.items():
             if name in by_codes:
                 weight = by_codes[name]
@@ -94,7 +84,6 @@ class DequantizedSource:
         return Values(self.stored[name], self.source.read_into)
 
     def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` of an entry of a stored weight on."""
         self.source.read_into(name, start, buffer)
 
     def close(self) -> None:
@@ -199,7 +188,7 @@ def check_quantized(opened: Source) -> Source:
       CheckpointError: Nothing is quantized; or as in `dequantized`.
     """
     source = dequantized(opened)
-    if not stored_as(source):
+    if not source.stored_as:
         if copied := copied_parts(opened.metadata, opened.tensors, ()):
             raise CheckpointError(
                 f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
@@ -223,12 +212,6 @@ def _check_once(source: Source, stored: Mapping[str, Stored]) -> None:
                 f"{shown(weight.codes.name)}, expected one of them: loaders differ in which they "
                 "take; write the checkpoint again without the other"
             )
-
-
-def everything(source: Source) -> dict[str, TensorInfo]:
-    """The tensors of a source and what loaders keep beside them."""
-    beside = source.beside if isinstance(source, DequantizedSource) else {}
-    return {**source.tensors, **beside}
 
 
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:

@@ -142,7 +142,7 @@ def _check_replaceable(
         )
 
 
-def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
     new = {key: value for key, value in config.items() if key not in _CONFIGS}
     if isinstance(new.get("text_config"), dict):

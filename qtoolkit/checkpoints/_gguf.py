@@ -5,18 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import StoredAs
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
-from qtoolkit.checkpoints._source import StoredAs
 from qtoolkit.checkpoints._storage import File, Path, fill, naming
 
 
 class GgufFile(ArraySource):
-    """An open GGUF file; names are those of the file.
-
-    Attributes:
-      layout: "GGUF" where tensors are in blocks, else "".
-      stored_as: How those are stored.
+    """An open GGUF file; names are those of the file, the layout of blocks is called "GGUF".
 
     Raises:
       CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Closing
 from qtoolkit.checkpoints._storage import Input, Path, fill, naming
 
 Span = tuple[int, int]  # a part of a file: its first byte, and how many there are
 
 
-class ArraySource(Closing):
+class ArraySource(Source):
     """A source that reads pieces of the arrays whose place in a file is known.
 
     Any other array is made when it is read. The last of them is kept.
@@ -35,7 +35,7 @@ class ArraySource(Closing):
         spans: Mapping[str, Sequence[Span]] | None = None,
     ) -> None:
         self.path = path
-        self.metadata: dict[str, str] = {}
+        self.metadata = {}
         self.tensors = {
             name: _info(path, name, dtype, shape) for name, (dtype, shape) in described.items()
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._dequantized import folder_of
 from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
@@ -23,14 +24,7 @@ from qtoolkit.checkpoints._roles import (
     unused_patterns,
 )
 from qtoolkit.checkpoints._saved import copied_parts
-from qtoolkit.checkpoints._source import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    Folder,
-    Source,
-    layout_of,
-    stored_as,
-)
+from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import (
@@ -180,12 +174,10 @@ class _Planner:
         self.source = source
         self.layout = layout
         self.scaling = scaling
-        self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
-        self.roles = Roles(source.tensors, self.config, channel_axis)
+        self.roles = Roles(source.tensors, source.config, channel_axis)
         self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
         self.input_scales = input_scales
-        stored = getattr(source, "stored", {})
-        self.parts = copied_parts(source.metadata, source.tensors, stored)
+        self.parts = copied_parts(source.metadata, source.tensors, source.stored)
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
@@ -219,8 +211,8 @@ class _Planner:
             metadata=self._metadata(given, word, tensors),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
-            dequantizes=layout_of(self.source),
-            stored_as=stored_as(self.source),
+            dequantizes=self.source.layout,
+            stored_as=self.source.stored_as,
             caution=self.layout.caution(used, kept) if used else "",
         )
 
@@ -397,9 +389,8 @@ class _Planner:
         """A tensor that is not quantized: copied, or cast to another wide dtype."""
         is_cast = info.dtype in _SOURCES and info.name not in self.parts
         wanted = self.keep_dtype if is_cast else None
-        stored = getattr(self.source, "stored", {})
-        if wanted is None and info.name in stored:
-            wanted = model_dtype(self.config)
+        if wanted is None and info.name in self.source.stored:
+            wanted = model_dtype(self.source.config)
         if wanted is None or wanted == info.dtype:
             return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
         spec = BlockFormat.tensor(WIDE[wanted], scale=None)
@@ -418,7 +409,7 @@ class _Planner:
         if self.layout.name != "plain":
             about["layout"] = self.layout.name
         changed = {t.name for t in tensors if t.action != "keep"}
-        changed |= getattr(self.source, "stored", {}).keys()
+        changed |= self.source.stored.keys()
         metadata = remaining_arrays(self.source.metadata, changed)
         if self.layout.linear_only:
             metadata["format"] = "pt"  # transformers asks for it
@@ -429,8 +420,7 @@ class _Planner:
 
 
 def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    config = getattr(source, "config", None)
-    if format is None or not config or _DIFFUSERS in config:
+    if format is None or not source.config or _DIFFUSERS in source.config:
         return "plain"
     loaded = LAYOUTS["compressed-tensors"]
     for target in _formats(format) if isinstance(format, Rules) else [format]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qtoolkit.checkpoints import _safetensors as files
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
+from qtoolkit.checkpoints._dequantized import dequantized
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._qarrays import qarray_of
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
@@ -424,9 +424,9 @@ def _of_folder(folder: Folder, wanted: Collection[str] | None) -> dict[str, Any]
         folder.read_into(entry.name, 0, data.data)
         return data
 
-    weights = source.stored if isinstance(source, DequantizedSource) else {}
+    weights = source.stored
     found: dict[str, Any] = {}
-    for name in everything(source) if wanted is None else {*source.tensors, *wanted}:
+    for name in source.everything if wanted is None else {*source.tensors, *wanted}:
         array = qarray_of(weights[name], read, "float32") if name in weights else None
         if array is not None:
             found[name] = array

@@ -9,10 +9,11 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import (
     DTYPE_OF,
     CheckpointError,
@@ -35,20 +36,7 @@ from qtoolkit.checkpoints._storage import (
 )
 
 
-class Closing:
-    """A context manager that calls its own `close` at the end of the `with`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class SafetensorsFile(Closing):
+class SafetensorsFile(Source):
     """An open safetensors file, its header read and checked. A context manager.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Source`, the one interface to read checkpoints of any container. No JAX here."""
+"""Folders as Hugging Face has them, and `open_source`, which opens any container. No JAX here."""
 
 import contextlib
 import glob
@@ -6,18 +6,14 @@ import json
 import os
 import re
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import (
-    MAX_HEADER_BYTES,
-    CheckpointError,
-    TensorInfo,
-    shown,
-)
+from qtoolkit.checkpoints._base import Source
+from qtoolkit.checkpoints._header import MAX_HEADER_BYTES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._partial import old_name, plan_in
-from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._storage import Kind, Path, check_path, is_url, join, read_file, storage
 
 INDEX = "model.safetensors.index.json"
@@ -40,44 +36,7 @@ _WEIGHTS = re.compile(
 )
 
 
-class Source(Protocol):
-    """An open checkpoint. Threads may read it at the same time.
-
-    Attributes:
-      path: As given.
-      tensors: Its tensors by name, in the order of the data; `start` and `stop` mean nothing here.
-      metadata: The strings that it holds beside tensors.
-    """
-
-    path: Path
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
-
-    def close(self) -> None: ...
-
-
-class StoredAs(NamedTuple):
-    """How a tensor lies in its file: the dtype of its codes or blocks; bytes, with its scales."""
-
-    dtype: str
-    nbytes: int
-
-
-def stored_as(source: Source) -> Mapping[str, StoredAs]:
-    """How those tensors are stored that are quantized, of which `source.tensors` has the values."""
-    found: Mapping[str, StoredAs] = getattr(source, "stored_as", {})
-    return found
-
-
-def layout_of(source: Source) -> str:
-    """The layout of those tensors; "" where none is quantized."""
-    return str(getattr(source, "layout", ""))
-
-
-class Folder(Closing):
+class Folder(Source):
     """An open folder as Hugging Face has them: safetensors files, an index, `config.json`.
 
     Attributes:

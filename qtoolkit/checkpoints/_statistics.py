@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo
-from qtoolkit.checkpoints._source import Source
 
 _CHUNK = 2**20
 

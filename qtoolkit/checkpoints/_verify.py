@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
-from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._tiles import Read
@@ -107,18 +106,16 @@ class _Check:
 
     def __init__(self, source: Source, target: Source) -> None:
         self.problems: list[str] = []
-        self.stored: Mapping[str, Stored] = {}
+        self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
         self._source, self._target = source, target
-        self.everything = everything(target)
+        self.everything = target.everything
         self._seconds: dict[str, bytes] = {}
         self._amaxes: dict[bytes, float] = {}
-        if isinstance(target, DequantizedSource):
-            self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
-            for name, weight in self.stored.items():
-                if weight.second is not None:
-                    data = bytearray(weight.second.nbytes)
-                    target.read_stored(weight.second.name, 0, memoryview(data))
-                    self._seconds[name] = bytes(data)
+        for name, weight in self.stored.items():
+            if weight.second is not None:
+                data = bytearray(weight.second.nbytes)
+                target.read_stored(weight.second.name, 0, memoryview(data))
+                self._seconds[name] = bytes(data)
 
     def tensor(self, name: str) -> None:
         """Compares a tensor of the source; at most one problem of it is named."""
@@ -133,7 +130,7 @@ class _Check:
             reader = functools.partial(self._reader, name)
             tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
             again = entries(stored, all_quantized(tasks), Sums())
-            self._differences(name, again, self._read_stored)
+            self._differences(name, again, self._target.read_stored)
         elif found.dtype == info.dtype:
             self._differences(name, self._copied(name), self._target.read_into)
         elif info.dtype in _WIDE and found.dtype in _WIDE:
@@ -148,7 +145,6 @@ class _Check:
         used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
         scale then.
         """
-        assert isinstance(self._target, DequantizedSource)
         stored = self.stored[name]
         if self._target.layout in LAYOUTS:
             spec = LAYOUTS[self._target.layout].computed(stored.spec)
@@ -157,17 +153,13 @@ class _Check:
         spec = stored.spec
         if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
             return stored
-        if np.nanmin(Values(stored, self._read_stored).scales(), initial=np.inf) != least:
+        if np.nanmin(Values(stored, self._target.read_stored).scales(), initial=np.inf) != least:
             return stored
         spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
         return dataclasses.replace(stored, spec=spec)
 
     def _problem(self, name: str, what: str) -> None:
         self.problems.append(f"{shown(name)}: {what}")
-
-    def _read_stored(self, name: str, start: int, buffer: memoryview) -> None:
-        assert isinstance(self._target, DequantizedSource)
-        self._target.read_stored(name, start, buffer)
 
     def _differences(
         self,

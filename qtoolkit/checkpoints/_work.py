@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Progress, TensorReport
-from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.checkpoints._tiles import Read
 from qtoolkit.checkpoints._workers import Workers

@@ -6,7 +6,7 @@ import math
 import operator
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints import (
@@ -19,18 +19,15 @@ from qtoolkit.checkpoints import (
     TensorPlan,
 )
 from qtoolkit.checkpoints.internal import (
-    DequantizedSource,
     Source,
     Statistics,
     Stored,
     StoredAs,
     dequantized,
     join,
-    layout_of,
     read_json,
     shown,
     statistics,
-    stored_as,
 )
 from qtoolkit.cli._errors import printable
 
@@ -315,16 +312,15 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
 
 def _saved(source: Source, tensor: TensorInfo) -> StoredAs:
     """How a tensor lies in the file: as it is, but for GGUF, whose blocks are read as float32."""
-    return stored_as(source).get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
+    return source.stored_as.get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
 
 
-def _quantized_weights(source: Source) -> dict[str, Stored]:
+def _quantized_weights(source: Source) -> Mapping[str, Stored]:
     """The quantized weights of a source, by name; empty if it uses a layout that is not read."""
     try:
-        wide = dequantized(source)
+        return dequantized(source).stored
     except CheckpointError:
         return {}
-    return wide.stored if isinstance(wide, DequantizedSource) else {}
 
 
 def _scales(weight: Stored) -> str:
@@ -350,9 +346,9 @@ def inspect_summary(source: Source) -> list[str]:
     except CheckpointError as error:
         lines.append(f"not readable as quantized: {printable(str(error))}")
     else:
-        if quantized := stored_as(wide):
+        if wide.stored_as:
             lines.append(
-                f"layout {layout_of(wide)}: {tensor_count(len(quantized))} quantized; "
+                f"layout {wide.layout}: {tensor_count(len(wide.stored_as))} quantized; "
                 "`qtoolkit dequantize` writes what they stand for"
             )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
