@@ -9,9 +9,10 @@ import numpy as np
 
 from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._dequantized import dequantized
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._report import Progress, decibels
 from qtoolkit.checkpoints._source import open_source
+from qtoolkit.checkpoints._statistics import floats
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
@@ -148,8 +149,8 @@ def _compared(first: Source, second: Source, a: TensorInfo, b: TensorInfo) -> Te
     for start in range(0, a.size, _CHUNK):
         stop = min(start + _CHUNK, a.size)
         errors.add(
-            _floats(first, a, start, stop),
-            _floats(second, b, start, stop),
+            floats(first, a, start, stop),
+            floats(second, b, start, stop),
             None if limits is None else _limits(limits, start, stop),
         )
     return TensorComparison(
@@ -217,14 +218,6 @@ def _excess(stored: Stored) -> float:
         values = np.unique(element.values())
         step = float(values[-1] - values[-2])
     return 1 + step / 2 / largest
-
-
-def _floats(source: Source, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-    dtype = NUMPY_DTYPES[info.dtype]
-    data = np.empty(stop - start, dtype)
-    source.read_into(info.name, start * dtype.itemsize, data.view(np.uint8).data)
-    with np.errstate(invalid="ignore"):  # signaling NaNs
-        return data.astype(np.float64)
 
 
 def _limits(limits: Values, start: int, stop: int) -> np.ndarray:

@@ -10,18 +10,16 @@ from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
+from qtoolkit.checkpoints._engine import Sums, quantized
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
 from qtoolkit.checkpoints._report import Progress
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
-from qtoolkit.checkpoints._tiles import Read
-from qtoolkit.checkpoints._work import entries, tasks_of
+from qtoolkit.checkpoints._work import copied, entries, reader, shared_amax, tasks_of
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 
-_COPY = 2**22
 _WIDE = ("F32", "F16", "BF16")
 
 
@@ -127,12 +125,12 @@ class _Check:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
             stored = self._written(name)
-            reader = functools.partial(self._reader, name)
-            tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
+            amax = functools.partial(self._shared_amax, name)
+            tasks = tasks_of(self._source, info, stored, amax)
             again = entries(stored, all_quantized(tasks), Sums())
             self._differences(name, again, self._target.read_stored)
         elif found.dtype == info.dtype:
-            self._differences(name, self._copied(name), self._target.read_into)
+            self._differences(name, copied(self._source, info), self._target.read_into)
         elif info.dtype in _WIDE and found.dtype in _WIDE:
             self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
         else:
@@ -185,23 +183,11 @@ class _Check:
                 )
                 return
 
-    def _reader(self, name: str, offset: int = 0) -> Read:
-        def read(start: int, buffer: memoryview) -> None:
-            self._source.read_into(name, offset + start, buffer)
-
-        return read
-
-    def _copied(self, name: str) -> Iterator[tuple[str, np.ndarray]]:
-        size = self._source.tensors[name].nbytes
-        for start in range(0, size, _COPY):
-            data = np.empty(min(_COPY, size - start), np.uint8)
-            self._source.read_into(name, start, data.data)
-            yield name, data
-
     def _rounded(self, name: str, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         info = self._source.tensors[name]
         spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[dtype]), scale=None)
-        _, pieces = quantized(self._reader(name), info.shape, info.dtype, spec, sums=Sums())
+        read = reader(self._source, name)
+        _, pieces = quantized(read, info.shape, info.dtype, spec, sums=Sums())
         for piece in pieces:
             yield name, piece.codes
 
@@ -211,9 +197,7 @@ class _Check:
         if second is None or len(second) > 4:
             return None  # no second scale, or one for each expert, which is not shared
         if second not in self._amaxes:
-            self._amaxes[second] = max(
-                amax_of(self._reader(other), info.shape, info.dtype)
-                for other, info in self._source.tensors.items()
-                if self._seconds.get(other) == second
-            )
+            infos = self._source.tensors.values()
+            sharing = (info for info in infos if self._seconds.get(info.name) == second)
+            self._amaxes[second] = shared_amax(self._source, sharing)
         return self._amaxes[second]

@@ -15,7 +15,7 @@ from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Progress, TensorReport
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.checkpoints._tiles import Read
-from qtoolkit.checkpoints._workers import Workers
+from qtoolkit.checkpoints._workers import ALONE, Workers
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
@@ -26,23 +26,38 @@ _INFINITIES = {
 }
 
 
-def tasks_of(
-    reader: Callable[[int], Read],
-    info: TensorInfo,
-    stored: Stored,
-    tensor_amax: Callable[[], float | None],
-) -> Iterator[Task]:
-    """What is quantized for a weight: each of its matrices.
+def reader(source: Source, name: str, offset: int = 0) -> Read:
+    """What `quantized` reads by: a tensor from byte `offset` on."""
 
-    Args:
-      reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
-      info: The weight in the source.
-      stored: How it is written.
-      tensor_amax: Gives that of `quantized`.
-    """
+    def read(start: int, buffer: memoryview) -> None:
+        source.read_into(name, offset + start, buffer)
+
+    return read
+
+
+def copied(source: Source, info: TensorInfo) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, the next bytes) of a tensor as it is."""
+    for start in range(0, info.nbytes, _COPY):
+        data = np.empty(min(_COPY, info.nbytes - start), np.uint8)
+        source.read_into(info.name, start, data.data)
+        yield info.name, data
+
+
+def shared_amax(source: Source, infos: Iterable[TensorInfo], workers: Workers = ALONE) -> float:
+    """The largest magnitude in weights that share a second scale."""
+    return max(
+        amax_of(reader(source, info.name), info.shape, info.dtype, workers=workers)
+        for info in infos
+    )
+
+
+def tasks_of(
+    source: Source, info: TensorInfo, stored: Stored, tensor_amax: Callable[[], float | None]
+) -> Iterator[Task]:
+    """What is quantized for a weight, which is written as `stored`: each of its matrices."""
     count, rows, columns = stored.matrices
     for matrix in range(count):
-        read = reader(matrix * (info.nbytes // count))
+        read = reader(source, info.name, matrix * (info.nbytes // count))
         yield Task(read, (rows, columns), info.dtype, stored.spec, tensor_amax)
 
 
@@ -158,12 +173,10 @@ class Work:
         )
 
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
-        size, sums = tensor.source.nbytes, Sums()
-        for start in range(0, size, _COPY):
-            data = np.empty(min(_COPY, size - start), np.uint8)
-            self.source.read_into(tensor.name, start, data.data)
+        sums = Sums()
+        for name, data in copied(self.source, tensor.source):
             sums.nonfinite += _nonfinite_count(data, tensor.source.dtype)
-            yield tensor.name, data
+            yield name, data
         self._report(tensor, sums)
 
     def _tasks(self, tensor: TensorPlan) -> Iterable[Task]:
@@ -171,10 +184,9 @@ class Work:
         info = tensor.source
         if tensor.stored is None:
             assert tensor.spec is not None
-            return [Task(self._reader(tensor), info.shape, info.dtype, tensor.spec)]
-        reader = functools.partial(self._reader, tensor)
+            return [Task(reader(self.source, info.name), info.shape, info.dtype, tensor.spec)]
         amax = functools.partial(self._group_amax, tensor.group)
-        return tasks_of(reader, info, tensor.stored, amax)
+        return tasks_of(self.source, info, tensor.stored, amax)
 
     def _made(
         self, tensor: TensorPlan, results: Iterator[Result]
@@ -191,24 +203,10 @@ class Work:
             sums.add(result.sums)
         self._report(tensor, sums)
 
-    def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
-        def read(start: int, buffer: memoryview) -> None:
-            self.source.read_into(tensor.name, offset + start, buffer)
-
-        return read
-
     def _group_amax(self, group: str) -> float | None:
-        """The largest magnitude in the weights that share a second scale."""
         if group and group not in self._amaxes:
-            self._amaxes[group] = max(
-                amax_of(
-                    self._reader(tensor),
-                    tensor.source.shape,
-                    tensor.source.dtype,
-                    workers=self._workers,
-                )
-                for tensor in self._groups[group]
-            )
+            infos = [tensor.source for tensor in self._groups[group]]
+            self._amaxes[group] = shared_amax(self.source, infos, self._workers)
         return self._amaxes.get(group)
 
     def _report(self, tensor: TensorPlan, sums: Sums) -> None:
