@@ -11,6 +11,7 @@ from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import exists_already
 from qtoolkit.checkpoints._source import is_under_way, weight_files
 from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
+from qtoolkit.checkpoints.layouts._layout import WIDE
 
 # Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
 # refuses to remove anything else.
@@ -22,7 +23,6 @@ _BESIDE_WEIGHTS = re.compile(
     r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
 )
 _CONFIGS = ("quantization_config", "compression_config")
-_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
@@ -153,12 +153,12 @@ def new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     wide = {
         tensor.dtype
         for tensor in plan.tensors
-        if tensor.action == "cast" or (only_wide and tensor.dtype in _DTYPE_NAMES)
+        if tensor.action == "cast" or (only_wide and tensor.dtype in WIDE)
     }
     for part in (new, new.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if len(wide) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
-                part[key] = _DTYPE_NAMES[next(iter(wide))]
+                part[key] = WIDE[next(iter(wide))].name
     if plan.quantization_config:
         new["quantization_config"] = dict(plan.quantization_config)
     return new

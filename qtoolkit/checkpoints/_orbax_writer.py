@@ -16,6 +16,7 @@ from jax.tree_util import DictKey, SequenceKey
 from qtoolkit.checkpoints._container import check_orbax_folder
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._orbax import LISTS_KEY, Tree, TreePath, quiet, tree_paths
+from qtoolkit.checkpoints._partial import check_no_shards
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -64,7 +65,7 @@ def write_orbax(
     place = Place.of(path)
     with naming(path, place.parts), place.locked(shared=False):
         check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
-        place.check_no_shards(overwrite)
+        check_no_shards(place.parts, path, overwrite)
         place.clear()
         try:
             scratch = os.path.join(place.parts, _SCRATCH)

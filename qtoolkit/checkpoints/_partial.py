@@ -26,7 +26,7 @@ from qtoolkit.checkpoints._storage import Path, join, naming, read_file
 PARTIAL = ".qtoolkit-partial"
 PLAN = "plan.json"
 _PLAN_KEYS = {"made", "files", "copied", "json", "report"}
-_MAX_PLAN = 2**30
+_MAX_JSON = 2**30
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _LONGEST = 200  # bytes of a name, so that there is room for more
@@ -69,13 +69,19 @@ def plan_in(parts: Path) -> dict[str, Any] | None:
     """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
 
     Raises:
-      CheckpointError, OSError: It cannot be read.
+      OSError: It cannot be read.
     """
+    plan = json_in(join(parts, PLAN))
+    return plan if plan is not None and plan.keys() >= _PLAN_KEYS else None
+
+
+def json_in(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of ours; None where there is none, or half of one."""
     try:
-        value = json.loads(read_file(join(parts, PLAN), _MAX_PLAN))
+        value = json.loads(read_file(path, _MAX_JSON))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return value if isinstance(value, dict) and value.keys() >= _PLAN_KEYS else None
+    return value if isinstance(value, dict) else None
 
 
 def check_no_shards(parts: str, path: object, overwrite: bool) -> None:

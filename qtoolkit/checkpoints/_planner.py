@@ -28,7 +28,6 @@ from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import (
-    WIDE,
     dtype_of,
     model_dtype,
     resolve_target,
@@ -38,11 +37,10 @@ from qtoolkit.checkpoints._targets import (
     word_of,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
-_SOURCES = ("F32", "F16", "BF16")
 _OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names of layers
 _DIFFUSERS = "_class_name"  # in config.json of its models
 
@@ -295,7 +293,7 @@ class _Planner:
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
         if info.name in self.parts and (is_plain or fmt is None):
             return None, "of a quantized array that is copied"
-        if position is None and info.dtype not in (*_SOURCES, "F64"):
+        if position is None and info.dtype not in (*WIDE, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
@@ -324,7 +322,7 @@ class _Planner:
             raise self._error(
                 info, "of a quantized array, which rules cannot quantize again; leave it out"
             )
-        if info.dtype not in _SOURCES:
+        if info.dtype not in WIDE:
             raise self._error(
                 info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
             )
@@ -387,7 +385,7 @@ class _Planner:
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
         """A tensor that is not quantized: copied, or cast to another wide dtype."""
-        is_cast = info.dtype in _SOURCES and info.name not in self.parts
+        is_cast = info.dtype in WIDE and info.name not in self.parts
         wanted = self.keep_dtype if is_cast else None
         if wanted is None and info.name in self.source.stored:
             wanted = model_dtype(self.source.config)

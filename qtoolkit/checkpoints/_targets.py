@@ -5,12 +5,11 @@ from typing import Any
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, MisuseError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, scaling_of, spelling
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, WIDE, scaling_of, spelling
 from qtoolkit.formats import (
     BFLOAT16,
     BLOCK_FORMATS,
     FLOAT16,
-    FLOAT32,
     FORMATS,
     BlockFormat,
     Format,
@@ -19,7 +18,6 @@ from qtoolkit.formats import (
 )
 from qtoolkit.formats import format as resolve
 
-WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)

@@ -17,10 +17,9 @@ from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._work import copied, entries, reader, shared_amax, tasks_of
 from qtoolkit.checkpoints.layouts import LAYOUTS
+from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
-
-_WIDE = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ class _Check:
             self._differences(name, again, self._target.read_stored)
         elif found.dtype == info.dtype:
             self._differences(name, copied(self._source, info), self._target.read_into)
-        elif info.dtype in _WIDE and found.dtype in _WIDE:
+        elif info.dtype in WIDE and found.dtype in WIDE:
             self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
         else:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")

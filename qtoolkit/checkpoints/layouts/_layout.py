@@ -9,17 +9,18 @@ from typing import Any
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry
 from qtoolkit.formats import (
+    BFLOAT16,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
     E5M2FNUZ,
+    FLOAT16,
     FLOAT32,
     INT8,
     BlockFormat,
     FloatFormat,
     Format,
 )
-from qtoolkit.formats import format as resolve
 
 Tensors = Mapping[str, TensorInfo]
 BLOCK = (128, 128)
@@ -155,11 +156,6 @@ def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
 
 
-def matrix_of(info: TensorInfo) -> tuple[int, int, int]:
-    rows, columns = info.shape
-    return 1, rows, columns
-
-
 def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
     """Raises where blocks would not fill a matrix.
 
@@ -185,15 +181,8 @@ BYTE_ELEMENTS: dict[str, Format] = {
     "I8": INT8,
 }
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
-FLOAT_SCALES = ("F32", "BF16", "F16")
-_SCALE_FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-def scale_format(dtype: str) -> FloatFormat:
-    """The format of scales that are stored as F32, BF16 or F16."""
-    fmt = resolve(_SCALE_FORMATS[dtype])
-    assert isinstance(fmt, FloatFormat)
-    return fmt
+WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
+FLOAT_SCALES = tuple(WIDE)
 
 
 def read_bytes_weight(
@@ -210,7 +199,7 @@ def read_bytes_weight(
     matrices, layout = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
     spec = BlockFormat(
         element=BYTE_ELEMENTS[codes.dtype],
-        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else scale_format(scale.dtype),
+        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else WIDE[scale.dtype],
         **layout,
     )
     return Stored(
@@ -326,32 +315,3 @@ def _batched_channels(
 def entry_beside(name: str, suffix: str) -> str:
     """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
     return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
-
-
-__all__ = [
-    "BLOCK",
-    "BYTE_DTYPES",
-    "BYTE_ELEMENTS",
-    "FLOAT_SCALES",
-    "SCALINGS",
-    "Entry",
-    "Layout",
-    "Packing",
-    "Scheme",
-    "Stored",
-    "Tensors",
-    "block_counts",
-    "by_block",
-    "by_channel",
-    "by_tensor",
-    "check_block",
-    "check_divisible",
-    "check_entry",
-    "entry_beside",
-    "matrix_of",
-    "read_bytes_weight",
-    "read_groups",
-    "scale_format",
-    "scaling_of",
-    "spelling",
-]
