@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from qtoolkit.checkpoints._header import TensorInfo
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Stored
@@ -52,6 +54,13 @@ class Source:
 
     def close(self) -> None:
         raise NotImplementedError
+
+    def read(self, name: str) -> np.ndarray:
+        """The whole tensor `name`, a new array. Raises KeyError where there is none."""
+        info = self.tensors[name]
+        array = np.empty(info.shape, info.numpy_dtype)
+        self.read_into(name, 0, array.reshape(-1).view(np.uint8).data)
+        return array
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         """Fills `buffer` from byte `start` of tensor `name` on."""

@@ -35,9 +35,9 @@ def layout_in(to: ContainerName, layout: str | None) -> str | None:
 def check_holds(to: ContainerName, dst: Path, plan: Plan, opened: Source) -> None:
     """Raises where a container cannot hold what is planned. JAX loads for orbax."""
     if to == "orbax":
-        from qtoolkit.checkpoints._orbax_writer import check_tree
+        from qtoolkit.checkpoints._orbax_writer import promised_tree
 
-        check_tree(dst, plan, tree_of(opened))
+        promised_tree(dst, plan, tree_of(opened))
 
 
 def tree_of(opened: Source) -> Any:

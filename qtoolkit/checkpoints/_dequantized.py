@@ -22,13 +22,13 @@ _BY_METHOD = {
     "fp8": "finegrained-fp8",
     "modelopt": "modelopt",
 }
+# The scales of a KV cache may belong to the attention module, above its projections.
+_OF_CACHE = ("k_scale", "v_scale", "q_scale")
 # Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
 _BESIDE = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
-    *("k_scale", "v_scale", "q_scale"),
+    *_OF_CACHE,
 )
-# The scales of a KV cache may belong to the attention module, above its projections.
-_OF_CACHE = ("k_scale", "v_scale", "q_scale")
 # Pairs of entries that give away a weight quantized by programs whose layouts are not read here. A
 # folder says so in its config.json; a single file can be told only by these names.
 _OTHERS = (
@@ -59,7 +59,9 @@ class DequantizedSource(Source):
         self.source = source
         # Scales of a weight are read once and kept while its values are read. Two weights, since
         # one thread may begin with the next weight while another is still at the end of this one.
-        self._values = functools.lru_cache(maxsize=2)(self._new_values)
+        self._values = functools.lru_cache(maxsize=2)(
+            lambda name: Values(stored[name], source.read_into)
+        )
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
         beside = set() if layout == "plain" else _entries_beside(stored)
@@ -79,9 +81,6 @@ class DequantizedSource(Source):
             self._values(name).read_into(start, memoryview(buffer))
         else:
             self.source.read_into(name, start, buffer)
-
-    def _new_values(self, name: str) -> Values:
-        return Values(self.stored[name], self.source.read_into)
 
     def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
         self.source.read_into(name, start, buffer)
@@ -266,10 +265,13 @@ def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, la
             )
 
 
-def _dequantized(tensor: Any) -> Any:
-    """The values of a `QArray`, anything else as it is."""
-    is_qarray = hasattr(tensor, "codes") and hasattr(tensor, "spec")  # without JAX
-    return tensor.dequantize("float32") if is_qarray else tensor
+def is_qarray(x: Any) -> bool:
+    return hasattr(x, "codes") and hasattr(x, "spec")  # without JAX
+
+
+def info_of(name: str, array: np.ndarray) -> TensorInfo:
+    """An array of a dtype that safetensors has, as a tensor of a file."""
+    return TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -300,12 +302,11 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
             f"dequantize: tensors has type {type(tensors).__name__}, expected arrays by name; "
             "write dequantize(load(path))"
         )
-    arrays = {name: np.asarray(_dequantized(tensor)) for name, tensor in tensors.items()}
-    infos = {
-        name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
-        for name, array in arrays.items()
-        if array.dtype.name in DTYPE_OF
+    arrays = {
+        name: np.asarray(tensor.dequantize("float32") if is_qarray(tensor) else tensor)
+        for name, tensor in tensors.items()
     }
+    infos = {name: info_of(name, x) for name, x in arrays.items() if x.dtype.name in DTYPE_OF}
 
     def read(name: str, start: int, buffer: memoryview) -> None:
         data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)

@@ -80,13 +80,6 @@ class ArraySource(Source):
             self._last = name, array
         return self._last[1]
 
-    def read(self, name: str) -> np.ndarray:
-        """The whole tensor `name`. Raises KeyError where there is none."""
-        info = self.tensors[name]
-        array = np.empty(info.shape, info.numpy_dtype)
-        self.read_into(name, 0, array.reshape(-1).view(np.uint8).data)
-        return array
-
     def close(self) -> None:
         self._last = None
         if self._file is not None:

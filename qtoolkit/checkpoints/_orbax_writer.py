@@ -55,7 +55,7 @@ def write_orbax(
         does not store, or two paths exclude each other. Nothing is left.
       OSError: It cannot be written.
     """
-    arrays, lists = _tree(path, plan, tree)
+    arrays, lists = promised_tree(path, plan, tree)
     # Texts are the source's `metadata`, which the plan has as they are to be.
     others = {key: value for key, value in custom_metadata.items() if not isinstance(value, str)}
     metadata = {**others, **plan.metadata}
@@ -151,15 +151,13 @@ def _failed(path: Path, error: Exception) -> Exception:
     return CheckpointError(f"{path}: orbax did not write it: {line}; write safetensors instead")
 
 
-def check_tree(path: Path, plan: Plan, tree: Tree) -> None:
-    """Raises CheckpointError where the tree of a plan is none, or orbax cannot store it."""
-    _tree(path, plan, tree)
-
-
-def _tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
+def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
     """Promised arrays for everything that is written, where they are in the tree.
 
     Also the names of lists of the source that became dictionaries, because scales are in them.
+
+    Raises:
+      CheckpointError: The tree of a plan is none, or orbax cannot store it.
     """
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:

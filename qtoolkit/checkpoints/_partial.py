@@ -17,7 +17,6 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from qtoolkit.checkpoints._header import CheckpointError
@@ -305,12 +304,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._pool.shutdown(cancel_futures=kind is not None)
         if kind is None:
             for future in self._pending:

@@ -166,10 +166,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
-    check_path(dst, "dst")
-    check_writable(dst)
-    place = Place.of(dst)
-    _check_parts(place)
+    place = _place_of_parts(dst)
     with naming(dst, place.parts), place.locked(shared=False):
         return _finalized(place, _check_parts(place), overwrite)
 
@@ -192,12 +189,17 @@ def discard(dst: Path) -> None:
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
+    place = _place_of_parts(dst)
+    with place.locked(shared=False):
+        place.remove(_check_parts(place))
+
+
+def _place_of_parts(dst: Path) -> Place:
     check_path(dst, "dst")
     check_writable(dst)
     place = Place.of(dst)
     _check_parts(place)
-    with place.locked(shared=False):
-        place.remove(_check_parts(place))
+    return place
 
 
 def _check_parts(place: Place) -> dict[str, Any]:

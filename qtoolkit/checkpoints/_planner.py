@@ -21,7 +21,6 @@ from qtoolkit.checkpoints._roles import (
     Roles,
     fused_group,
     module_of,
-    unused_patterns,
 )
 from qtoolkit.checkpoints._saved import copied_parts
 from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder
@@ -218,7 +217,7 @@ class _Planner:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
         patterns = [compiled(p) for p in _strings(skip)]
         names = list(self.source.tensors)
-        unused = unused_patterns(patterns, self.source.tensors)
+        unused = [p.pattern for p in patterns if not any(map(p.search, names))]
         if unused:
             some = ", ".join(map(shown, names[:3])) or "nothing"
             raise CheckpointError(

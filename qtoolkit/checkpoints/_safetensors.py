@@ -232,20 +232,15 @@ def exists_already(path: Path) -> CheckpointError:
     )
 
 
-def save(
-    path: Path,
-    tensors: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    overwrite: bool = False,
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, overwrite: bool
 ) -> None:
-    """Writes arrays, NumPy's or JAX's, to a safetensors file; same bytes for the same arguments.
+    """Writes a safetensors file of arrays; the same bytes for the same arguments.
 
     Raises:
       CheckpointError: An array has a dtype that safetensors has not, or the target exists.
       OSError: The file cannot be written.
     """
-    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
     for name, array in arrays.items():
         if array.dtype.name not in DTYPE_OF:
             raise CheckpointError(

@@ -122,7 +122,6 @@ class Folder(Source):
         self._home[name].read_into(name, start, buffer)
 
     def read(self, name: str) -> np.ndarray:
-        """A whole tensor. Raises: as `SafetensorsFile.read`."""
         return self._home[name].read(name)
 
     def close(self) -> None:
@@ -342,17 +341,34 @@ def open_source(path: Path) -> Source:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
+    return opened_as(kind_of(path), path)
+
+
+def kind_of(path: Path) -> str:
+    """The container of a checkpoint: "folder", "orbax", or what `_kind_of_file` says.
+
+    Raises:
+      CheckpointError, TypeError: As `kind_of_source` and `_kind_of_file`.
+    """
     what = kind_of_source(path, "path")
     if what == "folder":
-        if is_orbax(path):
-            from qtoolkit.checkpoints._orbax import OrbaxFolder
+        return "orbax" if is_orbax(path) else "folder"
+    if what == "file":
+        return _kind_of_file(path)
+    return "safetensors"  # missing, or a pipe: `SafetensorsFile` says so
 
-            return OrbaxFolder(path)
+
+def opened_as(kind: str, path: Path) -> Source:
+    """Opens a checkpoint of the kind that `kind_of` has found."""
+    if kind == "folder":
         return Folder(path)
-    if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
+    if kind == "safetensors":
         return SafetensorsFile(path)
-    kind = kind_of_file(path)
-    if kind != "safetensors" and is_url(path):
+    if kind == "orbax":
+        from qtoolkit.checkpoints._orbax import OrbaxFolder
+
+        return OrbaxFolder(path)
+    if is_url(path):
         raise CheckpointError(
             f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
         )
@@ -364,11 +380,9 @@ def open_source(path: Path) -> Source:
         from qtoolkit.checkpoints._npz import NpzFile
 
         return NpzFile(path)
-    if kind == "msgpack":
-        from qtoolkit.checkpoints._msgpack import MsgpackFile
+    from qtoolkit.checkpoints._msgpack import MsgpackFile
 
-        return MsgpackFile(path)
-    return SafetensorsFile(path)
+    return MsgpackFile(path)
 
 
 def kind_of_source(path: Path, argument: str) -> Kind:
@@ -390,7 +404,7 @@ def kind_of_source(path: Path, argument: str) -> Kind:
     return kind
 
 
-def kind_of_file(path: Path) -> str:
+def _kind_of_file(path: Path) -> str:
     """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
 
     Raises:

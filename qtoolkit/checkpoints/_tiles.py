@@ -64,11 +64,8 @@ class _Rows:
             padded[...] = plain
 
     def tiles(self) -> Iterator[Tile]:
-        start = 0
-        for height in self._heights:
-            place = slice(start, start + height)
-            yield Tile(self._units[place], self._blocks[place])
-            start += height
+        for top, end in itertools.pairwise(itertools.accumulate(self._heights, initial=0)):
+            yield Tile(self._units[top:end], self._blocks[top:end])
 
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         """The elements of the chunk, flat, from those of the tiles."""
