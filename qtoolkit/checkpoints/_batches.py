@@ -65,9 +65,7 @@ class Result(NamedTuple):
 def all_quantized(tasks: Iterable[Task], workers: Workers = ALONE) -> Iterator[Result]:
     """Yields the result of `quantized` for each task, computing small tensors many at a time.
 
-    Args:
-      tasks: The tensors to quantize. Some are taken from it before their results are yielded.
-      workers: As in `quantized`.
+    Some of `tasks` are taken before the results of those before them are yielded.
     """
     # Windows have threads of their own: finding a shared amax, they wait for `workers`.
     with Workers(workers.count) as others:
@@ -103,7 +101,6 @@ def _alone(task: Task, workers: Workers) -> Result:
 
 
 def _together(tasks: Sequence[Task]) -> list[Result]:
-    """The results of small tensors."""
     layouts = [_layout(task.shape, task.spec) for task in tasks]
     groups: dict[tuple[str, BlockFormat, int], list[int]] = {}
     for i, (task, layout) in enumerate(zip(tasks, layouts, strict=True)):

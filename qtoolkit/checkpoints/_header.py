@@ -199,10 +199,7 @@ def parse_header(
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors, in the order of their data, and the metadata that a header describes.
 
-    Args:
-      path: For messages.
-      text: The header, without its length.
-      data_bytes: Size of what follows it in the file.
+    `text` is the header without its length; `data_bytes` follow it in the file.
 
     Raises:
       CheckpointError: The header is no JSON object of the right fields, or the tensors do not cover

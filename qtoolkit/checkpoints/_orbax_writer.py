@@ -40,15 +40,8 @@ def write_orbax(
 
     The engine produces codes and scales in pieces and interleaved, but orbax asks for whole arrays,
     in an order of its own. So the engine writes a safetensors file beside the target first, from
-    which orbax then gets one array at a time.
-
-    Args:
-      path: The folder to write.
-      plan: The tensors to write.
-      chunks: Their bytes, as for `write_safetensors`.
-      tree: The tree of the source. Names of tensors that are not in it are split at their dots.
-      custom_metadata: The custom metadata of the source.
-      overwrite: Whether a checkpoint of orbax at `path` may be replaced.
+    which orbax then gets one array at a time. `tree` and `custom_metadata` are the source's; names
+    of tensors that are not in the tree are split at their dots.
 
     Raises:
       CheckpointError: `path` exists, or another process writes it; an array is empty, which orbax
@@ -202,8 +195,6 @@ def _nested(
     """The tree of (keys, leaf): dictionaries, and lists where the source has all of a list.
 
     Args:
-      path: For messages.
-      leaves: What is in the tree.
       lists: Names of dictionaries that stand for lists, and become them if they can.
       lost: Takes the names of lists that become dictionaries.
       above: The name of the tree.

@@ -268,12 +268,8 @@ def is_at(descriptor: int, name: str) -> bool:
 def check_lock(descriptor: int, path: object, *, shared: bool = False) -> None:
     """Locks an open file or folder for as long as this process has it open.
 
-    Where the file system has no locks, nothing happens.
-
-    Args:
-      descriptor: Of the file or folder.
-      path: What a message calls it.
-      shared: Whether others may have such a lock, too.
+    If `shared`, others may have such a lock, too. Where the file system has no locks, nothing
+    happens.
 
     Raises:
       CheckpointError: Another process has it.

@@ -114,9 +114,7 @@ def write_folder(destination: Destination, source: Folder, work: "Work", report:
 def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[None]:
     """Removes after a failure what was written, or notes what is kept for a rerun.
 
-    Args:
-      place, job: The place and plan of the conversion.
-      is_own: Whether this run has written all files that are there.
+    `is_own` says whether this run has written all files that are there.
     """
     try:
         yield

@@ -12,7 +12,6 @@ from qtoolkit.checkpoints._dequantized import folder_of
 from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
     EMBEDDING,
@@ -22,7 +21,7 @@ from qtoolkit.checkpoints._roles import (
     fused_group,
     module_of,
 )
-from qtoolkit.checkpoints._saved import copied_parts
+from qtoolkit.checkpoints._saved import copied_parts, remaining_arrays
 from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored

@@ -318,23 +318,6 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
     return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
 
 
-def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
-    """The metadata, describing no quantized array any more of which a tensor has changed."""
-    try:
-        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
-        return dict(metadata)
-    kept = {
-        name: one
-        for name, one in about.items()
-        if name not in changed and not any(f"{name}_{field}" in changed for field in PARTS)
-    }
-    others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
-    return others | ({ARRAYS_KEY: _text(kept)} if kept else {})
-
-
 def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     import jax.numpy as jnp
 

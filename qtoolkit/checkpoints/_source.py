@@ -161,10 +161,8 @@ def _others(
     If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
-      path: The folder.
       found: The names in the folder `path`/`prefix`, and whether each is a folder.
       modules: Folders below, as seen from `path`, that are copied with their weights.
-      prefix: "" or the folder below `path` that is listed, such as "1_Pooling/".
     """
     copied, left = [], []
     for name, is_folder in found.items():
@@ -211,11 +209,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
 def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index.
 
-    The map is {tensor: file}; None where there is no index.
-
-    Args:
-      path: The folder, for messages and the index.
-      names: The names of what is in it.
+    The map is {tensor: file}; None where there is no index. `names` are those in the folder.
 
     Raises:
       CheckpointError: There are none, one is missing, or nothing says which belong together.

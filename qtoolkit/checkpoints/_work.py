@@ -66,10 +66,7 @@ def entries(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """What is written for a quantized weight: (name of an entry, the next bytes of it).
 
-    Args:
-      stored: How it is written.
-      results: Of its matrices.
-      sums: What theirs are added to.
+    The sums of `results`, those of its matrices, are added to `sums`.
     """
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
@@ -210,7 +207,6 @@ class Work:
         return self._amaxes.get(group)
 
     def _report(self, tensor: TensorPlan, sums: Sums) -> None:
-        """Adds the report of a tensor that is written."""
         is_quantized = tensor.action == "quantize"
         has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
