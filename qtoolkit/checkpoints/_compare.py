@@ -10,7 +10,7 @@ import numpy as np
 from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._dequantized import dequantized
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._report import Progress, decibels
+from qtoolkit.checkpoints._report import Progress, decibels, followed
 from qtoolkit.checkpoints._source import open_source
 from qtoolkit.checkpoints._statistics import floats
 from qtoolkit.checkpoints._storage import Path, check_path
@@ -104,23 +104,19 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     check_path(b, "b")
     with opened(a) as first, opened(b) as second:
         all_a, all_b = first.everything, second.everything
-        names = [name for name in all_a if name in all_b]
-        if not names:
+        common = [info for name, info in all_a.items() if name in all_b]
+        if not common:
             raise CheckpointError(
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        total = sum(all_a[name].nbytes for name in names)
-        done, compared = 0, []
-        for name in names:
-            compared.append(_compared(first, second, all_a[name], all_b[name]))
-            done += all_a[name].nbytes
-            if progress is not None:
-                progress(shown(name), done, total)
         return Comparison(
             a=str(a),
             b=str(b),
-            tensors=tuple(compared),
+            tensors=tuple(
+                _compared(first, second, info, all_b[info.name])
+                for info in followed(common, progress)
+            ),
             only_a=tuple(name for name in first.tensors if name not in all_b),
             only_b=tuple(name for name in second.tensors if name not in all_a),
         )

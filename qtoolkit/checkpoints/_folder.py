@@ -57,10 +57,6 @@ def check_paths(src: Path, dst: Path) -> None:
         raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
 
 
-def _real(path: Path) -> str:
-    return str(path).rstrip("/") if is_url(path) else os.path.realpath(path)
-
-
 def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """Raises where a folder cannot be written, or files would be lost by it.
 
@@ -69,8 +65,11 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
       overwrite: Whether a checkpoint of that name may be replaced.
       own: Names of files and folders in the new checkpoint; the old one may have these, too.
     """
-    place, target = storage(path), _real(path)
-    if not is_url(path):
+    place = storage(path)
+    if is_url(path):
+        target = str(path).rstrip("/")
+    else:
+        target = os.path.realpath(path)
         check_nameable(path, target)
     kind = place.kind(target)
     if kind not in ("folder", ""):

@@ -19,8 +19,6 @@ from qtoolkit.formats import BlockFormat
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
 PARTS = ("scale", "tensor_scale", "zero_point")
 
-Matrices = tuple[tuple[int, int, int], tuple[int, int]]
-
 
 def saved_arrays(
     metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo], where: str
@@ -168,7 +166,7 @@ def _stored(
 
 def _matrices(
     shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int]
-) -> Matrices | None:
+) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     """An array seen as matrices: their count, rows and columns, and the lengths of their blocks.
 
     Neighbouring axes are merged if blocks have length 1 along both, or the full length along both.

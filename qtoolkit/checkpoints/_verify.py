@@ -11,8 +11,8 @@ from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._engine import Sums, quantized
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
-from qtoolkit.checkpoints._report import Progress
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo, shown
+from qtoolkit.checkpoints._report import Progress, followed
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints._work import copied, entries, reader, shared_amax, tasks_of
@@ -77,13 +77,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         check = _Check(source, target)
-        total = sum(info.nbytes for info in source.tensors.values())
-        done = 0
-        for name, info in source.tensors.items():
-            check.tensor(name)
-            done += info.nbytes
-            if progress is not None:
-                progress(shown(name), done, total)
+        for info in followed(source.tensors.values(), progress):
+            check.tensor(info)
         problems = [*problems_beside(source, target), *check.problems] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
@@ -114,9 +109,9 @@ class _Check:
                 target.read_stored(weight.second.name, 0, memoryview(data))
                 self._seconds[name] = bytes(data)
 
-    def tensor(self, name: str) -> None:
+    def tensor(self, info: TensorInfo) -> None:
         """Compares a tensor of the source; at most one problem of it is named."""
-        info, found = self._source.tensors[name], self.everything.get(name)
+        name, found = info.name, self.everything.get(info.name)
         if found is None or found.shape != info.shape:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
@@ -131,7 +126,7 @@ class _Check:
         elif found.dtype == info.dtype:
             self._differences(name, copied(self._source, info), self._target.read_into)
         elif info.dtype in WIDE and found.dtype in WIDE:
-            self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
+            self._differences(name, self._rounded(info, found.dtype), self._target.read_into)
         else:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
@@ -182,13 +177,12 @@ class _Check:
                 )
                 return
 
-    def _rounded(self, name: str, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-        info = self._source.tensors[name]
+    def _rounded(self, info: TensorInfo, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[dtype]), scale=None)
-        read = reader(self._source, name)
+        read = reader(self._source, info.name)
         _, pieces = quantized(read, info.shape, info.dtype, spec, sums=Sums())
         for piece in pieces:
-            yield name, piece.codes
+            yield info.name, piece.codes
 
     def _shared_amax(self, name: str) -> float | None:
         """The largest magnitude of all weights with an equal second scale: they may share it."""

@@ -208,7 +208,6 @@ class Work:
 
     def _report(self, tensor: TensorPlan, sums: Sums) -> None:
         is_quantized = tensor.action == "quantize"
-        has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
             TensorReport(
                 name=tensor.name,
@@ -218,7 +217,7 @@ class Work:
                 format=tensor.format.name if is_quantized and tensor.format else "",
                 bytes_before=self.plan.before(tensor).nbytes,
                 bytes_after=tensor.nbytes,
-                max_scale=sums.max_scale if has_scale else None,
+                max_scale=sums.max_scale if tensor.stored is not None else None,
                 sqnr_db=sums.sqnr_db if is_quantized else None,
                 nonfinite=sums.nonfinite,
                 overflowed=sums.overflowed,

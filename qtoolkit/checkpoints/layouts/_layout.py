@@ -282,34 +282,26 @@ def _blocks_by_shape(
     if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
         columns = math.prod(shape[suffix[0] :])
         return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
-    if len(shape) < 2 or len(scale) != len(shape) or scale[:-2] != shape[:-2]:
-        return _batched_channels(shape, scale, where)
-    rows, columns = shape[-2:]
-    matrices = (math.prod(shape[:-2]), rows, columns)
-    candidates = [tuple(block) if block else BLOCK]
-    if scale[-1] and columns % scale[-1] == 0:  # else the shapes do not tell the length of a group
-        candidates.append((1, columns // scale[-1]))
-    for lengths in candidates:
-        if scale[-2:] == block_counts((rows, columns), lengths):
-            return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
-    return _batched_channels(shape, scale, where)
-
-
-def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
-
-
-def _batched_channels(
-    shape: tuple[int, ...], scale: tuple[int, ...], where: str
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    if len(shape) == 3 and scale == (shape[0], shape[1], 1):
-        return shape, {"block": (1,), "axes": (0,), "other_axes": None}
-    if len(shape) == 3 and scale == (shape[0], 1, shape[2]):
-        return shape, {"block": (1,), "axes": (1,), "other_axes": None}
+    if len(shape) >= 2 and len(scale) == len(shape) and scale[:-2] == shape[:-2]:
+        rows, columns = shape[-2:]
+        matrices = (math.prod(shape[:-2]), rows, columns)
+        candidates = [tuple(block) if block else BLOCK]
+        # Else the shapes do not tell the length of a group.
+        if scale[-1] and columns % scale[-1] == 0:
+            candidates.append((1, columns // scale[-1]))
+        for lengths in candidates:
+            if scale[-2:] == block_counts((rows, columns), lengths):
+                return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
+        if len(shape) == 3 and scale[1:] == (1, columns):
+            return matrices, {"block": (1,), "axes": (1,), "other_axes": None}
     raise CheckpointError(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
         "per group or per block of 128x128; it cannot be read"
     )
+
+
+def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
 
 
 def entry_beside(name: str, suffix: str) -> str:
