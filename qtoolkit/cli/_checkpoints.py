@@ -37,24 +37,21 @@ from qtoolkit.checkpoints.internal import (
 )
 from qtoolkit.cli._errors import failure, one_line_errors, printing
 from qtoolkit.cli._summaries import (
-    LAYOUTS_HEADER,
-    PLAN_HEADER,
-    STATS_HEADER,
     file_count,
     inspect_data,
     inspect_summary,
     inspect_table,
     layout_data,
     layout_page,
-    layout_rows,
+    layouts_table,
     loading_lines,
     plan_data,
-    plan_rows,
     plan_summary,
+    plan_table,
     report_markdown,
-    report_rows,
     report_summary,
-    stats_rows,
+    report_table,
+    stats_table,
 )
 from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
@@ -64,13 +61,15 @@ CONTAINERS = get_args(ContainerName)
 WIDE = ("float32", "bfloat16", "float16")
 
 
-def _one_of(option: str, choices: Sequence[str]) -> Any:
+def _one_of(option: str, choices: Sequence[str]) -> dict[str, Any]:
+    """What an option with these choices has: its shell completion, and a callback that checks."""
+
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
             raise failure(f"{option}: {value!r}, expected one of {', '.join(choices)}", 2)
         return value
 
-    return check
+    return {"callback": check, "autocompletion": _complete(choices)}
 
 
 def _known_target(name: str | None) -> str | None:
@@ -132,8 +131,7 @@ _DST = typer.Argument(
 _TO = typer.Option(
     "--to",
     metavar="NAME",
-    callback=_one_of("--to", CONTAINERS),
-    autocompletion=_complete(CONTAINERS),
+    **_one_of("--to", CONTAINERS),
     help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
 )
 _FORMAT = typer.Option(
@@ -146,8 +144,7 @@ _FORMAT = typer.Option(
 )
 _LAYOUT = typer.Option(
     metavar="NAME",
-    callback=_one_of("--layout", tuple(LAYOUTS)),
-    autocompletion=_complete(tuple(LAYOUTS)),
+    **_one_of("--layout", tuple(LAYOUTS)),
     show_default="compressed-tensors of a folder with config.json, where that holds the "
     "format; else plain, which no loader of models opens",
     help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
@@ -160,8 +157,7 @@ _RULES = typer.Option(
 )
 _SCALING = typer.Option(
     metavar="WORD",
-    callback=_one_of("--scaling", SCALINGS),
-    autocompletion=_complete(SCALINGS),
+    **_one_of("--scaling", SCALINGS),
     show_default="what the layout has first",
     help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
     "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
@@ -175,14 +171,12 @@ _SKIP = typer.Option(
 )
 _KEEP_DTYPE = typer.Option(
     metavar="NAME",
-    callback=_one_of("--keep-dtype", WIDE),
-    autocompletion=_complete(WIDE),
+    **_one_of("--keep-dtype", WIDE),
     help="Round what is left out to this: float32, bfloat16 or float16.",
 )
 _CHANNEL_AXIS = typer.Option(
     metavar="WORD",
-    callback=_one_of("--channel-axis", AXES),
-    autocompletion=_complete(AXES),
+    **_one_of("--channel-axis", AXES),
     help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
     "auto, by architecture and names.",
 )
@@ -214,8 +208,7 @@ _VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor."
 _REPORT = typer.Option(
     "--report",
     metavar="KIND",
-    callback=_one_of("--report", ("json", "md")),
-    autocompletion=_complete(("json", "md")),
+    **_one_of("--report", ("json", "md")),
     help="json or md: print a report of every tensor, in place of the summary.",
 )
 _WORKERS = typer.Option(
@@ -303,8 +296,7 @@ def dequantize(
         str | None,
         typer.Option(
             metavar="NAME",
-            callback=_one_of("--dtype", WIDE),
-            autocompletion=_complete(WIDE),
+            **_one_of("--dtype", WIDE),
             show_default="for quantized weights that of config.json, else float32; else none",
             help="float32, bfloat16 or float16.",
         ),
@@ -395,8 +387,7 @@ def inspect(
             typer.echo(line)
         if stats:
             typer.echo()
-            right = tuple(STATS_HEADER[1:])
-            table(STATS_HEADER, list(stats_rows(source)), right=right)
+            table(*stats_table(source))
 
 
 def layouts(
@@ -405,8 +396,7 @@ def layouts(
         typer.Argument(
             metavar="NAME",
             help="Show this one.",
-            callback=_one_of("NAME", tuple(LAYOUTS)),
-            autocompletion=_complete(tuple(LAYOUTS)),
+            **_one_of("NAME", tuple(LAYOUTS)),
         ),
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -418,7 +408,7 @@ def layouts(
             typer.echo(json.dumps({one.name: layout_data(one) for one in chosen}, indent=2))
             return
         if name is None:
-            table(LAYOUTS_HEADER, layout_rows())
+            table(*layouts_table())
             return
         for line in layout_page(LAYOUTS[name]):
             typer.echo(line)
@@ -464,7 +454,7 @@ def _print_report(done: checkpoints.Report, shown_as: _ShownAs) -> None:
                 typer.echo(report_markdown(done))
             else:
                 if shown_as.verbose:
-                    table(*report_rows(done))
+                    table(*report_table(done))
                 for line in summary:
                     typer.echo(line)
 
@@ -486,7 +476,7 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
     if shown_as.as_json:
         typer.echo(json.dumps({"container": to, **plan_data(plan)}, indent=2))
         return
-    table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
+    table(*plan_table(plan))
     for line in plan_summary(plan, dst, part):
         typer.echo(line)
 

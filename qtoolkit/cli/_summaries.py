@@ -31,33 +31,22 @@ from qtoolkit.checkpoints.internal import (
 )
 from qtoolkit.cli._errors import printable
 
-PLAN_HEADER = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
-REPORT_HEADER = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
-INSPECT_HEADER = ("tensor", "dtype", "shape", "bytes", "scales")
-STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
-LAYOUTS_HEADER = ("layout", "formats", "loaded by")
+# Header, rows and right-aligned columns: the arguments of `table`.
+Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
 
+_STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
 # Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
 # as it loads them (tests/interop/test_transformers.py). There are more than were tried.
-_ASK_FOR_WEIGHTS = frozenset(
-    [
-        "falcon",
-        "gpt_bigcode",
-        "mamba",
-        "mamba2",
-        "modernbert",
-        "rwkv",
-        "siglip",
-        "t5",
-        "umt5",
-        "wav2vec2",
-    ]
-)
+_ASK_FOR_WEIGHTS = {
+    *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
+    *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
+}
 
 
-def plan_rows(plan: Plan) -> list[list[str]]:
+def plan_table(plan: Plan) -> Table:
     """A row for every tensor of the source, with the bytes that would be written for it."""
-    return [
+    header = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
+    rows = [
         [
             shown(tensor.name),
             plan.before(tensor).dtype,
@@ -68,6 +57,7 @@ def plan_rows(plan: Plan) -> list[list[str]]:
         ]
         for tensor in plan.tensors
     ]
+    return header, rows, ("bytes",)
 
 
 def _scale_shape(tensor: TensorPlan) -> str:
@@ -179,8 +169,9 @@ def _notes(report: Report) -> list[str]:
     return lines
 
 
-def report_rows(report: Report) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
-    """Header, rows and right-aligned columns of a table of every tensor."""
+def report_table(report: Report) -> Table:
+    """A row for every tensor."""
+    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
     rows = [
         [
             shown(tensor.name),
@@ -192,12 +183,12 @@ def report_rows(report: Report) -> tuple[tuple[str, ...], list[list[str]], tuple
         ]
         for tensor in report.tensors
     ]
-    return REPORT_HEADER, rows, ("bytes", "SQNR", "largest scale")
+    return header, rows, ("bytes", "SQNR", "largest scale")
 
 
 def report_markdown(report: Report) -> str:
     """A table of every tensor, and the summary, in Markdown."""
-    header, rows, right = report_rows(report)
+    header, rows, right = report_table(report)
     lines = [
         f"# {_escaped(shown(report.target))}",
         "",
@@ -285,8 +276,8 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
-    """Header, rows and right-aligned columns; a row for every tensor, with its scales."""
+def inspect_table(source: Source) -> Table:
+    """A row for every tensor, with its scales."""
     stored = _quantized_weights(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
@@ -306,8 +297,9 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
                 "" if weight is None else _scales(weight),
             ]
         )
-    count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
-    return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
+    header = ("tensor", "dtype", "shape", "bytes", "scales")
+    count = len(header) - (not stored)  # no column of scales where there are none
+    return header[:count], [row[:count] for row in rows], ("bytes",)
 
 
 def _saved(source: Source, tensor: TensorInfo) -> StoredAs:
@@ -356,7 +348,7 @@ def inspect_summary(source: Source) -> list[str]:
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
-    """What `inspect_table` shows, and with `stats` the numbers of `stats_rows`, as data for JSON.
+    """What `inspect_table` shows, and with `stats` the numbers of `stats_table`, as data for JSON.
 
     Numbers are not rounded or formatted. One is null if a tensor has no finite element.
     """
@@ -380,22 +372,20 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
     }
     if stats:
         data["stats"] = [
-            dict(zip(STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
+            dict(zip(_STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
             for name, one in _stats(source)
         ]
     return data
 
 
-def stats_rows(source: Source) -> Iterator[list[str]]:
-    """A row for every tensor of floats, as `STATS_HEADER` says; quantized ones are dequantized."""
+def stats_table(source: Source) -> Table:
+    """A row for every tensor of floats; quantized ones are dequantized."""
+    rows = []
     for name, stats in _stats(source):
-        numbers = (stats.lowest, stats.largest, stats.mean, stats.deviation)
-        counts = (stats.zeros, stats.nans, stats.infinities)
-        yield [
-            shown(name),
-            *(f"{number:.4g}" for number in numbers),
-            *(f"{count:,}" for count in counts),
-        ]
+        *numbers, zeros, nans, infinities = dataclasses.astuple(stats)
+        counts = (f"{count:,}" for count in (zeros, nans, infinities))
+        rows.append([shown(name), *(f"{number:.4g}" for number in numbers), *counts])
+    return _STATS_HEADER, rows, _STATS_HEADER[1:]
 
 
 def _stats(source: Source) -> Iterator[tuple[str, Statistics]]:
@@ -410,9 +400,9 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def layout_rows() -> list[list[str]]:
+def layouts_table() -> Table:
     """A row for every layout."""
-    return [
+    rows = [
         [
             layout.name,
             ", ".join(dict.fromkeys(text.split()[0] for text in layout.spellings())),
@@ -420,6 +410,7 @@ def layout_rows() -> list[list[str]]:
         ]
         for layout in LAYOUTS.values()
     ]
+    return ("layout", "formats", "loaded by"), rows, ()
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
