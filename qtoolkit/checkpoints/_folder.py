@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._header import CheckpointError, listed, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import exists_already
 from qtoolkit.checkpoints._source import is_under_way, weight_files
@@ -133,11 +133,9 @@ def _check_replaceable(
     known = {*weights, *(name for name in found if _BESIDE_WEIGHTS.fullmatch(name))}
     others = [name for name in found if name not in known and name not in own]
     if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        some = ", ".join(map(shown, others[:5])) + more
         raise CheckpointError(
-            f"{path}: --overwrite would delete {some}, expected nothing but a checkpoint; move "
-            f"{'them' if len(others) > 1 else 'it'} away, or choose another name"
+            f"{path}: --overwrite would delete {listed(map(shown, others))}, expected nothing but "
+            f"a checkpoint; move {'them' if len(others) > 1 else 'it'} away, or choose another name"
         )
 
 

@@ -104,6 +104,13 @@ def shown(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
+def listed(texts: Iterable[str], most: int = 5) -> str:
+    """The first of some texts, with commas between them, and how many more there are."""
+    texts = [*texts]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
     """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
 

@@ -172,20 +172,6 @@ def reserved(
             _RESERVED.reset(token)
 
 
-@contextlib.contextmanager
-def partial_file(target: str, path: Path, overwrite: bool = False) -> Iterator[tuple[int, str]]:
-    """An empty file beside `target`, open and locked, and its name. It is removed at the end.
-
-    What a run that was killed has left under this name is overwritten: its lock went with it.
-
-    Raises:
-      CheckpointError, OSError: As `locked`.
-    """
-    with locked(target, path, folder=False, overwrite=overwrite) as descriptor:
-        os.ftruncate(descriptor, 0)
-        yield descriptor, partial_name(target)
-
-
 def _open_locked(
     name: str, path: Path, opened: list[int], *, folder: bool, shared: bool, overwrite: bool
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._dequantized import folder_of
-from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
+from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, listed, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import (
@@ -218,11 +218,10 @@ class _Planner:
         names = list(self.source.tensors)
         unused = [p.pattern for p in patterns if not any(map(p.search, names))]
         if unused:
-            some = ", ".join(map(shown, names[:3])) or "nothing"
             raise CheckpointError(
                 f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
-                f"found in the name of a tensor; there is {some}"
-                + (f" and {len(names) - 3} more" * (len(names) > 3))
+                "found in the name of a tensor; there is "
+                + (listed(map(shown, names), 3) or "nothing")
             )
         return patterns
 

@@ -24,7 +24,7 @@ from qtoolkit.checkpoints._header import (
     parse_header,
     shown,
 )
-from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, partial_file
+from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, locked, partial_name
 from qtoolkit.checkpoints._storage import (
     Path,
     check_path,
@@ -176,7 +176,9 @@ def write_safetensors(
             check_target(path, overwrite)
             storage(path).upload(scratch, path)
         return
-    with naming(path, PARTIAL), partial_file(target, path, overwrite) as (file, temporary):
+    with naming(path, PARTIAL), locked(target, path, folder=False, overwrite=overwrite) as file:
+        os.ftruncate(file, 0)  # a run that was killed may have left it, and its lock went with it
+        temporary = partial_name(target)
         keep_mode(target, temporary)  # before anybody could read what is in it
         _write_all(file, path, tensors, chunks, metadata)
         os.fsync(file)
@@ -263,35 +265,25 @@ def _write_all(
     metadata: Mapping[str, str] | None,
 ) -> None:
     header = header_bytes(tensors, metadata)
+    left = {tensor.name: tensor.nbytes for tensor in tensors}
+    stop = {tensor.name: len(header) + tensor.stop for tensor in tensors}
     with Writer(descriptor) as writer:
         writer.write(0, header)
-        _write_chunks(writer, path, tensors, len(header), chunks)
-
-
-def _write_chunks(
-    writer: Writer,
-    path: Path,
-    tensors: Sequence[TensorInfo],
-    base: int,
-    chunks: Iterable[tuple[str, Any]],
-) -> None:
-    left = {tensor.name: tensor.nbytes for tensor in tensors}
-    stop = {tensor.name: base + tensor.stop for tensor in tensors}
-    for name, chunk in chunks:
-        data = _as_bytes(chunk)
-        if len(data) > left.get(name, -1):
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
-                f"{left.get(name, 'no such tensor')}; nothing was written"
-            )
-        writer.write(stop[name] - left[name], data)
-        left[name] -= len(data)
-    for name, missing in left.items():
-        if missing:
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
-                "nothing was written"
-            )
+        for name, chunk in chunks:
+            data = _as_bytes(chunk)
+            if len(data) > left.get(name, -1):
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
+                    f"{left.get(name, 'no such tensor')}; nothing was written"
+                )
+            writer.write(stop[name] - left[name], data)
+            left[name] -= len(data)
+        for name, missing in left.items():
+            if missing:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
+                    "nothing was written"
+                )
 
 
 def _as_bytes(chunk: Any) -> memoryview:

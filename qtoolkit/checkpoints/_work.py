@@ -10,7 +10,7 @@ import numpy as np
 from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, listed, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Progress, TensorReport
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
@@ -161,11 +161,10 @@ class Work:
         bad = self._bad(self.reports)
         if not bad:
             return
-        named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        named = listed((f"{shown(r.name)} ({r.nonfinite:,})" for r in bad), _NAMED)
         wide = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
         raise CheckpointError(
-            f"{self.source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers; "
+            f"{self.source.path}: NaN or Inf in weights: {named}; expected finite numbers; "
             f"copy them as they are, with --skip{wide}, or pass --allow-nonfinite"
         )
 

@@ -3,7 +3,7 @@
 from qtoolkit.checkpoints._base import Source, StoredAs
 from qtoolkit.checkpoints._container import Destination, check_holds, layout_in
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
-from qtoolkit.checkpoints._header import MisuseError, shown
+from qtoolkit.checkpoints._header import MisuseError, listed, shown
 from qtoolkit.checkpoints._limits import byte_count, file_limit, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._place import WHOLE, whole
@@ -39,6 +39,7 @@ __all__ = [
     "file_limit",
     "join",
     "layout_in",
+    "listed",
     "part_names",
     "read_json",
     "resolve_target",

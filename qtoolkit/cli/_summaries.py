@@ -25,6 +25,7 @@ from qtoolkit.checkpoints.internal import (
     StoredAs,
     dequantized,
     join,
+    listed,
     read_json,
     shown,
     statistics,
@@ -133,9 +134,7 @@ def report_summary(report: Report) -> list[str]:
     if report.resumed:
         lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
     if report.left and not report.shard:
-        some = ", ".join(map(shown, report.left[:5]))
-        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
-        lines.append(f"  not copied {some}{more}")
+        lines.append(f"  not copied {listed(map(shown, report.left))}")
     return lines
 
 
@@ -158,9 +157,8 @@ def _notes(report: Report) -> list[str]:
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         lines.append(f"  note       {changed:,} elements were NaN or infinite")
     if copied:
-        some = ", ".join(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied[:5])
-        more = f" and {len(copied) - 5} more" if len(copied) > 5 else ""
-        lines.append(f"  note       NaN or infinite, copied as they are: {some}{more}")
+        some = listed(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied)
+        lines.append(f"  note       NaN or infinite, copied as they are: {some}")
     if report.overflowed:
         lines.append(
             f"  note       {report.overflowed:,} finite elements exceed the largest number of "
