@@ -164,7 +164,7 @@ def dequantized(source: Source) -> Source:
             )
         layout = _BY_METHOD[method]
         stored = LAYOUTS[layout].read(config, source.tensors, where)
-        _check_all_read(source, stored, where, layout)
+        _check_all_read(source, stored, layout)
     else:
         _check_not_others(source)
         stored, own = saved_arrays(source.metadata, source.tensors, where)
@@ -249,18 +249,18 @@ def own_layout(source: Source) -> str:
     return str(about.get("layout", "")) if isinstance(about, dict) else ""
 
 
-def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, layout: str) -> None:
+def _check_all_read(source: Source, stored: Mapping[str, Stored], layout: str) -> None:
     read = {weight.codes.name for weight in stored.values()}
     for name, info in source.tensors.items():
-        is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
         last = name.rpartition(".")[2]
+        is_scale = last.endswith(("scale", "scale_inv", "scale_2"))
         # modelopt writes "experts.down_proj_weight_scale" beside "experts.down_proj".
         has_scale = any(name + end in source.tensors for end in ("_scale", "_weight_scale"))
         is_weight = has_scale or last in ("weight", "weight_packed")
         is_packed = info.dtype in ("U8", "I32") and is_weight
         if (info.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
             raise CheckpointError(
-                f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
+                f"{source.path}: tensor {shown(name)}: {info.dtype} without the scales that layout "
                 f"{layout} has, as config.json says; fetch the checkpoint again"
             )
 

@@ -1,8 +1,9 @@
 """A source of arrays that lie in a file as they are, and of others that are made one at a time."""
 
+import collections
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -84,6 +85,16 @@ class ArraySource(Source):
         self._last = None
         if self._file is not None:
             self._file.close()
+
+
+def check_once(path: Path, names: Iterable[str]) -> None:
+    """Raises where two arrays of a tree have one name."""
+    twice = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    if twice:
+        raise CheckpointError(
+            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
+            "expected one; rename one of them"
+        )
 
 
 def _info(path: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> TensorInfo:

@@ -230,16 +230,20 @@ def _begin(
 ) -> None:
     """Writes the plan. A run without shards first removes the parts of another plan, `there`."""
     if not is_url(place.path):
+        if not job["shards"]:
+            place.clear()
         os.makedirs(place.content, exist_ok=True)
-    if not job["shards"]:
-        _clear(place, there, overwrite)
-    elif is_url(place.path):
+    elif job["shards"]:
         found = storage(place.path).entries(place.target)
         if found and not is_under_way(place.path, found):
             raise CheckpointError(
                 f"{place.path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
             )
+    elif there is not None:
+        place.remove(there)
+    elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
+        storage(place.path).remove_folder(place.target)
     place.write(place.parts, PLAN, job)
 
 
@@ -257,18 +261,6 @@ def _check_other(
             "and source, or remove them: qtoolkit finalize --discard "
             f"{shlex.quote(str(place.path))}"
         )
-
-
-def _clear(place: Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
-    """Removes the files of another conversion that was not completed."""
-    if is_url(place.path):
-        if there is not None:
-            place.remove(there)
-        elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
-            storage(place.path).remove_folder(place.target)
-        return
-    place.clear()
-    os.mkdir(place.content)
 
 
 def _write(
