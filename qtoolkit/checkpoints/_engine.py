@@ -22,7 +22,6 @@ from qtoolkit.checkpoints._programs import (
     errors,
     exceeds,
     is_cast,
-    scales_from,
     second_scale,
     unit_amax,
 )
@@ -291,23 +290,10 @@ def _factor(amax: np.ndarray) -> float:
     return 2.0 ** -min(max(math.frexp(top)[1], -126), 126)
 
 
-def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | None) -> np.ndarray:
-    """The scales of blocks with these amaxes, as stored."""
-    # To a power of two: few programs are compiled.
-    padded = np.zeros(1 << max(amaxes.size - 1, 0).bit_length(), np.float32)
-    padded[: amaxes.size] = amaxes
-    return np.asarray(scales_from(padded, tensor_scale, spec))[: amaxes.size]
-
-
 def _scales_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> TensorScales:
-    scale = tensor_scale = None
-    if spec.tensor_scale is not None:
-        tensor_scale = np.asarray(second_scale(np.float32(0), spec))
+    scale = None
     if spec.scale is not None:
         lengths = spec.block_lengths(tuple(n or _UNBOUNDED for n in shape))
-        counts = tuple(
-            1 if b == _UNBOUNDED else -(-n // b) for n, b in zip(shape, lengths, strict=True)
-        )
-        scale = _scales(np.zeros(math.prod(counts), np.float32), spec, tensor_scale)
-        scale = scale.reshape(counts)
-    return TensorScales(scale, tensor_scale)
+        counts = [1 if b == _UNBOUNDED else -(-n // b) for n, b in zip(shape, lengths, strict=True)]
+        scale = np.ones(counts, spec.scale.dtype)
+    return TensorScales(scale, None if spec.tensor_scale is None else np.ones((), np.float32))
