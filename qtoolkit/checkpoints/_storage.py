@@ -293,7 +293,12 @@ class _Object:
 
 class _Remote:
     def __init__(self, url: str) -> None:
-        _check_protocol(url)
+        protocol, _, rest = url.partition("://")
+        if protocol != protocol.lower():
+            raise CheckpointError(
+                f"{url}: protocol {protocol}, expected it in small letters; write "
+                f"{protocol.lower()}://{rest}"
+            )
         try:
             import fsspec
 
@@ -391,15 +396,6 @@ class _Remote:
                     continue
                 with contextlib.suppress(OSError, NotImplementedError):  # object stores have none
                     self._files.rmdir(name)
-
-
-def _check_protocol(url: str) -> None:
-    protocol, _, rest = url.partition("://")
-    if protocol != protocol.lower():
-        raise CheckpointError(
-            f"{url}: protocol {protocol}, expected it in small letters; write "
-            f"{protocol.lower()}://{rest}"
-        )
 
 
 # Packages for object stores raise these without an errno, with the path as their text.
