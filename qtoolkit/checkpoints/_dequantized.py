@@ -181,11 +181,7 @@ def dequantized(source: Source) -> Source:
 
 
 def check_quantized(opened: Source) -> Source:
-    """`dequantized`, but raises if nothing is quantized.
-
-    Raises:
-      CheckpointError: Nothing is quantized; or as in `dequantized`.
-    """
+    """`dequantized`, but raises CheckpointError if nothing is quantized."""
     source = dequantized(opened)
     if not source.stored_as:
         if copied := copied_parts(opened.metadata, opened.tensors, ()):

@@ -65,11 +65,7 @@ def restore(target: str) -> None:
 
 
 def plan_in(parts: Path) -> dict[str, Any] | None:
-    """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
-
-    Raises:
-      OSError: It cannot be read.
-    """
+    """The plan in the folder of parts of a conversion; None if it is missing or incomplete."""
     plan = json_in(join(parts, PLAN))
     return plan if plan is not None and plan.keys() >= _PLAN_KEYS else None
 

@@ -266,7 +266,8 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
         ) from error
     codes = np.asarray(array.codes)
     dtype = array.spec.element.dtype
-    if array.packed_size is None and dtype is not None and _is_known(dtype, codes.dtype.itemsize):
+    is_known = dtype is not None and dtype.name in DTYPE_OF and dtype.itemsize == codes.itemsize
+    if array.packed_size is None and is_known:
         codes = codes.view(dtype)
     entries = {name: codes}
     for field in PARTS:
@@ -279,10 +280,6 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
         "packed_size": array.packed_size,
     }
     return entries, about
-
-
-def _is_known(dtype: Any, itemsize: int) -> bool:
-    return dtype.name in DTYPE_OF and dtype.itemsize == itemsize
 
 
 def _text(value: Any) -> str:

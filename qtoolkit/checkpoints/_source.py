@@ -339,11 +339,7 @@ def open_source(path: Path) -> Source:
 
 
 def kind_of(path: Path) -> str:
-    """The container of a checkpoint: "folder", "orbax", or what `_kind_of_file` says.
-
-    Raises:
-      CheckpointError, TypeError: As `kind_of_source` and `_kind_of_file`.
-    """
+    """The container of a checkpoint: "folder", "orbax", or what `_kind_of_file` says."""
     what = kind_of_source(path, "path")
     if what == "folder":
         return "orbax" if is_orbax(path) else "folder"
