@@ -20,7 +20,6 @@ import numpy as np
 from qtoolkit.checkpoints._engine import (
     Piece,
     Sums,
-    TensorScales,
     check_symmetric,
     is_small,
     quantized,
@@ -57,7 +56,7 @@ class Task(NamedTuple):
 class Result(NamedTuple):
     """What `quantized` returns. `sums` is complete only once all pieces have been taken."""
 
-    scales: TensorScales
+    tensor_scale: np.ndarray | None
     pieces: Iterable[Piece]
     sums: Sums
 
@@ -293,7 +292,7 @@ def _result(
     columns = task.shape[-1] if task.shape else 1
     rows = slice(0, len(codes) // columns)
     piece = Piece(rows, slice(0, columns), codes.reshape(-1, columns), scale)
-    return Result(TensorScales(None, tensor_scale), (piece,), sums)
+    return Result(tensor_scale, (piece,), sums)
 
 
 def _split(values: np.ndarray | None, lengths: Sequence[int]) -> Sequence[Any]:

@@ -71,16 +71,13 @@ def entries(
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
     for number, result in enumerate(results):
-        scales = result.scales
         # A second scale is one in all, or one for each matrix.
         if stored.second is not None and 4 * number < stored.second.nbytes:
-            assert scales.tensor_scale is not None
-            second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
+            assert result.tensor_scale is not None
+            second = np.asarray(result.tensor_scale, np.float32).reshape(1)
             with np.errstate(divide="ignore"):
                 inverts = stored.second_divides and not stored.spec.tensor_scale_divides
                 yield stored.second.name, 1 / second if inverts else second
-        if stored.scale is not None and scales.scale is not None:
-            yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
         for piece in result.pieces:
             yield stored.codes.name, pack_codes(piece.codes, stored)
             if stored.scale is not None and piece.scale is not None:
