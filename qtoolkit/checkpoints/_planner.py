@@ -32,7 +32,6 @@ from qtoolkit.checkpoints._targets import (
     safetensors_dtype,
     scheme_of,
     wide_dtype,
-    word_of,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
@@ -245,7 +244,7 @@ class _Planner:
 
     def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
         """`Plan.scaling`: what all schemes in use have, else what was asked for."""
-        words = {word_of(scheme) for scheme in used}
+        words = {scheme.scaling or "none" for scheme in used}
         if len(words) == 1:
             return words.pop()
         return (self.scaling or "tensor") if has_scales else "none"
@@ -342,14 +341,14 @@ class _Planner:
         float32 scale for every element.
         """
         scheme = scheme_of(self.layout, fmt, self.scaling)
-        is_by_block = word_of(scheme) == "block" and len(info.shape) > 3
+        is_by_block = scheme.scaling == "block" and len(info.shape) > 3
         if is_by_block and self.roles.outputs_last(info) is False:
             return scheme_of(self.layout, fmt, "channel")
         return scheme
 
     def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:
         """What the layout writes for a tensor; raises where it cannot hold it."""
-        by_channel = word_of(scheme) == "channel" and len(info.shape) > 1
+        by_channel = scheme.scaling == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
                 self._check_linear(info)

@@ -403,7 +403,7 @@ def layouts_table() -> Table:
     rows = [
         [
             layout.name,
-            ", ".join(dict.fromkeys(text.split()[0] for text in layout.spellings())),
+            ", ".join(dict.fromkeys(scheme.format for scheme in layout.schemes)),
             layout.loaders,
         ]
         for layout in LAYOUTS.values()
@@ -419,13 +419,13 @@ def layout_data(layout: Layout) -> dict[str, Any]:
         "note": layout.note,
         "schemes": [
             {
-                "format": text.split()[0],
-                "scaling": text.rstrip(")").partition("--scaling ")[2] or None,
+                "format": scheme.format,
+                "scaling": scheme.scaling,
                 "name": scheme.name,
                 "about": scheme.about,
                 "needs_input_scale": scheme.needs_input_scale,
             }
-            for scheme, text in zip(layout.schemes, layout.spellings(), strict=True)
+            for scheme in layout.schemes
         ],
     }
 

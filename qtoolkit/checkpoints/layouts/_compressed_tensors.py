@@ -39,7 +39,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     read_bytes_weight,
     read_groups,
     scaling_of,
-    spelling,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.formats import (
@@ -413,7 +412,7 @@ def _misread(schemes: Sequence[Scheme]) -> str:
         return "reads all experts by one format, with wrong weights where they have several"
     if NV4 in schemes:
         return "loads experts in nvfp4 with wrong weights, without an error"
-    unread = [spelling(scheme.spec) for scheme in schemes if scheme not in _READ_OF_EXPERTS]
+    unread = [scheme.spelling for scheme in schemes if scheme not in _READ_OF_EXPERTS]
     return f"does not load experts in {unread[0]}" if unread else ""
 
 
@@ -430,7 +429,7 @@ def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
     if is_fp8 and joined:
         # The wide expert has no scale, so it gets that of the next expert, and so on.
         return "loads experts with wrong weights where some are in e4m3fn, without an error"
-    name = spelling(schemes[0].spec)
+    name = schemes[0].spelling
     return "" if is_fp8 else f"does not load experts that stay wide beside others in {name}"
 
 

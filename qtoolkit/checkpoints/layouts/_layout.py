@@ -43,6 +43,22 @@ class Scheme:
     about: str = ""
     needs_input_scale: bool = False
 
+    @property
+    def format(self) -> str:
+        """As given to `--format`."""
+        return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
+
+    @property
+    def scaling(self) -> str | None:
+        """As given to `--scaling`; None if the format has no scales, or scales of its own."""
+        word = scaling_of(self.spec)
+        return None if word == "none" else word
+
+    @property
+    def spelling(self) -> str:
+        """Both: "e4m3fn (--scaling channel)", "mxfp4"."""
+        return self.format + ("" if self.scaling is None else f" (--scaling {self.scaling})")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -114,8 +130,7 @@ class Layout:
         )
 
     def spellings(self) -> list[str]:
-        """Its schemes as arguments: "e4m3fn (--scaling channel)", "mxfp4"."""
-        return [spelling(scheme.spec) for scheme in self.schemes]
+        return [scheme.spelling for scheme in self.schemes]
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
@@ -129,14 +144,6 @@ def scaling_of(spec: BlockFormat) -> str | None:
     if spec.other_axes is None and spec.block == (1,):
         return "channel"
     return "block" if spec.block == BLOCK else None
-
-
-def spelling(spec: BlockFormat) -> str:
-    """A spec as the command takes it: "e4m3fn (--scaling channel)", "mxfp4"."""
-    word = scaling_of(spec)
-    if word is None:
-        return spec.name
-    return spec.element.name + ("" if word == "none" else f" (--scaling {word})")
 
 
 # Cached: checking a format takes longer than quantizing a small tensor by it.
