@@ -125,7 +125,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
-    with contextlib.closing(open_source(path)) as source:
+    with open_source(path) as source:
         yield dequantized(source)
 
 

@@ -185,7 +185,7 @@ def _begun(
         )
     with (
         destination.reserved(),
-        contextlib.closing(open_source(destination.src)) as opened,
+        open_source(destination.src) as opened,
         Workers(count) as threads,
     ):
         yield opened, threads

@@ -1,5 +1,6 @@
 """What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
+import dataclasses
 import json
 import re
 import reprlib
@@ -108,7 +109,15 @@ def make_plan(
             f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
         )
     chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
-    planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
+    planner = _Planner(
+        source=source,
+        layout=chosen,
+        scaling=scaling,
+        keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
+        roles=Roles(source.tensors, source.config, channel_axis),
+        input_scales=input_scales,
+        parts=copied_parts(source.metadata, source.tensors, source.stored),
+    )
     plan = planner.plan(format, skip)
     _check_loads(folder_of(source), plan)
     _check_known(source, plan)
@@ -154,25 +163,17 @@ def _check_known(source: Source, plan: Plan) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion."""
+    """The choices of one conversion. `parts` are of quantized arrays that are copied."""
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Layout,
-        scaling: str | None,
-        keep_dtype: FormatLike | None,
-        channel_axis: AxisChoice,
-        input_scales: InputScales | None,
-    ) -> None:
-        self.source = source
-        self.layout = layout
-        self.scaling = scaling
-        self.roles = Roles(source.tensors, source.config, channel_axis)
-        self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
-        self.input_scales = input_scales
-        self.parts = copied_parts(source.metadata, source.tensors, source.stored)
+    source: Source
+    layout: Layout
+    scaling: str | None
+    keep_dtype: str | None
+    roles: Roles
+    input_scales: InputScales | None
+    parts: set[str]
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)

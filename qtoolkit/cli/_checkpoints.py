@@ -375,10 +375,7 @@ def inspect(
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, quantized ones with their scales."""
-    with (
-        one_line_errors("nothing was changed"),
-        contextlib.closing(checkpoints.open_source(src)) as source,
-    ):
+    with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
         if as_json:
             typer.echo(json.dumps(inspect_data(source, stats), indent=2))
             return
@@ -466,7 +463,7 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
     destination.check()
     to, dst = destination.to, str(destination.dst)
     options["layout"] = layout_in(to, options.get("layout"))
-    with contextlib.closing(checkpoints.open_source(destination.src)) as opened:
+    with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
         check_holds(to, dst, plan, opened)
