@@ -20,7 +20,6 @@ import numpy as np
 from qtoolkit.checkpoints._engine import (
     Piece,
     Sums,
-    TensorScales,
     check_symmetric,
     is_small,
     quantized,
@@ -57,7 +56,7 @@ class Task(NamedTuple):
 class Result(NamedTuple):
     """What `quantized` returns. `sums` is complete only once all pieces have been taken."""
 
-    scales: TensorScales
+    tensor_scale: np.ndarray | None
     pieces: Iterable[Piece]
     sums: Sums
 
@@ -65,9 +64,7 @@ class Result(NamedTuple):
 def all_quantized(tasks: Iterable[Task], workers: Workers = ALONE) -> Iterator[Result]:
     """Yields the result of `quantized` for each task, computing small tensors many at a time.
 
-    Args:
-      tasks: The tensors to quantize. Some are taken from it before their results are yielded.
-      workers: As in `quantized`.
+    Some of `tasks` are taken before the results of those before them are yielded.
     """
     # Windows have threads of their own: finding a shared amax, they wait for `workers`.
     with Workers(workers.count) as others:
@@ -103,7 +100,6 @@ def _alone(task: Task, workers: Workers) -> Result:
 
 
 def _together(tasks: Sequence[Task]) -> list[Result]:
-    """The results of small tensors."""
     layouts = [_layout(task.shape, task.spec) for task in tasks]
     groups: dict[tuple[str, BlockFormat, int], list[int]] = {}
     for i, (task, layout) in enumerate(zip(tasks, layouts, strict=True)):
@@ -296,7 +292,7 @@ def _result(
     columns = task.shape[-1] if task.shape else 1
     rows = slice(0, len(codes) // columns)
     piece = Piece(rows, slice(0, columns), codes.reshape(-1, columns), scale)
-    return Result(TensorScales(None, tensor_scale), (piece,), sums)
+    return Result(tensor_scale, (piece,), sums)
 
 
 def _split(values: np.ndarray | None, lengths: Sequence[int]) -> Sequence[Any]:

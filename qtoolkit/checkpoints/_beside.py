@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._config_differences import GROUPS, IGNORED, differences
 from qtoolkit.checkpoints._dequantized import (
     DequantizedSource,
@@ -23,7 +24,7 @@ from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorIn
 from qtoolkit.checkpoints._plan import TensorPlan
 from qtoolkit.checkpoints._planner import METADATA_KEY, kept_modules, used_schemes
 from qtoolkit.checkpoints._roles import module_of
-from qtoolkit.checkpoints._source import CONFIG, Folder, Source, read_json
+from qtoolkit.checkpoints._source import CONFIG, Folder, read_json
 from qtoolkit.checkpoints._storage import join, storage
 from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme

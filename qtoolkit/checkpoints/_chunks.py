@@ -62,10 +62,6 @@ class Cut:
         return tuple(axes) or ((1, 1),)
 
     @property
-    def lead(self) -> tuple[Axis, ...]:
-        return self.axes[:-1]
-
-    @property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -138,12 +134,12 @@ class Cut:
 
     def block_rows(self, chunk: Chunk) -> np.ndarray:
         """For each row of a chunk the index of the blocks that it lies in, among those of lead."""
-        rows = np.arange(chunk.row, chunk.row + chunk.rows)
-        if all(b == 1 for _, b in self.lead):
+        rows, lead = np.arange(chunk.row, chunk.row + chunk.rows), self.axes[:-1]
+        if all(b == 1 for _, b in lead):
             return rows
         index = np.zeros_like(rows)
-        inner = math.prod(n for n, _ in self.lead)
-        for n, b in self.lead:
+        inner = math.prod(n for n, _ in lead)
+        for n, b in lead:
             inner //= n
             index = index * -(-n // b) + rows // inner % n // b
         return index

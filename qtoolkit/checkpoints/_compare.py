@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._report import Progress, decibels
-from qtoolkit.checkpoints._source import Source, open_source
+from qtoolkit.checkpoints._base import Source
+from qtoolkit.checkpoints._dequantized import dequantized
+from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._report import Progress, decibels, followed
+from qtoolkit.checkpoints._source import open_source
+from qtoolkit.checkpoints._statistics import floats
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values, at_limits
 from qtoolkit.formats import FloatFormat, IntFormat
@@ -101,24 +103,20 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     check_path(a, "a")
     check_path(b, "b")
     with opened(a) as first, opened(b) as second:
-        all_a, all_b = everything(first), everything(second)
-        names = [name for name in all_a if name in all_b]
-        if not names:
+        all_a, all_b = first.everything, second.everything
+        common = [info for name, info in all_a.items() if name in all_b]
+        if not common:
             raise CheckpointError(
                 f"{b}: no tensor has a name that {a} has, expected two versions of one model; "
                 "`qtoolkit inspect` lists the names"
             )
-        total = sum(all_a[name].nbytes for name in names)
-        done, compared = 0, []
-        for name in names:
-            compared.append(_compared(first, second, all_a[name], all_b[name]))
-            done += all_a[name].nbytes
-            if progress is not None:
-                progress(shown(name), done, total)
         return Comparison(
             a=str(a),
             b=str(b),
-            tensors=tuple(compared),
+            tensors=tuple(
+                _compared(first, second, info, all_b[info.name])
+                for info in followed(common, progress)
+            ),
             only_a=tuple(name for name in first.tensors if name not in all_b),
             only_b=tuple(name for name in second.tensors if name not in all_a),
         )
@@ -127,7 +125,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Source]:
     """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
-    with contextlib.closing(open_source(path)) as source:
+    with open_source(path) as source:
         yield dequantized(source)
 
 
@@ -141,17 +139,14 @@ def _compared(first: Source, second: Source, a: TensorInfo, b: TensorInfo) -> Te
     if a.dtype not in _FLOATS or b.dtype not in _FLOATS:
         equal = a.dtype == b.dtype and _same_bytes(first, second, a)
         return TensorComparison(name=name, format=b.dtype, size=b.size, equal=equal)
-    stored = second.stored.get(name) if isinstance(second, DequantizedSource) else None
-    limits = None
-    if stored is not None:
-        assert isinstance(second, DequantizedSource)
-        limits = at_limits(stored, second.read_stored)
+    stored = second.stored.get(name)
+    limits = None if stored is None else at_limits(stored, second.read_stored)
     errors = _Errors(None if stored is None else _excess(stored))
     for start in range(0, a.size, _CHUNK):
         stop = min(start + _CHUNK, a.size)
         errors.add(
-            _floats(first, a, start, stop),
-            _floats(second, b, start, stop),
+            floats(first, a, start, stop),
+            floats(second, b, start, stop),
             None if limits is None else _limits(limits, start, stop),
         )
     return TensorComparison(
@@ -219,14 +214,6 @@ def _excess(stored: Stored) -> float:
         values = np.unique(element.values())
         step = float(values[-1] - values[-2])
     return 1 + step / 2 / largest
-
-
-def _floats(source: Source, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-    dtype = NUMPY_DTYPES[info.dtype]
-    data = np.empty(stop - start, dtype)
-    source.read_into(info.name, start * dtype.itemsize, data.view(np.uint8).data)
-    with np.errstate(invalid="ignore"):  # signaling NaNs
-        return data.astype(np.float64)
 
 
 def _limits(limits: Values, start: int, stop: int) -> np.ndarray:

@@ -2,26 +2,24 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from qtoolkit.checkpoints._container import destination, layout_in, tree_of
+from qtoolkit.checkpoints._base import Source
+from qtoolkit.checkpoints._container import Destination, layout_in, tree_of
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
 from qtoolkit.checkpoints._input_scales import InputScales
 from qtoolkit.checkpoints._limits import file_limit, worker_count
 from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
-from qtoolkit.checkpoints._plan import ContainerName
+from qtoolkit.checkpoints._plan import ContainerName, Plan
 from qtoolkit.checkpoints._planner import make_plan
 from qtoolkit.checkpoints._report import Progress, Report
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
-from qtoolkit.checkpoints._source import CONFIG, Folder, Source, open_source
+from qtoolkit.checkpoints._source import CONFIG, Folder, open_source
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import FormatLike, Rules, SpecLike
-
-if TYPE_CHECKING:
-    from qtoolkit.checkpoints._work import Work
 
 
 def convert(
@@ -107,15 +105,10 @@ def convert(
             "convert: format=None, expected a format such as 'e4m3fn', or Rules; "
             "dequantize_checkpoint writes wide weights"
         )
-    limit = file_limit(max_shard_size)
-    check_shard(shard)
-    count = worker_count(workers, max_memory)
-    _check_progress(progress)
-    with (
-        destination(src, dst, overwrite, to, shard, max_shard_size),
-        contextlib.closing(open_source(src)) as opened,
-        Workers(count) as threads,
-    ):
+    destination = Destination(
+        src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+    )
+    with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = dequantized(opened)
         plan = make_plan(
             source,
@@ -127,8 +120,7 @@ def convert(
             channel_axis=channel_axis,
             input_scales=input_scales,
         )
-        work = _work(source, plan, allow_nonfinite, progress, threads)
-        return _written(dst, opened, work, to, limit, overwrite, shard)
+        return _written(destination, opened, source, plan, allow_nonfinite, progress, threads)
 
 
 def dequantize_checkpoint(
@@ -166,46 +158,51 @@ def dequantize_checkpoint(
       >>> qt.checkpoints.load("wide.safetensors")
       {'w': array([[8.960e+02, 3.125e-01]], dtype=float32)}
     """
-    limit = file_limit(max_shard_size)
-    check_shard(shard)
-    count = worker_count(workers, max_memory)
-    _check_progress(progress)
-    with (
-        destination(src, dst, overwrite, to, shard, max_shard_size),
-        contextlib.closing(open_source(src)) as opened,
-        Workers(count) as threads,
-    ):
+    destination = Destination(
+        src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+    )
+    with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = check_quantized(opened)
         plan = make_plan(source, format=None, keep_dtype=dtype)
-        work = _work(source, plan, True, progress, threads)
-        return _written(dst, opened, work, to, limit, overwrite, shard)
+        return _written(destination, opened, source, plan, True, progress, threads)
 
 
-def _check_progress(progress: object) -> None:
+@contextlib.contextmanager
+def _begun(
+    destination: Destination,
+    workers: int | None,
+    max_memory: int | str | None,
+    progress: Progress | None,
+) -> Iterator[tuple[Source, Workers]]:
+    """Checks the arguments, locks the target, opens the source and starts threads."""
+    file_limit(destination.max_shard_size)
+    check_shard(destination.shard)
+    count = worker_count(workers, max_memory)
     if progress is not None and not callable(progress):
         raise TypeError(
             f"progress={progress!r}, expected a function of (name, bytes written, bytes to write "
             "in all), or None"
         )
-
-
-def _work(*arguments: Any) -> "Work":
-    """A `Work`, whose file loads JAX: not before the target is locked and the plan is made."""
-    from qtoolkit.checkpoints._work import Work
-
-    return Work(*arguments)
+    with (
+        destination.reserved(),
+        open_source(destination.src) as opened,
+        Workers(count) as threads,
+    ):
+        yield opened, threads
 
 
 def _written(
-    dst: Path,
+    destination: Destination,
     opened: Source,
-    work: "Work",
-    to: ContainerName,
-    limit: int,
-    overwrite: bool,
-    shard: Shard | None,
+    source: Source,
+    plan: Plan,
+    allow_nonfinite: bool,
+    progress: Progress | None,
+    threads: Workers,
 ) -> Report:
-    plan = work.plan
+    from qtoolkit.checkpoints._work import Work  # loads JAX
+
+    dst, to, overwrite = destination.dst, destination.to, destination.overwrite
     report = Report(
         source=str(opened.path),
         target=str(dst),
@@ -214,16 +211,15 @@ def _written(
         format=plan.format_names,
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
-        left=_left(opened, work, to),
+        left=_left(opened, source, plan, to),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         caution=plan.caution,
         tensors=(),
     )
+    work = Work(source, plan, allow_nonfinite, progress, threads)
     if isinstance(opened, Folder) and to == "safetensors":
-        return write_folder(
-            dst, opened, plan, work, report, limit=limit, overwrite=overwrite, shard=shard
-        )
+        return write_folder(destination, opened, work, report)
     work.start(plan.tensors)
     chunks = work.chunks(plan.tensors, work.finish)
     if to == "orbax":
@@ -236,12 +232,12 @@ def _written(
     return dataclasses.replace(report, tensors=tuple(work.reports))
 
 
-def _left(opened: Source, work: "Work", to: ContainerName) -> tuple[str, ...]:
+def _left(opened: Source, source: Source, plan: Plan, to: ContainerName) -> tuple[str, ...]:
     """What of a source does not go with the weights: files of a folder, and scales of activations
     and caches, which belonged to the codes that are gone.
     """
-    written = {entry.name for tensor in work.plan.tensors for entry in tensor.entries}
-    scales = [name for name in getattr(work.source, "beside", ()) if name not in written]
+    written = {entry.name for tensor in plan.tensors for entry in tensor.entries}
+    scales = [name for name in source.beside if name not in written]
     if not isinstance(opened, Folder):
         return tuple(scales)
     config = [CONFIG] if opened.has_config else []

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source, StoredAs
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._saved import copied_parts, saved_arrays
-from qtoolkit.checkpoints._source import (
-    MODELOPT_CONFIG,
-    Folder,
-    Source,
-    StoredAs,
-    stored_as,
-)
-from qtoolkit.checkpoints._storage import Path, join
+from qtoolkit.checkpoints._source import MODELOPT_CONFIG, Folder
+from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored, Values
 from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
@@ -27,13 +22,13 @@ _BY_METHOD = {
     "fp8": "finegrained-fp8",
     "modelopt": "modelopt",
 }
+# The scales of a KV cache may belong to the attention module, above its projections.
+_OF_CACHE = ("k_scale", "v_scale", "q_scale")
 # Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
 _BESIDE = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
-    *("k_scale", "v_scale", "q_scale"),
+    *_OF_CACHE,
 )
-# The scales of a KV cache may belong to the attention module, above its projections.
-_OF_CACHE = ("k_scale", "v_scale", "q_scale")
 # Pairs of entries that give away a weight quantized by programs whose layouts are not read here. A
 # folder says so in its config.json; a single file can be told only by these names.
 _OTHERS = (
@@ -44,24 +39,19 @@ _OTHERS = (
 )
 
 
-class DequantizedSource:
+class DequantizedSource(Source):
     """A source in which every quantized weight is float32, under its own name.
 
     Attributes:
-      path, tensors, metadata: As in `Source`.
-      layout: The layout of the quantized weights, for messages.
-      stored: How each quantized weight is stored in `source`, by name.
-      stored_as: The same in short.
-      beside: What loaders keep beside the weights, such as input scales; no tensors of the model.
       source: The underlying, quantized source.
     """
 
     def __init__(self, source: Source, layout: str, stored: Mapping[str, Stored]) -> None:
-        self.path: Path = source.path
+        self.path = source.path
         self.metadata = source.metadata
-        self.config = getattr(source, "config", {})
+        self.config = source.config
         self.layout = layout
-        self.stored = dict(stored)
+        self.stored = stored
         self.stored_as = {
             name: StoredAs(weight.codes.dtype, sum(entry.nbytes for entry in weight.entries))
             for name, weight in stored.items()
@@ -69,12 +59,14 @@ class DequantizedSource:
         self.source = source
         # Scales of a weight are read once and kept while its values are read. Two weights, since
         # one thread may begin with the next weight while another is still at the end of this one.
-        self._values = functools.lru_cache(maxsize=2)(self._new_values)
+        self._values = functools.lru_cache(maxsize=2)(
+            lambda name: Values(stored[name], source.read_into)
+        )
         gone = {entry.name for weight in stored.values() for entry in weight.entries}
         by_codes = {weight.codes.name: weight for weight in stored.values()}
         beside = set() if layout == "plain" else _entries_beside(stored)
-        self.tensors: dict[str, TensorInfo] = {}
-        self.beside: dict[str, TensorInfo] = {}
+        self.tensors = {}
+        self.beside = {}
         for name, info in source.tensors.items():
             if name in by_codes:
                 weight = by_codes[name]
@@ -90,11 +82,7 @@ class DequantizedSource:
         else:
             self.source.read_into(name, start, buffer)
 
-    def _new_values(self, name: str) -> Values:
-        return Values(self.stored[name], self.source.read_into)
-
     def read_stored(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` from byte `start` of an entry of a stored weight on."""
         self.source.read_into(name, start, buffer)
 
     def close(self) -> None:
@@ -176,7 +164,7 @@ def dequantized(source: Source) -> Source:
             )
         layout = _BY_METHOD[method]
         stored = LAYOUTS[layout].read(config, source.tensors, where)
-        _check_all_read(source, stored, where, layout)
+        _check_all_read(source, stored, layout)
     else:
         _check_not_others(source)
         stored, own = saved_arrays(source.metadata, source.tensors, where)
@@ -193,13 +181,9 @@ def dequantized(source: Source) -> Source:
 
 
 def check_quantized(opened: Source) -> Source:
-    """`dequantized`, but raises if nothing is quantized.
-
-    Raises:
-      CheckpointError: Nothing is quantized; or as in `dequantized`.
-    """
+    """`dequantized`, but raises CheckpointError if nothing is quantized."""
     source = dequantized(opened)
-    if not stored_as(source):
+    if not source.stored_as:
         if copied := copied_parts(opened.metadata, opened.tensors, ()):
             raise CheckpointError(
                 f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
@@ -223,12 +207,6 @@ def _check_once(source: Source, stored: Mapping[str, Stored]) -> None:
                 f"{shown(weight.codes.name)}, expected one of them: loaders differ in which they "
                 "take; write the checkpoint again without the other"
             )
-
-
-def everything(source: Source) -> dict[str, TensorInfo]:
-    """The tensors of a source and what loaders keep beside them."""
-    beside = source.beside if isinstance(source, DequantizedSource) else {}
-    return {**source.tensors, **beside}
 
 
 def _check_constants(source: Source, stored: Mapping[str, Stored]) -> None:
@@ -267,26 +245,29 @@ def own_layout(source: Source) -> str:
     return str(about.get("layout", "")) if isinstance(about, dict) else ""
 
 
-def _check_all_read(source: Source, stored: Mapping[str, Stored], where: str, layout: str) -> None:
+def _check_all_read(source: Source, stored: Mapping[str, Stored], layout: str) -> None:
     read = {weight.codes.name for weight in stored.values()}
     for name, info in source.tensors.items():
-        is_scale = name.rpartition(".")[2].endswith(("scale", "scale_inv", "scale_2"))
         last = name.rpartition(".")[2]
+        is_scale = last.endswith(("scale", "scale_inv", "scale_2"))
         # modelopt writes "experts.down_proj_weight_scale" beside "experts.down_proj".
         has_scale = any(name + end in source.tensors for end in ("_scale", "_weight_scale"))
         is_weight = has_scale or last in ("weight", "weight_packed")
         is_packed = info.dtype in ("U8", "I32") and is_weight
         if (info.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
             raise CheckpointError(
-                f"{where}: tensor {shown(name)}: {info.dtype} without the scales that layout "
+                f"{source.path}: tensor {shown(name)}: {info.dtype} without the scales that layout "
                 f"{layout} has, as config.json says; fetch the checkpoint again"
             )
 
 
-def _dequantized(tensor: Any) -> Any:
-    """The values of a `QArray`, anything else as it is."""
-    is_qarray = hasattr(tensor, "codes") and hasattr(tensor, "spec")  # without JAX
-    return tensor.dequantize("float32") if is_qarray else tensor
+def is_qarray(x: Any) -> bool:
+    return hasattr(x, "codes") and hasattr(x, "spec")  # without JAX
+
+
+def info_of(name: str, array: np.ndarray) -> TensorInfo:
+    """An array of a dtype that safetensors has, as a tensor of a file."""
+    return TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -317,12 +298,11 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
             f"dequantize: tensors has type {type(tensors).__name__}, expected arrays by name; "
             "write dequantize(load(path))"
         )
-    arrays = {name: np.asarray(_dequantized(tensor)) for name, tensor in tensors.items()}
-    infos = {
-        name: TensorInfo(name, DTYPE_OF[array.dtype.name], array.shape, 0, array.nbytes)
-        for name, array in arrays.items()
-        if array.dtype.name in DTYPE_OF
+    arrays = {
+        name: np.asarray(tensor.dequantize("float32") if is_qarray(tensor) else tensor)
+        for name, tensor in tensors.items()
     }
+    infos = {name: info_of(name, x) for name, x in arrays.items() if x.dtype.name in DTYPE_OF}
 
     def read(name: str, start: int, buffer: memoryview) -> None:
         data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)

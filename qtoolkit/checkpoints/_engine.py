@@ -22,7 +22,6 @@ from qtoolkit.checkpoints._programs import (
     errors,
     exceeds,
     is_cast,
-    scales_from,
     second_scale,
     unit_amax,
 )
@@ -50,19 +49,6 @@ class Piece(NamedTuple):
     columns: slice
     codes: np.ndarray
     scale: np.ndarray | None
-
-
-class TensorScales(NamedTuple):
-    """The scales of a tensor that are known before its first piece.
-
-    Attributes:
-      scale: The scales of a tensor without elements, as in `QArray.scale`. None for other tensors,
-        whose scales come with the pieces.
-      tensor_scale: The second scale, float32, a scalar; None where the format has none.
-    """
-
-    scale: np.ndarray | None
-    tensor_scale: np.ndarray | None
 
 
 @dataclasses.dataclass
@@ -130,7 +116,7 @@ def quantized(
     tensor_amax: float | None = None,
     sums: Sums,
     workers: Workers = ALONE,
-) -> tuple[TensorScales, Iterator[Piece]]:
+) -> tuple[np.ndarray | None, Iterator[Piece]]:
     """Quantizes a tensor piece by piece: codes and scales of `qtoolkit.quantize`, bit for bit.
 
     A tensor is read once if its blocks fit in chunks. It is read twice if a scale belongs to the
@@ -147,23 +133,26 @@ def quantized(
       sums: Each piece adds its statistics to this.
       workers: Threads, which call `read`. Results do not depend on how many there are.
 
+    Returns:
+      The second scale, float32, a scalar, None where the format has none; and the pieces.
+
     Raises:
       ValueError: `spec` has zero points, or does not fit the shape.
     """
     check_symmetric(spec)
-    if 0 in shape:
-        return _scales_of_nothing(shape, spec), iter(())
-    source = NUMPY_DTYPES[dtype]
-    cut = Cut(shape, shape if spec.scale is None else spec.block_lengths(shape))
     tensor_scale = None
     if spec.tensor_scale is not None:
         found = amax_of(read, shape, dtype, workers=workers) if tensor_amax is None else tensor_amax
         tensor_scale = np.asarray(second_scale(np.float32(found), spec))
+    if 0 in shape:
+        return tensor_scale, iter([_piece_of_nothing(shape, spec)])
+    source = NUMPY_DTYPES[dtype]
+    cut = Cut(shape, shape if spec.scale is None else spec.block_lengths(shape))
     amaxes = None
     if spec.scale is not None and not cut.is_local(_tiles.CHUNK):
         amaxes = _amaxes(cut, read, source, not spec.element.has_nan, workers)
     encoder = _Encoder(cut, read, source, spec, tensor_scale, amaxes)
-    return TensorScales(None, tensor_scale), _pieces(encoder, workers, sums)
+    return tensor_scale, _pieces(encoder, workers, sums)
 
 
 def check_symmetric(spec: BlockFormat) -> None:
@@ -291,23 +280,12 @@ def _factor(amax: np.ndarray) -> float:
     return 2.0 ** -min(max(math.frexp(top)[1], -126), 126)
 
 
-def _scales(amaxes: np.ndarray, spec: BlockFormat, tensor_scale: np.ndarray | None) -> np.ndarray:
-    """The scales of blocks with these amaxes, as stored."""
-    # To a power of two: few programs are compiled.
-    padded = np.zeros(1 << max(amaxes.size - 1, 0).bit_length(), np.float32)
-    padded[: amaxes.size] = amaxes
-    return np.asarray(scales_from(padded, tensor_scale, spec))[: amaxes.size]
-
-
-def _scales_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> TensorScales:
-    scale = tensor_scale = None
-    if spec.tensor_scale is not None:
-        tensor_scale = np.asarray(second_scale(np.float32(0), spec))
+def _piece_of_nothing(shape: tuple[int, ...], spec: BlockFormat) -> Piece:
+    """All of a tensor without elements: no codes, but scales along axes that are not empty."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    codes, scale = np.zeros((rows, columns), spec.element.code_dtype), None
     if spec.scale is not None:
         lengths = spec.block_lengths(tuple(n or _UNBOUNDED for n in shape))
-        counts = tuple(
-            1 if b == _UNBOUNDED else -(-n // b) for n, b in zip(shape, lengths, strict=True)
-        )
-        scale = _scales(np.zeros(math.prod(counts), np.float32), spec, tensor_scale)
-        scale = scale.reshape(counts)
-    return TensorScales(scale, tensor_scale)
+        counts = [1 if b == _UNBOUNDED else -(-n // b) for n, b in zip(shape, lengths, strict=True)]
+        scale = np.ones(math.prod(counts), spec.scale.dtype)
+    return Piece(slice(0, rows), slice(0, columns), codes, scale)

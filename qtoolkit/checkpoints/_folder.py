@@ -6,11 +6,12 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._header import CheckpointError, listed, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._safetensors import exists_already
 from qtoolkit.checkpoints._source import is_under_way, weight_files
 from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
+from qtoolkit.checkpoints.layouts._layout import WIDE
 
 # Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
 # refuses to remove anything else.
@@ -22,7 +23,6 @@ _BESIDE_WEIGHTS = re.compile(
     r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
 )
 _CONFIGS = ("quantization_config", "compression_config")
-_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
@@ -57,10 +57,6 @@ def check_paths(src: Path, dst: Path) -> None:
         raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
 
 
-def _real(path: Path) -> str:
-    return str(path).rstrip("/") if is_url(path) else os.path.realpath(path)
-
-
 def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
     """Raises where a folder cannot be written, or files would be lost by it.
 
@@ -69,8 +65,11 @@ def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
       overwrite: Whether a checkpoint of that name may be replaced.
       own: Names of files and folders in the new checkpoint; the old one may have these, too.
     """
-    place, target = storage(path), _real(path)
-    if not is_url(path):
+    place = storage(path)
+    if is_url(path):
+        target = str(path).rstrip("/")
+    else:
+        target = os.path.realpath(path)
         check_nameable(path, target)
     kind = place.kind(target)
     if kind not in ("folder", ""):
@@ -134,15 +133,13 @@ def _check_replaceable(
     known = {*weights, *(name for name in found if _BESIDE_WEIGHTS.fullmatch(name))}
     others = [name for name in found if name not in known and name not in own]
     if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        some = ", ".join(map(shown, others[:5])) + more
         raise CheckpointError(
-            f"{path}: --overwrite would delete {some}, expected nothing but a checkpoint; move "
-            f"{'them' if len(others) > 1 else 'it'} away, or choose another name"
+            f"{path}: --overwrite would delete {listed(map(shown, others))}, expected nothing but "
+            f"a checkpoint; move {'them' if len(others) > 1 else 'it'} away, or choose another name"
         )
 
 
-def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
     new = {key: value for key, value in config.items() if key not in _CONFIGS}
     if isinstance(new.get("text_config"), dict):
@@ -153,12 +150,12 @@ def new_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     wide = {
         tensor.dtype
         for tensor in plan.tensors
-        if tensor.action == "cast" or (only_wide and tensor.dtype in _DTYPE_NAMES)
+        if tensor.action == "cast" or (only_wide and tensor.dtype in WIDE)
     }
     for part in (new, new.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if len(wide) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
-                part[key] = _DTYPE_NAMES[next(iter(wide))]
+                part[key] = WIDE[next(iter(wide))].name
     if plan.quantization_config:
         new["quantization_config"] = dict(plan.quantization_config)
     return new

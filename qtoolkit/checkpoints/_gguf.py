@@ -5,18 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import StoredAs
 from qtoolkit.checkpoints._header import DTYPE_OF, NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._memory import ArraySource
-from qtoolkit.checkpoints._source import StoredAs
 from qtoolkit.checkpoints._storage import File, Path, fill, naming
 
 
 class GgufFile(ArraySource):
-    """An open GGUF file; names are those of the file.
-
-    Attributes:
-      layout: "GGUF" where tensors are in blocks, else "".
-      stored_as: How those are stored.
+    """An open GGUF file; names are those of the file, the layout of blocks is called "GGUF".
 
     Raises:
       CheckpointError: The package is missing, the file is damaged, or it has blocks, or an order
@@ -102,18 +98,14 @@ def _opened(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
 def _check_byte_order(path: Path, reader: Any) -> None:
     """Raises where bytes of BF16 or of blocks are in an order that is not this machine's."""
     for tensor in reader.tensors:
-        if reader.byte_order == "S" and _is_bytes(tensor):
+        # The package hands out bytes, not numbers, of BF16 and of blocks.
+        if reader.byte_order == "S" and tensor.data.dtype == np.uint8:
             raise CheckpointError(
                 f"{path}: tensor {shown(tensor.name)}: {tensor.tensor_type.name} in a "
                 f"{reader.endianess.name.lower()}-endian file, expected this machine's byte order; "
                 "write gguf-convert-endian COPY native, COPY a copy of it: bytes are swapped in "
                 "place"
             )
-
-
-def _is_bytes(tensor: Any) -> bool:
-    """Whether the package hands out bytes of BF16 or of blocks, no numbers."""
-    return tensor.data.dtype == np.uint8
 
 
 def _plain_dtype(tensor: Any) -> np.dtype | None:

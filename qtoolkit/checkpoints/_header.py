@@ -13,56 +13,36 @@ import numpy as np
 
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
 
-# Bits of an element, in the order in which the reference implementation lays tensors out (the last
-# first), so that every tensor starts at a multiple of its element size.
+# Bits of an element, and NumPy's name for it, in the order in which the reference implementation
+# lays tensors out (the last first), so that every tensor starts at a multiple of its element size.
 # Source: github.com/huggingface/safetensors, safetensors/src/tensor.rs, enum Dtype.
-DTYPE_BITS = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
+_DTYPES = {
+    "BOOL": (8, "bool"),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
 }
+DTYPE_BITS = {dtype: bits for dtype, (bits, _) in _DTYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
-
-NUMPY_DTYPES = {
-    "BOOL": np.dtype("bool"),
-    "U8": np.dtype("uint8"),
-    "I8": np.dtype("int8"),
-    "F8_E5M2": np.dtype("float8_e5m2"),
-    "F8_E4M3": np.dtype("float8_e4m3fn"),
-    "F8_E8M0": np.dtype("float8_e8m0fnu"),
-    "F8_E4M3FNUZ": np.dtype("float8_e4m3fnuz"),
-    "F8_E5M2FNUZ": np.dtype("float8_e5m2fnuz"),
-    "I16": np.dtype("int16"),
-    "U16": np.dtype("uint16"),
-    "F16": np.dtype("float16"),
-    "BF16": np.dtype("bfloat16"),
-    "I32": np.dtype("int32"),
-    "U32": np.dtype("uint32"),
-    "F32": np.dtype("float32"),
-    "C64": np.dtype("complex64"),
-    "F64": np.dtype("float64"),
-    "I64": np.dtype("int64"),
-    "U64": np.dtype("uint64"),
-}
+NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if name}
 DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
 
 _METADATA = "__metadata__"
@@ -122,6 +102,13 @@ class TensorInfo:
 def shown(name: str) -> str:
     """`name` fit for a one-line message or a terminal."""
     return name if name.isprintable() else ascii(name)
+
+
+def listed(texts: Iterable[str], most: int = 5) -> str:
+    """The first of some texts, with commas between them, and how many more there are."""
+    texts = [*texts]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
@@ -219,10 +206,7 @@ def parse_header(
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors, in the order of their data, and the metadata that a header describes.
 
-    Args:
-      path: For messages.
-      text: The header, without its length.
-      data_bytes: Size of what follows it in the file.
+    `text` is the header without its length; `data_bytes` follow it in the file.
 
     Raises:
       CheckpointError: The header is no JSON object of the right fields, or the tensors do not cover

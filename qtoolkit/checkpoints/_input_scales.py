@@ -12,7 +12,6 @@ import numpy as np
 from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
 from qtoolkit.checkpoints._plan import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
-from qtoolkit.checkpoints._targets import word_of
 from qtoolkit.checkpoints.layouts import Layout, Scheme
 
 InputScales = float | Mapping[str, float]
@@ -54,7 +53,7 @@ def _number(given: Any, info: TensorInfo) -> float:
 def _without_them(scheme: Scheme, layout: Layout) -> str:
     if scheme in layout.static.values():
         return "leave --input-scales out"
-    if word_of(scheme) == "none":
+    if scheme.scaling is None:
         return "use --layout compressed-tensors, which needs none"
     return "use --scaling channel or --layout compressed-tensors, which need none"
 

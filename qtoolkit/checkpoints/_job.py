@@ -89,13 +89,11 @@ def _source_digest(source: Folder) -> str:
             samples = [*pool.map(sample, chosen)]
     else:
         samples = [*map(sample, chosen)]
-    others = [_digest(name, _start(source, name)) for name in source.copied]
+    others = []
+    for name in source.copied:
+        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
+        others.append(_digest(name, hashlib.sha256(data).hexdigest()))
     return _digest(repr([*source.tensors.values()]), *others, *samples)
-
-
-def _start(source: Folder, name: str) -> str:
-    data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
-    return hashlib.sha256(data).hexdigest()
 
 
 def own_names(job: Mapping[str, Any]) -> set[str]:

@@ -28,11 +28,7 @@ def byte_count(size: int | str, name: str = "max_shard_size") -> int:
 
 
 def file_limit(max_shard_size: int | str | None) -> int:
-    """The bytes of a file of a folder; None stands for 5 GB.
-
-    Raises:
-      ValueError: As `byte_count`.
-    """
+    """The `byte_count` of a file of a folder; None stands for 5 GB."""
     return 5 * 10**9 if max_shard_size is None else byte_count(max_shard_size)
 
 

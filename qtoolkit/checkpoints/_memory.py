@@ -1,19 +1,20 @@
 """A source of arrays that lie in a file as they are, and of others that are made one at a time."""
 
+import collections
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._safetensors import Closing
 from qtoolkit.checkpoints._storage import Input, Path, fill, naming
 
 Span = tuple[int, int]  # a part of a file: its first byte, and how many there are
 
 
-class ArraySource(Closing):
+class ArraySource(Source):
     """A source that reads pieces of the arrays whose place in a file is known.
 
     Any other array is made when it is read. The last of them is kept.
@@ -35,7 +36,7 @@ class ArraySource(Closing):
         spans: Mapping[str, Sequence[Span]] | None = None,
     ) -> None:
         self.path = path
-        self.metadata: dict[str, str] = {}
+        self.metadata = {}
         self.tensors = {
             name: _info(path, name, dtype, shape) for name, (dtype, shape) in described.items()
         }
@@ -80,17 +81,20 @@ class ArraySource(Closing):
             self._last = name, array
         return self._last[1]
 
-    def read(self, name: str) -> np.ndarray:
-        """The whole tensor `name`. Raises KeyError where there is none."""
-        info = self.tensors[name]
-        array = np.empty(info.shape, info.numpy_dtype)
-        self.read_into(name, 0, array.reshape(-1).view(np.uint8).data)
-        return array
-
     def close(self) -> None:
         self._last = None
         if self._file is not None:
             self._file.close()
+
+
+def check_once(path: Path, names: Iterable[str]) -> None:
+    """Raises where two arrays of a tree have one name."""
+    twice = sorted(name for name, count in collections.Counter(names).items() if count > 1)
+    if twice:
+        raise CheckpointError(
+            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
+            "expected one; rename one of them"
+        )
 
 
 def _info(path: Path, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> TensorInfo:

@@ -1,14 +1,14 @@
 """Flax's msgpack checkpoints as sources: the arrays are found, and then read in pieces."""
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgpack
 import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._memory import ArraySource, Span
+from qtoolkit.checkpoints._memory import ArraySource, Span, check_once
 from qtoolkit.checkpoints._storage import File, Path, naming
 
 _T = TypeVar("_T")
@@ -41,9 +41,10 @@ class MsgpackFile(ArraySource):
     def __init__(self, path: Path) -> None:
         file = File(path)
         try:
-            leaves = _flattened(path, _tree(path, file))
+            leaves = list(_flattened(_tree(path, file)))
+            check_once(path, (name for name, _ in leaves))
             # None is what Flax writes of an optional parameter that is not there.
-            found = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+            found = {name: leaf for name, leaf in leaves if leaf is not None}
             described = {name: (leaf.dtype, leaf.shape) for name, leaf in found.items()}
             spans = {n: leaf.spans for n, leaf in found.items() if isinstance(leaf, _Placed)}
             super().__init__(path, described, found.__getitem__, file, spans)
@@ -206,21 +207,10 @@ def _joined(tree: dict[Any, Any]) -> _Placed:
     return _placed(dtypes.pop(), shape, [span for chunk in chunks for span in chunk.spans])
 
 
-def _flattened(path: Path, tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by their paths, components joined by ".".
-
-    Raises:
-      CheckpointError: Two of them have one name.
-    """
-    leaves: dict[str, Any] = {}
+def _flattened(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts with their paths, components joined by "."."""
     for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found = _flattened(path, value, f"{name}.") if isinstance(value, dict) else {name: value}
-        twice = sorted(found.keys() & leaves.keys())
-        if twice:
-            raise CheckpointError(
-                f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by "
-                "dots, expected one; rename one of them"
-            )
-        leaves |= found
-    return leaves
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._memory import ArraySource
+from qtoolkit.checkpoints._memory import ArraySource, check_once
 from qtoolkit.checkpoints._storage import Path, is_url, join, storage
 
 _METADATA = "_METADATA"  # beside the arrays of a tree
@@ -227,12 +227,7 @@ def _check_arrays(path: Path, names: list[str], leaves: list[Any]) -> None:
 
 
 def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:
-    twice = sorted(name for name in known if names.count(name) > 1)
-    if twice:
-        raise CheckpointError(
-            f"{path}: tensor {shown(twice[0])}: two arrays have this name, keys joined by dots, "
-            "expected one; rename one of them"
-        )
+    check_once(path, names)
     stored = [name for name in known if name.endswith(".codes") and f"{name[:-5]}scale" in known]
     if stored:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from jax.tree_util import DictKey, SequenceKey
 from qtoolkit.checkpoints._container import check_orbax_folder
 from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._orbax import LISTS_KEY, Tree, TreePath, quiet, tree_paths
+from qtoolkit.checkpoints._partial import check_no_shards
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
@@ -39,22 +40,15 @@ def write_orbax(
 
     The engine produces codes and scales in pieces and interleaved, but orbax asks for whole arrays,
     in an order of its own. So the engine writes a safetensors file beside the target first, from
-    which orbax then gets one array at a time.
-
-    Args:
-      path: The folder to write.
-      plan: The tensors to write.
-      chunks: Their bytes, as for `write_safetensors`.
-      tree: The tree of the source. Names of tensors that are not in it are split at their dots.
-      custom_metadata: The custom metadata of the source.
-      overwrite: Whether a checkpoint of orbax at `path` may be replaced.
+    which orbax then gets one array at a time. `tree` and `custom_metadata` are the source's; names
+    of tensors that are not in the tree are split at their dots.
 
     Raises:
       CheckpointError: `path` exists, or another process writes it; an array is empty, which orbax
         does not store, or two paths exclude each other. Nothing is left.
       OSError: It cannot be written.
     """
-    arrays, lists = _tree(path, plan, tree)
+    arrays, lists = promised_tree(path, plan, tree)
     # Texts are the source's `metadata`, which the plan has as they are to be.
     others = {key: value for key, value in custom_metadata.items() if not isinstance(value, str)}
     metadata = {**others, **plan.metadata}
@@ -64,7 +58,7 @@ def write_orbax(
     place = Place.of(path)
     with naming(path, place.parts), place.locked(shared=False):
         check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
-        place.check_no_shards(overwrite)
+        check_no_shards(place.parts, path, overwrite)
         place.clear()
         try:
             scratch = os.path.join(place.parts, _SCRATCH)
@@ -150,15 +144,13 @@ def _failed(path: Path, error: Exception) -> Exception:
     return CheckpointError(f"{path}: orbax did not write it: {line}; write safetensors instead")
 
 
-def check_tree(path: Path, plan: Plan, tree: Tree) -> None:
-    """Raises CheckpointError where the tree of a plan is none, or orbax cannot store it."""
-    _tree(path, plan, tree)
-
-
-def _tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
+def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
     """Promised arrays for everything that is written, where they are in the tree.
 
     Also the names of lists of the source that became dictionaries, because scales are in them.
+
+    Raises:
+      CheckpointError: The tree of a plan is none, or orbax cannot store it.
     """
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:
@@ -203,8 +195,6 @@ def _nested(
     """The tree of (keys, leaf): dictionaries, and lists where the source has all of a list.
 
     Args:
-      path: For messages.
-      leaves: What is in the tree.
       lists: Names of dictionaries that stand for lists, and become them if they can.
       lost: Takes the names of lists that become dictionaries.
       above: The name of the tree.

@@ -17,7 +17,6 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from qtoolkit.checkpoints._header import CheckpointError
@@ -26,7 +25,7 @@ from qtoolkit.checkpoints._storage import Path, join, naming, read_file
 PARTIAL = ".qtoolkit-partial"
 PLAN = "plan.json"
 _PLAN_KEYS = {"made", "files", "copied", "json", "report"}
-_MAX_PLAN = 2**30
+_MAX_JSON = 2**30
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _LONGEST = 200  # bytes of a name, so that there is room for more
@@ -66,16 +65,18 @@ def restore(target: str) -> None:
 
 
 def plan_in(parts: Path) -> dict[str, Any] | None:
-    """The plan in the folder of parts of a conversion; None if it is missing or incomplete.
+    """The plan in the folder of parts of a conversion; None if it is missing or incomplete."""
+    plan = json_in(join(parts, PLAN))
+    return plan if plan is not None and plan.keys() >= _PLAN_KEYS else None
 
-    Raises:
-      CheckpointError, OSError: It cannot be read.
-    """
+
+def json_in(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file of ours; None where there is none, or half of one."""
     try:
-        value = json.loads(read_file(join(parts, PLAN), _MAX_PLAN))
+        value = json.loads(read_file(path, _MAX_JSON))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return value if isinstance(value, dict) and value.keys() >= _PLAN_KEYS else None
+    return value if isinstance(value, dict) else None
 
 
 def check_no_shards(parts: str, path: object, overwrite: bool) -> None:
@@ -167,20 +168,6 @@ def reserved(
             _RESERVED.reset(token)
 
 
-@contextlib.contextmanager
-def partial_file(target: str, path: Path, overwrite: bool = False) -> Iterator[tuple[int, str]]:
-    """An empty file beside `target`, open and locked, and its name. It is removed at the end.
-
-    What a run that was killed has left under this name is overwritten: its lock went with it.
-
-    Raises:
-      CheckpointError, OSError: As `locked`.
-    """
-    with locked(target, path, folder=False, overwrite=overwrite) as descriptor:
-        os.ftruncate(descriptor, 0)
-        yield descriptor, partial_name(target)
-
-
 def _open_locked(
     name: str, path: Path, opened: list[int], *, folder: bool, shared: bool, overwrite: bool
 ) -> None:
@@ -263,12 +250,8 @@ def is_at(descriptor: int, name: str) -> bool:
 def check_lock(descriptor: int, path: object, *, shared: bool = False) -> None:
     """Locks an open file or folder for as long as this process has it open.
 
-    Where the file system has no locks, nothing happens.
-
-    Args:
-      descriptor: Of the file or folder.
-      path: What a message calls it.
-      shared: Whether others may have such a lock, too.
+    If `shared`, others may have such a lock, too. Where the file system has no locks, nothing
+    happens.
 
     Raises:
       CheckpointError: Another process has it.
@@ -299,12 +282,7 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._pool.shutdown(cancel_futures=kind is not None)
         if kind is None:
             for future in self._pending:

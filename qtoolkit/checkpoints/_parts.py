@@ -15,12 +15,14 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from qtoolkit.checkpoints._container import Destination
 from qtoolkit.checkpoints._folder import check_folder, shard_names, shards
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._header import layout as placed
 from qtoolkit.checkpoints._job import difference, make_job, own_names
+from qtoolkit.checkpoints._limits import file_limit
 from qtoolkit.checkpoints._partial import PLAN, check_no_plan
 from qtoolkit.checkpoints._place import Place, whole
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
@@ -38,29 +40,10 @@ from qtoolkit.checkpoints._storage import (
     storage,
 )
 
+if TYPE_CHECKING:  # its file loads JAX
+    from qtoolkit.checkpoints._work import Work
+
 Shard = tuple[int, int]
-
-
-class Work(Protocol):
-    """Produces the bytes of the tensors to write.
-
-    Attributes:
-      reports: One report for each tensor done so far.
-    """
-
-    reports: list[TensorReport]
-
-    def start(self, tensors: Sequence[TensorPlan]) -> None:
-        """Announces all tensors for which `chunks` will be called."""
-
-    def chunks(self, tensors: Sequence[TensorPlan]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, bytes) for these tensors, and adds to `reports`."""
-
-    def accepts(self, reports: Sequence[TensorReport]) -> bool:
-        """Whether a file whose tensors have these reports may be kept."""
-
-    def finish(self) -> None:
-        """Raises if `accepts` refused one of the files."""
 
 
 def check_shard(shard: Shard | None) -> None:
@@ -78,31 +61,16 @@ def part_names(plan: Plan, source: Folder, limit: int, shard: Shard) -> tuple[li
     return names[shard[0] :: shard[1]], len(names)
 
 
-def write_folder(
-    path: Path,
-    source: Folder,
-    plan: Plan,
-    work: Work,
-    report: Report,
-    *,
-    limit: int,
-    overwrite: bool,
-    shard: Shard | None,
-) -> Report:
+def write_folder(destination: Destination, source: Folder, work: "Work", report: Report) -> Report:
     """Writes a converted checkpoint, or one shard of its files.
 
-    The checkpoint appears at `path` only once it is complete.
+    The checkpoint appears only once it is complete: if there are shards, by `finalize`.
 
     Args:
-      path: The folder to write.
+      destination: The folder, and which part of it is written.
       source: Where the config and other files come from.
-      plan: The tensors to write.
-      work: Produces their bytes.
+      work: The plan of the tensors to write, and what makes their bytes.
       report: The report of the conversion, still without files and tensors.
-      limit: The size of a file in bytes, about.
-      overwrite: Whether a checkpoint of that name may be replaced.
-      shard: Which part of the files to write; `finalize` completes the checkpoint then. None: write
-        all files and complete the checkpoint.
 
     Returns:
       The report, with files and tensors.
@@ -113,8 +81,9 @@ def write_folder(
         is cleaned up instead: a CheckpointError in a run without shards that found no files of
         the same plan, since a rerun would raise it again.
     """
-    cut = shards(plan.tensors, limit)
-    job = make_job(source, plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
+    path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
+    cut = shards(work.plan.tensors, file_limit(destination.max_shard_size))
+    job = make_job(source, work.plan, cut, report) | {"shards": 0 if shard is None else shard[1]}
     place = Place.of(path)
     own = own_names(job)
     with place.sweeping():
@@ -129,7 +98,7 @@ def write_folder(
         with _tidied(place, job, is_own=is_new and shard is None):
             if is_new:
                 _begin(place, there, job, overwrite)
-            resumed = _write(place, source, job, cut, plan, work, shard)
+            resumed = _write(place, source, job, cut, work, shard)
             if shard is None:
                 return dataclasses.replace(_finalized(place, job, overwrite), resumed=resumed)
     return dataclasses.replace(
@@ -145,9 +114,7 @@ def write_folder(
 def _tidied(place: Place, job: Mapping[str, Any], *, is_own: bool) -> Iterator[None]:
     """Removes after a failure what was written, or notes what is kept for a rerun.
 
-    Args:
-      place, job: The place and plan of the conversion.
-      is_own: Whether this run has written all files that are there.
+    `is_own` says whether this run has written all files that are there.
     """
     try:
         yield
@@ -197,10 +164,7 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
-    check_path(dst, "dst")
-    check_writable(dst)
-    place = Place.of(dst)
-    _check_parts(place)
+    place = _place_of_parts(dst)
     with naming(dst, place.parts), place.locked(shared=False):
         return _finalized(place, _check_parts(place), overwrite)
 
@@ -223,12 +187,17 @@ def discard(dst: Path) -> None:
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
+    place = _place_of_parts(dst)
+    with place.locked(shared=False):
+        place.remove(_check_parts(place))
+
+
+def _place_of_parts(dst: Path) -> Place:
     check_path(dst, "dst")
     check_writable(dst)
     place = Place.of(dst)
     _check_parts(place)
-    with place.locked(shared=False):
-        place.remove(_check_parts(place))
+    return place
 
 
 def _check_parts(place: Place) -> dict[str, Any]:
@@ -261,16 +230,20 @@ def _begin(
 ) -> None:
     """Writes the plan. A run without shards first removes the parts of another plan, `there`."""
     if not is_url(place.path):
+        if not job["shards"]:
+            place.clear()
         os.makedirs(place.content, exist_ok=True)
-    if not job["shards"]:
-        _clear(place, there, overwrite)
-    elif is_url(place.path):
+    elif job["shards"]:
         found = storage(place.path).entries(place.target)
         if found and not is_under_way(place.path, found):
             raise CheckpointError(
                 f"{place.path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
             )
+    elif there is not None:
+        place.remove(there)
+    elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
+        storage(place.path).remove_folder(place.target)
     place.write(place.parts, PLAN, job)
 
 
@@ -290,25 +263,12 @@ def _check_other(
         )
 
 
-def _clear(place: Place, there: Mapping[str, Any] | None, overwrite: bool) -> None:
-    """Removes the files of another conversion that was not completed."""
-    if is_url(place.path):
-        if there is not None:
-            place.remove(there)
-        elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
-            storage(place.path).remove_folder(place.target)
-        return
-    place.clear()
-    os.mkdir(place.content)
-
-
 def _write(
     place: Place,
     source: Folder,
     job: Mapping[str, Any],
     cut: Sequence[Sequence[TensorPlan]],
-    plan: Plan,
-    work: Work,
+    work: "Work",
     shard: Shard | None,
 ) -> tuple[str, ...]:
     """Writes the files of a shard that are not there yet.
@@ -331,30 +291,21 @@ def _write(
         if name in kept:
             work.reports += kept[name]
             continue
-        _write_file(place, job, name, tensors, plan.metadata, work, count)
+        _write_file(place, job, name, tensors, work)
     work.finish()
     return tuple(kept)
 
 
 def _write_file(
-    place: Place,
-    job: Mapping[str, Any],
-    name: str,
-    tensors: Sequence[TensorPlan],
-    metadata: Mapping[str, str],
-    work: Work,
-    count: int,
+    place: Place, job: Mapping[str, Any], name: str, tensors: Sequence[TensorPlan], work: "Work"
 ) -> None:
-    """Writes one file and then its record, which says that the file is complete.
-
-    `count` is the number of shards.
-    """
+    """Writes one file and then its record, which says that the file is complete."""
     _check_under_way(place, job)
     outputs = placed(entry for tensor in tensors for entry in tensor.entries)
     file, done = join(place.content, name), len(work.reports)
     # Remove the old record first, so that no record describes a file that is half-written.
     storage(place.parts).remove(join(place.parts, f"{name}.json"))
-    write_safetensors(file, outputs, work.chunks(tensors), metadata, overwrite=True)
+    write_safetensors(file, outputs, work.chunks(tensors), work.plan.metadata, overwrite=True)
     reports = work.reports[done:]
     _check_under_way(place, job)
     if not work.accepts(reports):  # `work.finish` raises for it when all others are written
@@ -362,7 +313,7 @@ def _write_file(
         return
     record = {
         "made": job["made"],
-        "shards": count,
+        "shards": job["shards"] or 1,
         "bytes": place.size(name),
         "tensors": [dataclasses.asdict(report) for report in reports],
     }

@@ -10,7 +10,7 @@ from typing import Any
 from qtoolkit.checkpoints._header import CheckpointError
 from qtoolkit.checkpoints._partial import (
     PLAN,
-    check_no_shards,
+    json_in,
     keep_mode,
     locked,
     old_name,
@@ -20,10 +20,7 @@ from qtoolkit.checkpoints._partial import (
     restore,
 )
 from qtoolkit.checkpoints._source import UNDER_WAY
-from qtoolkit.checkpoints._storage import Path, is_url, join, read_file, storage
-
-_MAX_JSON = 2**30
-
+from qtoolkit.checkpoints._storage import Path, is_url, join, storage
 
 WHOLE = "is written and whole"
 
@@ -63,35 +60,17 @@ class Place:
         parts = partial_name(target)
         return cls(path, target, parts, os.path.join(parts, "checkpoint"))
 
-    @property
-    def old(self) -> str:
-        """Where an old target is moved before the new one is renamed to its name."""
-        return old_name(self.target)
-
-    @property
-    def replaced(self) -> str:
-        """Where the old target is moved after that, until it is removed."""
-        return replaced_name(self.target)
-
     def plan(self) -> dict[str, Any] | None:
         return plan_in(self.parts)
 
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a file, if the file is there and has the size that the record says."""
-        record = self._json(f"{name}.json")
+        record = json_in(join(self.parts, f"{name}.json"))
         try:
             whole = record is not None and self.size(name) == record.get("bytes")
         except FileNotFoundError:
             return None
         return record if whole else None
-
-    def _json(self, name: str) -> dict[str, Any] | None:
-        path = join(self.parts, name)
-        try:
-            value = json.loads(read_file(path, _MAX_JSON))
-        except (FileNotFoundError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
 
     def write(self, folder: str, name: str, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
@@ -140,10 +119,6 @@ class Place:
                 storage(self.path).remove(join(self.content, *name.split("/")))
         storage(self.path).remove_folder(self.parts)
 
-    def check_no_shards(self, overwrite: bool) -> None:
-        """Refuses to remove what shards of a folder have written, unless it may be replaced."""
-        check_no_shards(self.parts, self.path, overwrite)
-
     def clear(self) -> None:
         """Empties the folder of parts on this machine: what runs that were killed have left."""
         for entry in os.scandir(self.parts):
@@ -158,21 +133,22 @@ class Place:
 
     def replace(self) -> None:
         """Renames the content to the target, and removes an old target."""
-        storage(self.old).remove_folder(self.old)
+        old, replaced = old_name(self.target), replaced_name(self.target)
+        storage(old).remove_folder(old)
         if os.path.isdir(self.target):
-            os.rename(self.target, self.old)
+            os.rename(self.target, old)
         try:
             os.rename(self.content, self.target)
         except BaseException:
             restore(self.target)
             raise
         with whole(str(self.path)):
-            keep_mode(self.old, self.target)
+            keep_mode(old, self.target)
             # Rename it before removing it, which may take long: a run that is killed meanwhile
             # must not make a later one restore it.
             with contextlib.suppress(FileNotFoundError):
-                os.rename(self.old, self.replaced)
-            storage(self.replaced).remove_folder(self.replaced)
+                os.rename(old, replaced)
+            storage(replaced).remove_folder(replaced)
 
 
 def _remove(entry: os.DirEntry[str]) -> None:

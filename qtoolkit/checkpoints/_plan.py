@@ -5,9 +5,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from qtoolkit.checkpoints._base import StoredAs
 from qtoolkit.checkpoints._header import TensorInfo
 from qtoolkit.checkpoints._header import layout as placed
-from qtoolkit.checkpoints._source import StoredAs
 from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints._targets import is_named
 from qtoolkit.checkpoints.layouts import Scheme

@@ -1,5 +1,6 @@
 """What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
+import dataclasses
 import json
 import re
 import reprlib
@@ -7,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._dequantized import folder_of
-from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
+from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, listed, shown
 from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._pytrees import remaining_arrays
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
     EMBEDDING,
@@ -20,35 +21,24 @@ from qtoolkit.checkpoints._roles import (
     Roles,
     fused_group,
     module_of,
-    unused_patterns,
 )
-from qtoolkit.checkpoints._saved import copied_parts
-from qtoolkit.checkpoints._source import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    Folder,
-    Source,
-    layout_of,
-    stored_as,
-)
+from qtoolkit.checkpoints._saved import copied_parts, remaining_arrays
+from qtoolkit.checkpoints._source import ADAPTER_CONFIG, CONFIG, Folder
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import (
-    WIDE,
     dtype_of,
     model_dtype,
     resolve_target,
     safetensors_dtype,
     scheme_of,
     wide_dtype,
-    word_of,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
-_SOURCES = ("F32", "F16", "BF16")
 _OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names of layers
 _DIFFUSERS = "_class_name"  # in config.json of its models
 
@@ -119,7 +109,15 @@ def make_plan(
             f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
         )
     chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
-    planner = _Planner(source, chosen, scaling, keep_dtype, channel_axis, input_scales)
+    planner = _Planner(
+        source=source,
+        layout=chosen,
+        scaling=scaling,
+        keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
+        roles=Roles(source.tensors, source.config, channel_axis),
+        input_scales=input_scales,
+        parts=copied_parts(source.metadata, source.tensors, source.stored),
+    )
     plan = planner.plan(format, skip)
     _check_loads(folder_of(source), plan)
     _check_known(source, plan)
@@ -165,27 +163,17 @@ def _check_known(source: Source, plan: Plan) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion."""
+    """The choices of one conversion. `parts` are of quantized arrays that are copied."""
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Layout,
-        scaling: str | None,
-        keep_dtype: FormatLike | None,
-        channel_axis: AxisChoice,
-        input_scales: InputScales | None,
-    ) -> None:
-        self.source = source
-        self.layout = layout
-        self.scaling = scaling
-        self.config: Mapping[str, Any] = getattr(source, "config", None) or {}
-        self.roles = Roles(source.tensors, self.config, channel_axis)
-        self.keep_dtype = None if keep_dtype is None else wide_dtype(keep_dtype)
-        self.input_scales = input_scales
-        stored = getattr(source, "stored", {})
-        self.parts = copied_parts(source.metadata, source.tensors, stored)
+    source: Source
+    layout: Layout
+    scaling: str | None
+    keep_dtype: str | None
+    roles: Roles
+    input_scales: InputScales | None
+    parts: set[str]
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
@@ -219,8 +207,8 @@ class _Planner:
             metadata=self._metadata(given, word, tensors),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
-            dequantizes=layout_of(self.source),
-            stored_as=stored_as(self.source),
+            dequantizes=self.source.layout,
+            stored_as=self.source.stored_as,
             caution=self.layout.caution(used, kept) if used else "",
         )
 
@@ -228,13 +216,12 @@ class _Planner:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
         patterns = [compiled(p) for p in _strings(skip)]
         names = list(self.source.tensors)
-        unused = unused_patterns(patterns, self.source.tensors)
+        unused = [p.pattern for p in patterns if not any(map(p.search, names))]
         if unused:
-            some = ", ".join(map(shown, names[:3])) or "nothing"
             raise CheckpointError(
                 f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
-                f"found in the name of a tensor; there is {some}"
-                + (f" and {len(names) - 3} more" * (len(names) > 3))
+                "found in the name of a tensor; there is "
+                + (listed(map(shown, names), 3) or "nothing")
             )
         return patterns
 
@@ -258,7 +245,7 @@ class _Planner:
 
     def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
         """`Plan.scaling`: what all schemes in use have, else what was asked for."""
-        words = {word_of(scheme) for scheme in used}
+        words = {scheme.scaling or "none" for scheme in used}
         if len(words) == 1:
             return words.pop()
         return (self.scaling or "tensor") if has_scales else "none"
@@ -303,7 +290,7 @@ class _Planner:
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
         if info.name in self.parts and (is_plain or fmt is None):
             return None, "of a quantized array that is copied"
-        if position is None and info.dtype not in (*_SOURCES, "F64"):
+        if position is None and info.dtype not in (*WIDE, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
@@ -332,7 +319,7 @@ class _Planner:
             raise self._error(
                 info, "of a quantized array, which rules cannot quantize again; leave it out"
             )
-        if info.dtype not in _SOURCES:
+        if info.dtype not in WIDE:
             raise self._error(
                 info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
             )
@@ -355,14 +342,14 @@ class _Planner:
         float32 scale for every element.
         """
         scheme = scheme_of(self.layout, fmt, self.scaling)
-        is_by_block = word_of(scheme) == "block" and len(info.shape) > 3
+        is_by_block = scheme.scaling == "block" and len(info.shape) > 3
         if is_by_block and self.roles.outputs_last(info) is False:
             return scheme_of(self.layout, fmt, "channel")
         return scheme
 
     def _entries(self, info: TensorInfo, scheme: Scheme) -> Stored:
         """What the layout writes for a tensor; raises where it cannot hold it."""
-        by_channel = word_of(scheme) == "channel" and len(info.shape) > 1
+        by_channel = scheme.scaling == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
@@ -395,11 +382,10 @@ class _Planner:
 
     def _kept(self, info: TensorInfo, reason: str) -> TensorPlan:
         """A tensor that is not quantized: copied, or cast to another wide dtype."""
-        is_cast = info.dtype in _SOURCES and info.name not in self.parts
+        is_cast = info.dtype in WIDE and info.name not in self.parts
         wanted = self.keep_dtype if is_cast else None
-        stored = getattr(self.source, "stored", {})
-        if wanted is None and info.name in stored:
-            wanted = model_dtype(self.config)
+        if wanted is None and info.name in self.source.stored:
+            wanted = model_dtype(self.source.config)
         if wanted is None or wanted == info.dtype:
             return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
         spec = BlockFormat.tensor(WIDE[wanted], scale=None)
@@ -418,7 +404,7 @@ class _Planner:
         if self.layout.name != "plain":
             about["layout"] = self.layout.name
         changed = {t.name for t in tensors if t.action != "keep"}
-        changed |= getattr(self.source, "stored", {}).keys()
+        changed |= self.source.stored.keys()
         metadata = remaining_arrays(self.source.metadata, changed)
         if self.layout.linear_only:
             metadata["format"] = "pt"  # transformers asks for it
@@ -429,8 +415,7 @@ class _Planner:
 
 
 def _default_layout(source: Source, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    config = getattr(source, "config", None)
-    if format is None or not config or _DIFFUSERS in config:
+    if format is None or not source.config or _DIFFUSERS in source.config:
         return "plain"
     loaded = LAYOUTS["compressed-tensors"]
     for target in _formats(format) if isinstance(format, Rules) else [format]:

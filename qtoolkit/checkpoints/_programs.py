@@ -70,12 +70,6 @@ def second_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     return tensor_scale_from(amax, spec)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def scales_from(amax: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
-    """The scales, as stored, of blocks with these amaxes."""
-    return scale_from(amax, spec, tensor_scale)
-
-
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def encoded(
     x: jax.Array,

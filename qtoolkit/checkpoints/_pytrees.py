@@ -10,23 +10,18 @@ JAX loads only where there are quantized arrays.
 import copy
 import json
 from collections.abc import Collection, Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints import _safetensors as files
-from qtoolkit.checkpoints._dequantized import DequantizedSource, dequantized, everything
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._dequantized import dequantized, info_of, is_qarray
+from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
 from qtoolkit.checkpoints._qarrays import qarray_of
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
-from qtoolkit.checkpoints._source import Folder, is_orbax, kind_of_file, kind_of_source
+from qtoolkit.checkpoints._source import Folder, kind_of, opened_as
 from qtoolkit.checkpoints._storage import Path
 from qtoolkit.checkpoints._stored import Entry
-
-if TYPE_CHECKING:
-    from qtoolkit.checkpoints._orbax import OrbaxFolder
-
 
 # What reads other files than `load` does.
 _READ_BY = {
@@ -68,7 +63,7 @@ def save(
       >>> qt.checkpoints.load("model.safetensors")["kernel"]
       QArray(mxfp8_e4m3, float32[64,32]: codes uint8[64,32], scale float8_e8m0fnu[64,1])
     """
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     quantized: dict[str, Any] = {}
     for name, leaf in _flat(path, tensors):
         if not name:
@@ -77,7 +72,7 @@ def save(
                 'write {"name": array}, or of a model of nnx nnx.state(model)'
             )
         entries = {name: leaf}
-        if _is_qarray(leaf):
+        if is_qarray(leaf):
             entries, quantized[name] = _entries(path, name, leaf)
         for entry, array in entries.items():
             if entry in arrays:
@@ -94,7 +89,7 @@ def save(
         )
     if quantized:
         about[ARRAYS_KEY] = _text(quantized)
-    files.save(path, arrays, about, overwrite=overwrite)
+    write_arrays(path, arrays, about, overwrite=overwrite)
 
 
 def load(path: Path, like: Any = None) -> Any:
@@ -132,7 +127,13 @@ def load(path: Path, like: Any = None) -> Any:
       >>> bool((state["kernel"][...] == model.kernel[...]).all())
       True
     """
-    with _opened(path) as file:
+    kind = kind_of(path)
+    if kind in _READ_BY:
+        raise CheckpointError(
+            f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
+            f"{_READ_BY[kind]}"
+        )
+    with opened_as(kind, path) as file:
         described = file.metadata.get(ARRAYS_KEY)
         if isinstance(file, Folder) and described is None:
             loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))
@@ -142,7 +143,7 @@ def load(path: Path, like: Any = None) -> Any:
     if like is None:
         return loaded
     wanted = dict(_flat(path, like))
-    if is_orbax(path):
+    if kind == "orbax":
         _restore_values(loaded, wanted)
     loaded = _with_converted(loaded, wanted)
     state = _like(path, like, loaded)
@@ -158,23 +159,6 @@ def _restore_values(loaded: dict[str, Any], wanted: Container[str]) -> None:
             for suffix in ("", "_scale"):
                 if name + suffix in loaded:
                     loaded[f"{name}.value{suffix}"] = loaded.pop(name + suffix)
-
-
-def _opened(path: Path) -> "SafetensorsFile | Folder | OrbaxFolder":
-    what = kind_of_source(path, "path")
-    if what != "folder":
-        kind = kind_of_file(path) if what == "file" else ""
-        if kind in _READ_BY:
-            raise CheckpointError(
-                f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
-                f"{_READ_BY[kind]}"
-            )
-        return SafetensorsFile(path)
-    if not is_orbax(path):
-        return Folder(path)
-    from qtoolkit.checkpoints._orbax import OrbaxFolder
-
-    return OrbaxFolder(path)
 
 
 def _flat(path: Path, tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -258,7 +242,7 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
             "of `like`; convert codes with their scales: load the file that `convert` or `save` "
             "wrote"
         )
-    if _is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
+    if is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
         return found  # JAX would narrow 64 bits
     return jnp.asarray(found)
 
@@ -268,10 +252,6 @@ def _differs(path: Path, names: Any, what: str) -> CheckpointError:
     some = ", ".join(map(shown, names[:3])) + (" ..." if len(names) > 3 else "")
     number = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
     return CheckpointError(f"{path}: {number}, {some}, {what}")
-
-
-def _is_qarray(x: Any) -> bool:
-    return hasattr(x, "codes") and hasattr(x, "spec")  # without JAX
 
 
 def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -286,7 +266,8 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
         ) from error
     codes = np.asarray(array.codes)
     dtype = array.spec.element.dtype
-    if array.packed_size is None and dtype is not None and _is_known(dtype, codes.dtype.itemsize):
+    is_known = dtype is not None and dtype.name in DTYPE_OF and dtype.itemsize == codes.itemsize
+    if array.packed_size is None and is_known:
         codes = codes.view(dtype)
     entries = {name: codes}
     for field in PARTS:
@@ -299,10 +280,6 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
         "packed_size": array.packed_size,
     }
     return entries, about
-
-
-def _is_known(dtype: Any, itemsize: int) -> bool:
-    return dtype.name in DTYPE_OF and dtype.itemsize == itemsize
 
 
 def _text(value: Any) -> str:
@@ -336,23 +313,6 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
         raise not_described(path, error) from error
     parts = {f"{name}_{field}" for name in found for field in PARTS}
     return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
-
-
-def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
-    """The metadata, describing no quantized array any more of which a tensor has changed."""
-    try:
-        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
-        return dict(metadata)
-    kept = {
-        name: one
-        for name, one in about.items()
-        if name not in changed and not any(f"{name}_{field}" in changed for field in PARTS)
-    }
-    others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
-    return others | ({ARRAYS_KEY: _text(kept)} if kept else {})
 
 
 def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -400,10 +360,7 @@ def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
     if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
         return None
     arrays = {"codes": codes, "codes_scale": scale}
-    infos = {
-        name: TensorInfo(name, DTYPE_OF[x.dtype.name], x.shape, 0, x.nbytes)
-        for name, x in arrays.items()
-    }
+    infos = {name: info_of(name, x) for name, x in arrays.items()}
     (stored,) = LAYOUTS["plain"].read({}, infos, "load").values()
 
     def read(entry: Entry) -> np.ndarray:
@@ -424,9 +381,9 @@ def _of_folder(folder: Folder, wanted: Collection[str] | None) -> dict[str, Any]
         folder.read_into(entry.name, 0, data.data)
         return data
 
-    weights = source.stored if isinstance(source, DequantizedSource) else {}
+    weights = source.stored
     found: dict[str, Any] = {}
-    for name in everything(source) if wanted is None else {*source.tensors, *wanted}:
+    for name in source.everything if wanted is None else {*source.tensors, *wanted}:
         array = qarray_of(weights[name], read, "float32") if name in weights else None
         if array is not None:
             found[name] = array

@@ -38,6 +38,8 @@ def qarray_of(stored: Stored, read: Callable[[Entry], np.ndarray], dtype: Any) -
     codes = unpack_codes(read(stored.codes).reshape(count * rows, -1), columns, stored)
     counts = tuple(-(-n // length) for n, length in zip(stored.shape, lengths, strict=True))
     assert spec.scale is not None
+    # A byte of E8M0 is U8 in some layouts.
+    scale_dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[stored.scale.dtype]
     second = None
     if stored.second is not None:
         of_all = math.prod(stored.second.shape) == 1
@@ -46,20 +48,13 @@ def qarray_of(stored: Stored, read: Callable[[Entry], np.ndarray], dtype: Any) -
         )
     array = QArray(
         jnp.asarray(codes.view(spec.element.code_dtype).reshape(stored.shape)),
-        # A byte of E8M0 is U8 in some layouts.
-        jnp.asarray(_scales(read(stored.scale), stored.scale, spec).reshape(counts)),
+        jnp.asarray(read(stored.scale).view(scale_dtype).reshape(counts)),
         spec,
         tensor_scale=second,
         dtype=dtype,
         lengths=lengths,
     )
     return array.pack() if spec.element.bits < 8 else array
-
-
-def _scales(data: np.ndarray, entry: Entry, spec: BlockFormat) -> np.ndarray:
-    """Scales in the dtype that a `QArray` has for them."""
-    assert spec.scale is not None
-    return data.view((spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[entry.dtype])
 
 
 def _lengths(stored: Stored) -> tuple[int, ...] | None:

@@ -3,13 +3,25 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from qtoolkit.checkpoints._header import TensorInfo, shown
 from qtoolkit.checkpoints._plan import ContainerName
 
 # Called after each piece of work with (name of the tensor, amount done, amount in all).
 Progress = Callable[[str, int, int], None]
+
+
+def followed(infos: Iterable[TensorInfo], progress: Progress | None) -> Iterator[TensorInfo]:
+    """Yields tensors; when the next one is asked for, it says that one is done."""
+    infos = list(infos)
+    done, total = 0, sum(info.nbytes for info in infos)
+    for info in infos:
+        yield info
+        done += info.nbytes
+        if progress is not None:
+            progress(shown(info.name), done, total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

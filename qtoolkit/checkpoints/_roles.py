@@ -5,7 +5,7 @@ loaders merge into one.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
@@ -203,9 +203,3 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
         if isinstance(part.get("hidden_size"), int):
             return part["hidden_size"]
     return None
-
-
-def unused_patterns(patterns: Iterable[re.Pattern[str]], names: Iterable[str]) -> list[str]:
-    """The patterns that are found in none of the names."""
-    names = list(names)
-    return [p.pattern for p in patterns if not any(p.search(name) for name in names)]

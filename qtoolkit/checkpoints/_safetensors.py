@@ -9,10 +9,11 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import (
     DTYPE_OF,
     CheckpointError,
@@ -23,7 +24,7 @@ from qtoolkit.checkpoints._header import (
     parse_header,
     shown,
 )
-from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, partial_file
+from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, locked, partial_name
 from qtoolkit.checkpoints._storage import (
     Path,
     check_path,
@@ -35,20 +36,7 @@ from qtoolkit.checkpoints._storage import (
 )
 
 
-class Closing:
-    """A context manager that calls its own `close` at the end of the `with`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class SafetensorsFile(Closing):
+class SafetensorsFile(Source):
     """An open safetensors file, its header read and checked. A context manager.
 
     Attributes:
@@ -188,7 +176,9 @@ def write_safetensors(
             check_target(path, overwrite)
             storage(path).upload(scratch, path)
         return
-    with naming(path, PARTIAL), partial_file(target, path, overwrite) as (file, temporary):
+    with naming(path, PARTIAL), locked(target, path, folder=False, overwrite=overwrite) as file:
+        os.ftruncate(file, 0)  # a run that was killed may have left it, and its lock went with it
+        temporary = partial_name(target)
         keep_mode(target, temporary)  # before anybody could read what is in it
         _write_all(file, path, tensors, chunks, metadata)
         os.fsync(file)
@@ -244,20 +234,15 @@ def exists_already(path: Path) -> CheckpointError:
     )
 
 
-def save(
-    path: Path,
-    tensors: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    overwrite: bool = False,
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, overwrite: bool
 ) -> None:
-    """Writes arrays, NumPy's or JAX's, to a safetensors file; same bytes for the same arguments.
+    """Writes a safetensors file of arrays; the same bytes for the same arguments.
 
     Raises:
       CheckpointError: An array has a dtype that safetensors has not, or the target exists.
       OSError: The file cannot be written.
     """
-    arrays = {name: np.asarray(tensor) for name, tensor in tensors.items()}
     for name, array in arrays.items():
         if array.dtype.name not in DTYPE_OF:
             raise CheckpointError(
@@ -280,35 +265,25 @@ def _write_all(
     metadata: Mapping[str, str] | None,
 ) -> None:
     header = header_bytes(tensors, metadata)
+    left = {tensor.name: tensor.nbytes for tensor in tensors}
+    stop = {tensor.name: len(header) + tensor.stop for tensor in tensors}
     with Writer(descriptor) as writer:
         writer.write(0, header)
-        _write_chunks(writer, path, tensors, len(header), chunks)
-
-
-def _write_chunks(
-    writer: Writer,
-    path: Path,
-    tensors: Sequence[TensorInfo],
-    base: int,
-    chunks: Iterable[tuple[str, Any]],
-) -> None:
-    left = {tensor.name: tensor.nbytes for tensor in tensors}
-    stop = {tensor.name: base + tensor.stop for tensor in tensors}
-    for name, chunk in chunks:
-        data = _as_bytes(chunk)
-        if len(data) > left.get(name, -1):
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
-                f"{left.get(name, 'no such tensor')}; nothing was written"
-            )
-        writer.write(stop[name] - left[name], data)
-        left[name] -= len(data)
-    for name, missing in left.items():
-        if missing:
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
-                "nothing was written"
-            )
+        for name, chunk in chunks:
+            data = _as_bytes(chunk)
+            if len(data) > left.get(name, -1):
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {len(data)} more bytes produced, expected "
+                    f"{left.get(name, 'no such tensor')}; nothing was written"
+                )
+            writer.write(stop[name] - left[name], data)
+            left[name] -= len(data)
+        for name, missing in left.items():
+            if missing:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
+                    "nothing was written"
+                )
 
 
 def _as_bytes(chunk: Any) -> memoryview:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection, Container, Mapping
+from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._stored import Entry, Packing, Stored
@@ -17,8 +18,6 @@ from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
 PARTS = ("scale", "tensor_scale", "zero_point")
-
-Matrices = tuple[tuple[int, int, int], tuple[int, int]]
 
 
 def saved_arrays(
@@ -67,16 +66,35 @@ def copied_parts(
     metadata: Mapping[str, str], names: Collection[str], stored: Container[str]
 ) -> set[str]:
     """Codes and scales of the arrays that are described but not `stored`: numbers only together."""
-    try:
-        about = json.loads(metadata.get(ARRAYS_KEY, "{}"))
-    except (ValueError, RecursionError):
-        return set()
     found: set[str] = set()
-    for name in about if isinstance(about, dict) else ():
+    for name in _described(metadata) or ():
         parts = {f"{name}_{part}" for part in PARTS} & set(names)
         if name not in stored and parts:
             found |= {name, *parts}
     return found
+
+
+def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
+    """The metadata, describing no quantized array any more of which a tensor has changed."""
+    about = _described(metadata)
+    if about is None:
+        return dict(metadata)
+    kept = {
+        name: one
+        for name, one in about.items()
+        if name not in changed and not any(f"{name}_{part}" in changed for part in PARTS)
+    }
+    others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
+    return others | ({ARRAYS_KEY: json.dumps(kept, sort_keys=True)} if kept else {})
+
+
+def _described(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """What describes each array; None where nothing does that can be read."""
+    try:
+        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
+    except (ValueError, RecursionError):
+        return None
+    return about if isinstance(about, dict) else None
 
 
 def not_described(where: object, error: Exception) -> CheckpointError:
@@ -148,7 +166,7 @@ def _stored(
 
 def _matrices(
     shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int]
-) -> Matrices | None:
+) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     """An array seen as matrices: their count, rows and columns, and the lengths of their blocks.
 
     Neighbouring axes are merged if blocks have length 1 along both, or the full length along both.

@@ -1,4 +1,4 @@
-"""`Source`, the one interface to read checkpoints of any container. No JAX here."""
+"""Folders as Hugging Face has them, and `open_source`, which opens any container. No JAX here."""
 
 import contextlib
 import glob
@@ -6,18 +6,14 @@ import json
 import os
 import re
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import (
-    MAX_HEADER_BYTES,
-    CheckpointError,
-    TensorInfo,
-    shown,
-)
+from qtoolkit.checkpoints._base import Source
+from qtoolkit.checkpoints._header import MAX_HEADER_BYTES, CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._partial import old_name, plan_in
-from qtoolkit.checkpoints._safetensors import Closing, SafetensorsFile
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._storage import Kind, Path, check_path, is_url, join, read_file, storage
 
 INDEX = "model.safetensors.index.json"
@@ -40,44 +36,7 @@ _WEIGHTS = re.compile(
 )
 
 
-class Source(Protocol):
-    """An open checkpoint. Threads may read it at the same time.
-
-    Attributes:
-      path: As given.
-      tensors: Its tensors by name, in the order of the data; `start` and `stop` mean nothing here.
-      metadata: The strings that it holds beside tensors.
-    """
-
-    path: Path
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Fills `buffer` from byte `start` of tensor `name` on."""
-
-    def close(self) -> None: ...
-
-
-class StoredAs(NamedTuple):
-    """How a tensor lies in its file: the dtype of its codes or blocks; bytes, with its scales."""
-
-    dtype: str
-    nbytes: int
-
-
-def stored_as(source: Source) -> Mapping[str, StoredAs]:
-    """How those tensors are stored that are quantized, of which `source.tensors` has the values."""
-    found: Mapping[str, StoredAs] = getattr(source, "stored_as", {})
-    return found
-
-
-def layout_of(source: Source) -> str:
-    """The layout of those tensors; "" where none is quantized."""
-    return str(getattr(source, "layout", ""))
-
-
-class Folder(Closing):
+class Folder(Source):
     """An open folder as Hugging Face has them: safetensors files, an index, `config.json`.
 
     Attributes:
@@ -163,7 +122,6 @@ class Folder(Closing):
         self._home[name].read_into(name, start, buffer)
 
     def read(self, name: str) -> np.ndarray:
-        """A whole tensor. Raises: as `SafetensorsFile.read`."""
         return self._home[name].read(name)
 
     def close(self) -> None:
@@ -203,10 +161,8 @@ def _others(
     If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
-      path: The folder.
       found: The names in the folder `path`/`prefix`, and whether each is a folder.
       modules: Folders below, as seen from `path`, that are copied with their weights.
-      prefix: "" or the folder below `path` that is listed, such as "1_Pooling/".
     """
     copied, left = [], []
     for name, is_folder in found.items():
@@ -253,11 +209,7 @@ def _modules(path: Path, names: list[str]) -> set[str]:
 def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files of a folder in the order of their names, and the map of the index.
 
-    The map is {tensor: file}; None where there is no index.
-
-    Args:
-      path: The folder, for messages and the index.
-      names: The names of what is in it.
+    The map is {tensor: file}; None where there is no index. `names` are those in the folder.
 
     Raises:
       CheckpointError: There are none, one is missing, or nothing says which belong together.
@@ -383,17 +335,30 @@ def open_source(path: Path) -> Source:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
+    return opened_as(kind_of(path), path)
+
+
+def kind_of(path: Path) -> str:
+    """The container of a checkpoint: "folder", "orbax", or what `_kind_of_file` says."""
     what = kind_of_source(path, "path")
     if what == "folder":
-        if is_orbax(path):
-            from qtoolkit.checkpoints._orbax import OrbaxFolder
+        return "orbax" if is_orbax(path) else "folder"
+    if what == "file":
+        return _kind_of_file(path)
+    return "safetensors"  # missing, or a pipe: `SafetensorsFile` says so
 
-            return OrbaxFolder(path)
+
+def opened_as(kind: str, path: Path) -> Source:
+    """Opens a checkpoint of the kind that `kind_of` has found."""
+    if kind == "folder":
         return Folder(path)
-    if what != "file":  # missing, or a pipe: `SafetensorsFile` says so
+    if kind == "safetensors":
         return SafetensorsFile(path)
-    kind = kind_of_file(path)
-    if kind != "safetensors" and is_url(path):
+    if kind == "orbax":
+        from qtoolkit.checkpoints._orbax import OrbaxFolder
+
+        return OrbaxFolder(path)
+    if is_url(path):
         raise CheckpointError(
             f"{path}: {kind}, which is not read from a URL; fetch it and give the file"
         )
@@ -405,11 +370,9 @@ def open_source(path: Path) -> Source:
         from qtoolkit.checkpoints._npz import NpzFile
 
         return NpzFile(path)
-    if kind == "msgpack":
-        from qtoolkit.checkpoints._msgpack import MsgpackFile
+    from qtoolkit.checkpoints._msgpack import MsgpackFile
 
-        return MsgpackFile(path)
-    return SafetensorsFile(path)
+    return MsgpackFile(path)
 
 
 def kind_of_source(path: Path, argument: str) -> Kind:
@@ -431,7 +394,7 @@ def kind_of_source(path: Path, argument: str) -> Kind:
     return kind
 
 
-def kind_of_file(path: Path) -> str:
+def _kind_of_file(path: Path) -> str:
     """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
 
     Raises:

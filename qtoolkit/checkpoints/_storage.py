@@ -106,7 +106,6 @@ def is_url(path: Path) -> bool:
 
 
 def join(path: Path, *names: str) -> str:
-    """The path of something in a folder."""
     if is_url(path):
         return "/".join((str(path).rstrip("/"), *names))
     return os.path.join(path, *names)
@@ -184,11 +183,7 @@ def naming(path: Path, ours: str = "") -> Iterator[None]:
 def fill(file: Input, position: int, view: memoryview, where: str) -> None:
     """Fills `view` with what an open file has from `position` on.
 
-    Args:
-      file: Read at positions, since threads share it.
-      position: Of the first byte.
-      view: Any number of bytes.
-      where: The file and the part of it that is read, for the message.
+    `where` names the file and the part of it that is read. Threads may share the file.
 
     Raises:
       CheckpointError: It ends before.
@@ -298,7 +293,12 @@ class _Object:
 
 class _Remote:
     def __init__(self, url: str) -> None:
-        _check_protocol(url)
+        protocol, _, rest = url.partition("://")
+        if protocol != protocol.lower():
+            raise CheckpointError(
+                f"{url}: protocol {protocol}, expected it in small letters; write "
+                f"{protocol.lower()}://{rest}"
+            )
         try:
             import fsspec
 
@@ -396,15 +396,6 @@ class _Remote:
                     continue
                 with contextlib.suppress(OSError, NotImplementedError):  # object stores have none
                     self._files.rmdir(name)
-
-
-def _check_protocol(url: str) -> None:
-    protocol, _, rest = url.partition("://")
-    if protocol != protocol.lower():
-        raise CheckpointError(
-            f"{url}: protocol {protocol}, expected it in small letters; write "
-            f"{protocol.lower()}://{rest}"
-        )
 
 
 # Packages for object stores raise these without an errno, with the path as their text.

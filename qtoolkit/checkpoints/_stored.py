@@ -68,13 +68,6 @@ class Stored:
         parts = (self.codes, self.scale, self.second, *(entry for entry, _ in self.constants))
         return tuple(entry for entry in parts if entry is not None)
 
-    @property
-    def scale_counts(self) -> tuple[int, int]:
-        """Blocks along rows and columns of a matrix."""
-        _, rows, columns = self.matrices
-        counts = self.spec.scale_shape((rows, columns))
-        return counts[0], counts[1]
-
 
 def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
     """An entry whose values are known before the weight is read, with its bytes."""
@@ -153,7 +146,8 @@ class Values:
     def __init__(self, stored: Stored, read_bytes: ReadBytes) -> None:
         self.stored = stored
         self._read = read_bytes
-        self.table = _code_values(stored.spec)
+        unit = np.float32(2.0**stored.spec.element_exponent)
+        self.table = stored.spec.element.values().astype(np.float32) * unit  # of every code
         self._scales: np.ndarray | None = None
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -223,7 +217,7 @@ class Values:
             stored = self.stored
             assert stored.scale is not None
             scales = _numbers(self._whole(stored.scale), stored.spec)
-            scales = scales.reshape(-1, *stored.scale_counts)
+            scales = scales.reshape(-1, *stored.spec.scale_shape(stored.matrices[1:]))
             if stored.second is not None:
                 second = self._whole(stored.second).astype(np.float32).reshape(-1, 1, 1)
                 with np.errstate(divide="ignore", invalid="ignore"):
@@ -244,11 +238,6 @@ def _numbers(scale: np.ndarray, spec: BlockFormat) -> np.ndarray:
         numbers = np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
         return np.where(codes == 255, np.float32(np.nan), numbers)
     return scale.astype(np.float32, copy=False)
-
-
-def _code_values(spec: BlockFormat) -> np.ndarray:
-    """The float32 value of every code of an element format of at most eight bits."""
-    return spec.element.values().astype(np.float32) * np.float32(2.0**spec.element_exponent)
 
 
 def check_entry(

@@ -5,12 +5,11 @@ from typing import Any
 
 from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, MisuseError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, scaling_of, spelling
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, WIDE
 from qtoolkit.formats import (
     BFLOAT16,
     BLOCK_FORMATS,
     FLOAT16,
-    FLOAT32,
     FORMATS,
     BlockFormat,
     Format,
@@ -19,7 +18,6 @@ from qtoolkit.formats import (
 )
 from qtoolkit.formats import format as resolve
 
-WIDE: dict[str, Format] = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
@@ -79,10 +77,8 @@ def resolve_target(of: SpecLike) -> Format | BlockFormat:
 
 def target_names() -> tuple[str, ...]:
     """Every format that some layout holds, as `--format` takes it."""
-    names = dict.fromkeys(
-        spelling(scheme.spec).split()[0] for layout in LAYOUTS.values() for scheme in layout.schemes
-    )
-    return tuple(names)
+    schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
+    return tuple(dict.fromkeys(scheme.format for scheme in schemes))
 
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:
@@ -147,8 +143,3 @@ def dtype_of(fmt: Format | BlockFormat) -> str | None:
 def is_named(spec: BlockFormat) -> bool:
     """Whether `spec` is a published block format."""
     return spec.name in _BLOCKS
-
-
-def word_of(scheme: Scheme) -> str:
-    """The value of `--scaling` for a scheme; "none" if it has no scales or scales of its own."""
-    return scaling_of(scheme.spec) or "none"

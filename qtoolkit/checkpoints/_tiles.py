@@ -34,7 +34,7 @@ class _Rows:
 
     axis = 1  # along this axis of a tile elements share a scale
 
-    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
+    def __init__(self, cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> None:
         self._chunk = chunk
         length = min(cut.axes[-1][1], chunk.columns)
         self._length = length
@@ -48,8 +48,9 @@ class _Rows:
         column = chunk.column // cut.axes[-1][1]
         blocks = cut.block_rows(chunk)[:, None] * cut.blocks_in_row + column + np.arange(count)
         self._blocks = np.repeat(blocks.reshape(-1), each)
+        self._fill(read)
 
-    def fill(self, read: Read) -> None:
+    def _fill(self, read: Read) -> None:
         start, size = self._chunk.start, self._chunk.stop - self._chunk.start
         item = self._units.itemsize
         flat = self._units.reshape(-1)
@@ -64,11 +65,8 @@ class _Rows:
             padded[...] = plain
 
     def tiles(self) -> Iterator[Tile]:
-        start = 0
-        for height in self._heights:
-            place = slice(start, start + height)
-            yield Tile(self._units[place], self._blocks[place])
-            start += height
+        for top, end in itertools.pairwise(itertools.accumulate(self._heights, initial=0)):
+            yield Tile(self._units[top:end], self._blocks[top:end])
 
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         """The elements of the chunk, flat, from those of the tiles."""
@@ -102,7 +100,7 @@ class _Columns:
 
     axis = 0
 
-    def __init__(self, cut: Cut, chunk: Chunk, dtype: np.dtype) -> None:
+    def __init__(self, cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> None:
         self._chunk = chunk
         block_rows = cut.block_rows(chunk)
         starts = np.flatnonzero(np.diff(block_rows, prepend=-1))  # of runs
@@ -118,10 +116,7 @@ class _Columns:
         self._blocks = (blocks + np.arange(chunk.columns)).reshape(-1)
         self._widths = _heights(self._blocks.size, height, _MOST_COLUMNS)
         self._units = np.empty((height, sum(self._widths)), dtype)
-
-    def fill(self, read: Read) -> None:
-        chunk = self._chunk
-        data = np.empty((chunk.rows + 1, chunk.columns), self._units.dtype)
+        data = np.empty((chunk.rows + 1, chunk.columns), dtype)
         data[-1] = 0
         flat = data[:-1].reshape(-1)
         read(chunk.start * flat.itemsize, flat.view(np.uint8).data)
@@ -144,9 +139,7 @@ class _Columns:
 
 
 def laid_out(cut: Cut, chunk: Chunk, read: Read, dtype: np.dtype) -> _Rows | _Columns:
-    layout = (_Columns if cut.is_by_column else _Rows)(cut, chunk, dtype)
-    layout.fill(read)
-    return layout
+    return (_Columns if cut.is_by_column else _Rows)(cut, chunk, read, dtype)
 
 
 def _heights(units: int, width: int, most: int | None = None) -> list[int]:

@@ -2,28 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import all_quantized
 from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._dequantized import DequantizedSource, everything
-from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, shown
-from qtoolkit.checkpoints._report import Progress
-from qtoolkit.checkpoints._source import Source
+from qtoolkit.checkpoints._engine import Sums, quantized
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo, shown
+from qtoolkit.checkpoints._report import Progress, followed
 from qtoolkit.checkpoints._storage import Path, check_path
 from qtoolkit.checkpoints._stored import Stored, Values
-from qtoolkit.checkpoints._tiles import Read
-from qtoolkit.checkpoints._work import entries, tasks_of
+from qtoolkit.checkpoints._work import copied, entries, reader, shared_amax, tasks_of
 from qtoolkit.checkpoints.layouts import LAYOUTS
+from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
-
-_COPY = 2**22
-_WIDE = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,13 +77,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
         check = _Check(source, target)
-        total = sum(info.nbytes for info in source.tensors.values())
-        done = 0
-        for name, info in source.tensors.items():
-            check.tensor(name)
-            done += info.nbytes
-            if progress is not None:
-                progress(shown(name), done, total)
+        for info in followed(source.tensors.values(), progress):
+            check.tensor(info)
         problems = [*problems_beside(source, target), *check.problems] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
@@ -107,22 +98,20 @@ class _Check:
 
     def __init__(self, source: Source, target: Source) -> None:
         self.problems: list[str] = []
-        self.stored: Mapping[str, Stored] = {}
+        self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
         self._source, self._target = source, target
-        self.everything = everything(target)
+        self.everything = target.everything
         self._seconds: dict[str, bytes] = {}
         self._amaxes: dict[bytes, float] = {}
-        if isinstance(target, DequantizedSource):
-            self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
-            for name, weight in self.stored.items():
-                if weight.second is not None:
-                    data = bytearray(weight.second.nbytes)
-                    target.read_stored(weight.second.name, 0, memoryview(data))
-                    self._seconds[name] = bytes(data)
+        for name, weight in self.stored.items():
+            if weight.second is not None:
+                data = bytearray(weight.second.nbytes)
+                target.read_stored(weight.second.name, 0, memoryview(data))
+                self._seconds[name] = bytes(data)
 
-    def tensor(self, name: str) -> None:
+    def tensor(self, info: TensorInfo) -> None:
         """Compares a tensor of the source; at most one problem of it is named."""
-        info, found = self._source.tensors[name], self.everything.get(name)
+        name, found = info.name, self.everything.get(info.name)
         if found is None or found.shape != info.shape:
             got = "is missing" if found is None else f"shape {list(found.shape)}"
             self._problem(name, f"{got}, expected shape {list(info.shape)}")
@@ -130,14 +119,14 @@ class _Check:
             pass  # no elements: there is nothing that its scales could change
         elif name in self.stored:
             stored = self._written(name)
-            reader = functools.partial(self._reader, name)
-            tasks = tasks_of(reader, info, stored, functools.partial(self._shared_amax, name))
+            amax = functools.partial(self._shared_amax, name)
+            tasks = tasks_of(self._source, info, stored, amax)
             again = entries(stored, all_quantized(tasks), Sums())
-            self._differences(name, again, self._read_stored)
+            self._differences(name, again, self._target.read_stored)
         elif found.dtype == info.dtype:
-            self._differences(name, self._copied(name), self._target.read_into)
-        elif info.dtype in _WIDE and found.dtype in _WIDE:
-            self._differences(name, self._rounded(name, found.dtype), self._target.read_into)
+            self._differences(name, copied(self._source, info), self._target.read_into)
+        elif info.dtype in WIDE and found.dtype in WIDE:
+            self._differences(name, self._rounded(info, found.dtype), self._target.read_into)
         else:
             self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
 
@@ -148,7 +137,6 @@ class _Check:
         used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
         scale then.
         """
-        assert isinstance(self._target, DequantizedSource)
         stored = self.stored[name]
         if self._target.layout in LAYOUTS:
             spec = LAYOUTS[self._target.layout].computed(stored.spec)
@@ -157,17 +145,13 @@ class _Check:
         spec = stored.spec
         if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
             return stored
-        if np.nanmin(Values(stored, self._read_stored).scales(), initial=np.inf) != least:
+        if np.nanmin(Values(stored, self._target.read_stored).scales(), initial=np.inf) != least:
             return stored
         spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
         return dataclasses.replace(stored, spec=spec)
 
     def _problem(self, name: str, what: str) -> None:
         self.problems.append(f"{shown(name)}: {what}")
-
-    def _read_stored(self, name: str, start: int, buffer: memoryview) -> None:
-        assert isinstance(self._target, DequantizedSource)
-        self._target.read_stored(name, start, buffer)
 
     def _differences(
         self,
@@ -193,25 +177,12 @@ class _Check:
                 )
                 return
 
-    def _reader(self, name: str, offset: int = 0) -> Read:
-        def read(start: int, buffer: memoryview) -> None:
-            self._source.read_into(name, offset + start, buffer)
-
-        return read
-
-    def _copied(self, name: str) -> Iterator[tuple[str, np.ndarray]]:
-        size = self._source.tensors[name].nbytes
-        for start in range(0, size, _COPY):
-            data = np.empty(min(_COPY, size - start), np.uint8)
-            self._source.read_into(name, start, data.data)
-            yield name, data
-
-    def _rounded(self, name: str, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-        info = self._source.tensors[name]
+    def _rounded(self, info: TensorInfo, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[dtype]), scale=None)
-        _, pieces = quantized(self._reader(name), info.shape, info.dtype, spec, sums=Sums())
+        read = reader(self._source, info.name)
+        _, pieces = quantized(read, info.shape, info.dtype, spec, sums=Sums())
         for piece in pieces:
-            yield name, piece.codes
+            yield info.name, piece.codes
 
     def _shared_amax(self, name: str) -> float | None:
         """The largest magnitude of all weights with an equal second scale: they may share it."""
@@ -219,9 +190,7 @@ class _Check:
         if second is None or len(second) > 4:
             return None  # no second scale, or one for each expert, which is not shared
         if second not in self._amaxes:
-            self._amaxes[second] = max(
-                amax_of(self._reader(other), info.shape, info.dtype)
-                for other, info in self._source.tensors.items()
-                if self._seconds.get(other) == second
-            )
+            infos = self._source.tensors.values()
+            sharing = (info for info in infos if self._seconds.get(info.name) == second)
+            self._amaxes[second] = shared_amax(self._source, sharing)
         return self._amaxes[second]

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._batches import Result, Task, all_quantized
 from qtoolkit.checkpoints._engine import Sums, amax_of
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, TensorInfo, listed, shown
 from qtoolkit.checkpoints._plan import Plan, TensorPlan
 from qtoolkit.checkpoints._report import Progress, TensorReport
-from qtoolkit.checkpoints._source import Source
 from qtoolkit.checkpoints._stored import Stored, pack_codes, scale_bytes
 from qtoolkit.checkpoints._tiles import Read
-from qtoolkit.checkpoints._workers import Workers
+from qtoolkit.checkpoints._workers import ALONE, Workers
 
 _COPY = 2**22  # bytes copied at a time
 _NAMED = 20  # tensors with NaN or Inf that are named
@@ -26,23 +26,38 @@ _INFINITIES = {
 }
 
 
-def tasks_of(
-    reader: Callable[[int], Read],
-    info: TensorInfo,
-    stored: Stored,
-    tensor_amax: Callable[[], float | None],
-) -> Iterator[Task]:
-    """What is quantized for a weight: each of its matrices.
+def reader(source: Source, name: str, offset: int = 0) -> Read:
+    """What `quantized` reads by: a tensor from byte `offset` on."""
 
-    Args:
-      reader: Gives what `quantized` reads by, for the part of the weight from a byte on.
-      info: The weight in the source.
-      stored: How it is written.
-      tensor_amax: Gives that of `quantized`.
-    """
+    def read(start: int, buffer: memoryview) -> None:
+        source.read_into(name, offset + start, buffer)
+
+    return read
+
+
+def copied(source: Source, info: TensorInfo) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, the next bytes) of a tensor as it is."""
+    for start in range(0, info.nbytes, _COPY):
+        data = np.empty(min(_COPY, info.nbytes - start), np.uint8)
+        source.read_into(info.name, start, data.data)
+        yield info.name, data
+
+
+def shared_amax(source: Source, infos: Iterable[TensorInfo], workers: Workers = ALONE) -> float:
+    """The largest magnitude in weights that share a second scale."""
+    return max(
+        amax_of(reader(source, info.name), info.shape, info.dtype, workers=workers)
+        for info in infos
+    )
+
+
+def tasks_of(
+    source: Source, info: TensorInfo, stored: Stored, tensor_amax: Callable[[], float | None]
+) -> Iterator[Task]:
+    """What is quantized for a weight, which is written as `stored`: each of its matrices."""
     count, rows, columns = stored.matrices
     for matrix in range(count):
-        read = reader(matrix * (info.nbytes // count))
+        read = reader(source, info.name, matrix * (info.nbytes // count))
         yield Task(read, (rows, columns), info.dtype, stored.spec, tensor_amax)
 
 
@@ -51,24 +66,18 @@ def entries(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """What is written for a quantized weight: (name of an entry, the next bytes of it).
 
-    Args:
-      stored: How it is written.
-      results: Of its matrices.
-      sums: What theirs are added to.
+    The sums of `results`, those of its matrices, are added to `sums`.
     """
     for entry, data in stored.constants:
         yield entry.name, np.frombuffer(data, np.uint8)
     for number, result in enumerate(results):
-        scales = result.scales
         # A second scale is one in all, or one for each matrix.
         if stored.second is not None and 4 * number < stored.second.nbytes:
-            assert scales.tensor_scale is not None
-            second = np.asarray(scales.tensor_scale, np.float32).reshape(1)
+            assert result.tensor_scale is not None
+            second = np.asarray(result.tensor_scale, np.float32).reshape(1)
             with np.errstate(divide="ignore"):
                 inverts = stored.second_divides and not stored.spec.tensor_scale_divides
                 yield stored.second.name, 1 / second if inverts else second
-        if stored.scale is not None and scales.scale is not None:
-            yield stored.scale.name, scale_bytes(scales.scale, stored.scale)
         for piece in result.pieces:
             yield stored.codes.name, pack_codes(piece.codes, stored)
             if stored.scale is not None and piece.scale is not None:
@@ -91,7 +100,7 @@ def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
 
 
 class Work:
-    """One conversion under way: the open source, the reports so far."""
+    """One conversion under way: the open source, and a report for each tensor done so far."""
 
     def __init__(
         self,
@@ -122,7 +131,7 @@ class Work:
     def chunks(
         self, tensors: Sequence[TensorPlan], finish: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[str, Any]]:
-        """What is written for some tensors, a tensor after the other; then calls `finish`."""
+        """Yields (name, bytes) for some tensors, one after the other; then calls `finish`."""
         changed = (tensor for tensor in tensors if tensor.spec is not None)
         tasks = itertools.chain.from_iterable(map(self._tasks, changed))
         results = all_quantized(tasks, self._workers)
@@ -136,7 +145,7 @@ class Work:
         finish()
 
     def accepts(self, reports: Sequence[TensorReport]) -> bool:
-        """Whether weights with these reports may be written."""
+        """Whether a file whose tensors have these reports may be written or kept."""
         return not self._bad(reports)
 
     def _bad(self, reports: Sequence[TensorReport]) -> list[TensorReport]:
@@ -149,21 +158,18 @@ class Work:
         bad = self._bad(self.reports)
         if not bad:
             return
-        named = ", ".join(f"{shown(r.name)} ({r.nonfinite:,})" for r in bad[:_NAMED])
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        named = listed((f"{shown(r.name)} ({r.nonfinite:,})" for r in bad), _NAMED)
         wide = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
         raise CheckpointError(
-            f"{self.source.path}: NaN or Inf in weights: {named}{more}; expected finite numbers; "
+            f"{self.source.path}: NaN or Inf in weights: {named}; expected finite numbers; "
             f"copy them as they are, with --skip{wide}, or pass --allow-nonfinite"
         )
 
     def _copied(self, tensor: TensorPlan) -> Iterator[tuple[str, np.ndarray]]:
-        size, sums = tensor.source.nbytes, Sums()
-        for start in range(0, size, _COPY):
-            data = np.empty(min(_COPY, size - start), np.uint8)
-            self.source.read_into(tensor.name, start, data.data)
+        sums = Sums()
+        for name, data in copied(self.source, tensor.source):
             sums.nonfinite += _nonfinite_count(data, tensor.source.dtype)
-            yield tensor.name, data
+            yield name, data
         self._report(tensor, sums)
 
     def _tasks(self, tensor: TensorPlan) -> Iterable[Task]:
@@ -171,10 +177,9 @@ class Work:
         info = tensor.source
         if tensor.stored is None:
             assert tensor.spec is not None
-            return [Task(self._reader(tensor), info.shape, info.dtype, tensor.spec)]
-        reader = functools.partial(self._reader, tensor)
+            return [Task(reader(self.source, info.name), info.shape, info.dtype, tensor.spec)]
         amax = functools.partial(self._group_amax, tensor.group)
-        return tasks_of(reader, info, tensor.stored, amax)
+        return tasks_of(self.source, info, tensor.stored, amax)
 
     def _made(
         self, tensor: TensorPlan, results: Iterator[Result]
@@ -191,30 +196,14 @@ class Work:
             sums.add(result.sums)
         self._report(tensor, sums)
 
-    def _reader(self, tensor: TensorPlan, offset: int = 0) -> Callable[[int, memoryview], None]:
-        def read(start: int, buffer: memoryview) -> None:
-            self.source.read_into(tensor.name, offset + start, buffer)
-
-        return read
-
     def _group_amax(self, group: str) -> float | None:
-        """The largest magnitude in the weights that share a second scale."""
         if group and group not in self._amaxes:
-            self._amaxes[group] = max(
-                amax_of(
-                    self._reader(tensor),
-                    tensor.source.shape,
-                    tensor.source.dtype,
-                    workers=self._workers,
-                )
-                for tensor in self._groups[group]
-            )
+            infos = [tensor.source for tensor in self._groups[group]]
+            self._amaxes[group] = shared_amax(self.source, infos, self._workers)
         return self._amaxes.get(group)
 
     def _report(self, tensor: TensorPlan, sums: Sums) -> None:
-        """Adds the report of a tensor that is written."""
         is_quantized = tensor.action == "quantize"
-        has_scale = is_quantized and tensor.stored is not None
         self.reports.append(
             TensorReport(
                 name=tensor.name,
@@ -224,7 +213,7 @@ class Work:
                 format=tensor.format.name if is_quantized and tensor.format else "",
                 bytes_before=self.plan.before(tensor).nbytes,
                 bytes_after=tensor.nbytes,
-                max_scale=sums.max_scale if has_scale else None,
+                max_scale=sums.max_scale if tensor.stored is not None else None,
                 sqnr_db=sums.sqnr_db if is_quantized else None,
                 nonfinite=sums.nonfinite,
                 overflowed=sums.overflowed,

@@ -1,12 +1,9 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
-from qtoolkit.checkpoints._container import (
-    check_destination,
-    check_holds,
-    layout_in,
-)
-from qtoolkit.checkpoints._dequantized import DequantizedSource, check_quantized, dequantized
-from qtoolkit.checkpoints._header import MisuseError, shown
+from qtoolkit.checkpoints._base import Source, StoredAs
+from qtoolkit.checkpoints._container import Destination, check_holds, layout_in
+from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
+from qtoolkit.checkpoints._header import MisuseError, listed, shown
 from qtoolkit.checkpoints._limits import byte_count, file_limit, worker_count
 from qtoolkit.checkpoints._parts import part_names
 from qtoolkit.checkpoints._place import WHOLE, whole
@@ -14,7 +11,7 @@ from qtoolkit.checkpoints._plan import ContainerName
 from qtoolkit.checkpoints._planner import compiled
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._source import Folder, Source, StoredAs, layout_of, read_json, stored_as
+from qtoolkit.checkpoints._source import Folder, read_json
 from qtoolkit.checkpoints._statistics import Statistics, statistics
 from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
@@ -26,7 +23,7 @@ __all__ = [
     "WHOLE",
     "AxisChoice",
     "ContainerName",
-    "DequantizedSource",
+    "Destination",
     "Folder",
     "MisuseError",
     "Source",
@@ -34,7 +31,6 @@ __all__ = [
     "Stored",
     "StoredAs",
     "byte_count",
-    "check_destination",
     "check_holds",
     "check_quantized",
     "check_target",
@@ -43,13 +39,12 @@ __all__ = [
     "file_limit",
     "join",
     "layout_in",
-    "layout_of",
+    "listed",
     "part_names",
     "read_json",
     "resolve_target",
     "shown",
     "statistics",
-    "stored_as",
     "target_names",
     "whole",
     "worker_count",

@@ -1,9 +1,11 @@
 """The commands for checkpoints: convert, dequantize, finalize, inspect, layouts."""
 
 import contextlib
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -15,10 +17,10 @@ from qtoolkit.checkpoints.internal import (
     SCALINGS,
     AxisChoice,
     ContainerName,
+    Destination,
     Folder,
     Source,
     byte_count,
-    check_destination,
     check_holds,
     check_quantized,
     compiled,
@@ -35,24 +37,21 @@ from qtoolkit.checkpoints.internal import (
 )
 from qtoolkit.cli._errors import failure, one_line_errors, printing
 from qtoolkit.cli._summaries import (
-    LAYOUTS_HEADER,
-    PLAN_HEADER,
-    STATS_HEADER,
     file_count,
     inspect_data,
     inspect_summary,
     inspect_table,
     layout_data,
     layout_page,
-    layout_rows,
+    layouts_table,
     loading_lines,
     plan_data,
-    plan_rows,
     plan_summary,
+    plan_table,
     report_markdown,
-    report_rows,
     report_summary,
-    stats_rows,
+    report_table,
+    stats_table,
 )
 from qtoolkit.cli._tables import progress, table
 from qtoolkit.formats import Rules
@@ -62,13 +61,15 @@ CONTAINERS = get_args(ContainerName)
 WIDE = ("float32", "bfloat16", "float16")
 
 
-def _one_of(option: str, choices: Sequence[str]) -> Any:
+def _one_of(option: str, choices: Sequence[str]) -> dict[str, Any]:
+    """What an option with these choices has: its shell completion, and a callback that checks."""
+
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
             raise failure(f"{option}: {value!r}, expected one of {', '.join(choices)}", 2)
         return value
 
-    return check
+    return {"callback": check, "autocompletion": _complete(choices)}
 
 
 def _known_target(name: str | None) -> str | None:
@@ -130,8 +131,7 @@ _DST = typer.Argument(
 _TO = typer.Option(
     "--to",
     metavar="NAME",
-    callback=_one_of("--to", CONTAINERS),
-    autocompletion=_complete(CONTAINERS),
+    **_one_of("--to", CONTAINERS),
     help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
 )
 _FORMAT = typer.Option(
@@ -144,8 +144,7 @@ _FORMAT = typer.Option(
 )
 _LAYOUT = typer.Option(
     metavar="NAME",
-    callback=_one_of("--layout", tuple(LAYOUTS)),
-    autocompletion=_complete(tuple(LAYOUTS)),
+    **_one_of("--layout", tuple(LAYOUTS)),
     show_default="compressed-tensors of a folder with config.json, where that holds the "
     "format; else plain, which no loader of models opens",
     help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
@@ -158,8 +157,7 @@ _RULES = typer.Option(
 )
 _SCALING = typer.Option(
     metavar="WORD",
-    callback=_one_of("--scaling", SCALINGS),
-    autocompletion=_complete(SCALINGS),
+    **_one_of("--scaling", SCALINGS),
     show_default="what the layout has first",
     help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
     "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
@@ -173,14 +171,12 @@ _SKIP = typer.Option(
 )
 _KEEP_DTYPE = typer.Option(
     metavar="NAME",
-    callback=_one_of("--keep-dtype", WIDE),
-    autocompletion=_complete(WIDE),
+    **_one_of("--keep-dtype", WIDE),
     help="Round what is left out to this: float32, bfloat16 or float16.",
 )
 _CHANNEL_AXIS = typer.Option(
     metavar="WORD",
-    callback=_one_of("--channel-axis", AXES),
-    autocompletion=_complete(AXES),
+    **_one_of("--channel-axis", AXES),
     help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
     "auto, by architecture and names.",
 )
@@ -212,8 +208,7 @@ _VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor."
 _REPORT = typer.Option(
     "--report",
     metavar="KIND",
-    callback=_one_of("--report", ("json", "md")),
-    autocompletion=_complete(("json", "md")),
+    **_one_of("--report", ("json", "md")),
     help="json or md: print a report of every tensor, in place of the summary.",
 )
 _WORKERS = typer.Option(
@@ -276,22 +271,20 @@ def convert(
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
         }
+        destination = Destination(
+            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        )
         if dry_run:
-            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(destination, options, shown_as)
             return
         with _progress("converting", quiet) as callback:
             done = checkpoints.convert(
-                src,
-                dst,
-                to=to,
-                max_shard_size=max_shard_size,
+                **options,
+                **dataclasses.asdict(destination),
                 allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
-                shard=shard,
                 workers=workers,
                 max_memory=max_memory,
                 progress=callback,
-                **options,
             )
         _print_report(done, shown_as)
 
@@ -303,8 +296,7 @@ def dequantize(
         str | None,
         typer.Option(
             metavar="NAME",
-            callback=_one_of("--dtype", WIDE),
-            autocompletion=_complete(WIDE),
+            **_one_of("--dtype", WIDE),
             show_default="for quantized weights that of config.json, else float32; else none",
             help="float32, bfloat16 or float16.",
         ),
@@ -328,19 +320,16 @@ def dequantize(
     """
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
     with one_line_errors(f"{dst} was not written"):
+        destination = Destination(
+            src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
+        )
         if dry_run:
-            options = {"format": None, "keep_dtype": dtype}
-            _dry_run(src, dst, options, to, shard, max_shard_size, overwrite, shown_as)
+            _dry_run(destination, {"format": None, "keep_dtype": dtype}, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
-                src,
-                dst,
                 dtype=dtype,
-                to=to,
-                max_shard_size=max_shard_size,
-                overwrite=overwrite,
-                shard=shard,
+                **dataclasses.asdict(destination),
                 workers=workers,
                 max_memory=max_memory,
                 progress=callback,
@@ -386,7 +375,7 @@ def inspect(
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """List the tensors of a checkpoint, quantized ones with their scales."""
-    with one_line_errors("nothing was changed"), _opened(src) as source:
+    with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
         if as_json:
             typer.echo(json.dumps(inspect_data(source, stats), indent=2))
             return
@@ -395,8 +384,7 @@ def inspect(
             typer.echo(line)
         if stats:
             typer.echo()
-            right = tuple(STATS_HEADER[1:])
-            table(STATS_HEADER, list(stats_rows(source)), right=right)
+            table(*stats_table(source))
 
 
 def layouts(
@@ -405,8 +393,7 @@ def layouts(
         typer.Argument(
             metavar="NAME",
             help="Show this one.",
-            callback=_one_of("NAME", tuple(LAYOUTS)),
-            autocompletion=_complete(tuple(LAYOUTS)),
+            **_one_of("NAME", tuple(LAYOUTS)),
         ),
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
@@ -418,28 +405,14 @@ def layouts(
             typer.echo(json.dumps({one.name: layout_data(one) for one in chosen}, indent=2))
             return
         if name is None:
-            table(LAYOUTS_HEADER, layout_rows())
+            table(*layouts_table())
             return
         for line in layout_page(LAYOUTS[name]):
             typer.echo(line)
 
 
-@contextlib.contextmanager
-def _opened(src: str) -> Iterator[Source]:
-    source = checkpoints.open_source(src)
-    try:
-        yield source
-    finally:
-        source.close()
-
-
-@contextlib.contextmanager
-def _progress(title: str, quiet: bool) -> Iterator[Any]:
-    if quiet:
-        yield None
-        return
-    with progress(title) as callback:
-        yield callback
+def _progress(title: str, quiet: bool) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if quiet else progress(title)
 
 
 class _ShownAs(NamedTuple):
@@ -478,46 +451,39 @@ def _print_report(done: checkpoints.Report, shown_as: _ShownAs) -> None:
                 typer.echo(report_markdown(done))
             else:
                 if shown_as.verbose:
-                    table(*report_rows(done))
+                    table(*report_table(done))
                 for line in summary:
                     typer.echo(line)
 
 
-def _dry_run(
-    src: str,
-    dst: str,
-    options: dict[str, Any],
-    to: Any,
-    shard: tuple[int, int] | None,
-    max_shard_size: str | None,
-    overwrite: bool,
-    shown_as: _ShownAs,
-) -> None:
+def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _ShownAs) -> None:
     """Prints the plan that `make_plan` makes with these options."""
     if shown_as.is_markdown:
         raise failure("--dry-run --report md: a plan has no such report; use --report json", 2)
-    check_destination(src, dst, overwrite, to, shard, max_shard_size)
+    destination.check()
+    to, dst = destination.to, str(destination.dst)
     options["layout"] = layout_in(to, options.get("layout"))
-    with _opened(src) as opened:
+    with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
         check_holds(to, dst, plan, opened)
-        part = _part(opened, plan, shard, file_limit(max_shard_size))
+        part = _part(destination, opened, plan)
     if shown_as.quiet:
         return
     if shown_as.as_json:
         typer.echo(json.dumps({"container": to, **plan_data(plan)}, indent=2))
         return
-    table(PLAN_HEADER, plan_rows(plan), right=("bytes",))
+    table(*plan_table(plan))
     for line in plan_summary(plan, dst, part):
         typer.echo(line)
 
 
-def _part(opened: Source, plan: checkpoints.Plan, shard: tuple[int, int] | None, limit: int) -> str:
+def _part(destination: Destination, opened: Source, plan: checkpoints.Plan) -> str:
     """The words for what a shard would write, for the summary of a plan; "" without a shard."""
+    shard = destination.shard
     if shard is None or not isinstance(opened, Folder):
         return ""
-    names, count = part_names(plan, opened, limit, shard)
+    names, count = part_names(plan, opened, file_limit(destination.max_shard_size), shard)
     listed = f": {', '.join(map(shown, names))}" if names else ""
     return f"{shard[0]}/{shard[1]} writes {len(names)} of {file_count(count)}{listed}"
 

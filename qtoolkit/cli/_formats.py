@@ -162,11 +162,8 @@ def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
         f"{fmt.code_dtype}" + (f", or its own dtype {fmt.dtype}" if fmt.dtype else ""),
     )
     if fmt.spellings:
-        yield "spelled", "  ".join(dict.fromkeys((fmt.name, *_dtype_name(fmt), *fmt.spellings)))
-
-
-def _dtype_name(fmt: Format) -> list[str]:
-    return [] if fmt.dtype is None else [fmt.dtype.name]
+        own = [] if fmt.dtype is None else [fmt.dtype.name]
+        yield "spelled", "  ".join(dict.fromkeys((fmt.name, *own, *fmt.spellings)))
 
 
 def _zeros(fmt: FloatFormat | TableFormat) -> str:

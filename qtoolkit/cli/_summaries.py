@@ -6,7 +6,7 @@ import math
 import operator
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints import (
@@ -19,48 +19,35 @@ from qtoolkit.checkpoints import (
     TensorPlan,
 )
 from qtoolkit.checkpoints.internal import (
-    DequantizedSource,
     Source,
     Statistics,
     Stored,
     StoredAs,
     dequantized,
     join,
-    layout_of,
+    listed,
     read_json,
     shown,
     statistics,
-    stored_as,
 )
 from qtoolkit.cli._errors import printable
 
-PLAN_HEADER = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
-REPORT_HEADER = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
-INSPECT_HEADER = ("tensor", "dtype", "shape", "bytes", "scales")
-STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
-LAYOUTS_HEADER = ("layout", "formats", "loaded by")
+# Header, rows and right-aligned columns: the arguments of `table`.
+Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
 
+_STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
 # Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
 # as it loads them (tests/interop/test_transformers.py). There are more than were tried.
-_ASK_FOR_WEIGHTS = frozenset(
-    [
-        "falcon",
-        "gpt_bigcode",
-        "mamba",
-        "mamba2",
-        "modernbert",
-        "rwkv",
-        "siglip",
-        "t5",
-        "umt5",
-        "wav2vec2",
-    ]
-)
+_ASK_FOR_WEIGHTS = {
+    *("falcon", "gpt_bigcode", "mamba", "mamba2", "modernbert"),
+    *("rwkv", "siglip", "t5", "umt5", "wav2vec2"),
+}
 
 
-def plan_rows(plan: Plan) -> list[list[str]]:
+def plan_table(plan: Plan) -> Table:
     """A row for every tensor of the source, with the bytes that would be written for it."""
-    return [
+    header = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
+    rows = [
         [
             shown(tensor.name),
             plan.before(tensor).dtype,
@@ -71,6 +58,7 @@ def plan_rows(plan: Plan) -> list[list[str]]:
         ]
         for tensor in plan.tensors
     ]
+    return header, rows, ("bytes",)
 
 
 def _scale_shape(tensor: TensorPlan) -> str:
@@ -146,9 +134,7 @@ def report_summary(report: Report) -> list[str]:
     if report.resumed:
         lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
     if report.left and not report.shard:
-        some = ", ".join(map(shown, report.left[:5]))
-        more = f" and {len(report.left) - 5} more" if len(report.left) > 5 else ""
-        lines.append(f"  not copied {some}{more}")
+        lines.append(f"  not copied {listed(map(shown, report.left))}")
     return lines
 
 
@@ -171,9 +157,8 @@ def _notes(report: Report) -> list[str]:
     if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
         lines.append(f"  note       {changed:,} elements were NaN or infinite")
     if copied:
-        some = ", ".join(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied[:5])
-        more = f" and {len(copied) - 5} more" if len(copied) > 5 else ""
-        lines.append(f"  note       NaN or infinite, copied as they are: {some}{more}")
+        some = listed(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied)
+        lines.append(f"  note       NaN or infinite, copied as they are: {some}")
     if report.overflowed:
         lines.append(
             f"  note       {report.overflowed:,} finite elements exceed the largest number of "
@@ -182,8 +167,9 @@ def _notes(report: Report) -> list[str]:
     return lines
 
 
-def report_rows(report: Report) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
-    """Header, rows and right-aligned columns of a table of every tensor."""
+def report_table(report: Report) -> Table:
+    """A row for every tensor."""
+    header = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
     rows = [
         [
             shown(tensor.name),
@@ -195,12 +181,12 @@ def report_rows(report: Report) -> tuple[tuple[str, ...], list[list[str]], tuple
         ]
         for tensor in report.tensors
     ]
-    return REPORT_HEADER, rows, ("bytes", "SQNR", "largest scale")
+    return header, rows, ("bytes", "SQNR", "largest scale")
 
 
 def report_markdown(report: Report) -> str:
     """A table of every tensor, and the summary, in Markdown."""
-    header, rows, right = report_rows(report)
+    header, rows, right = report_table(report)
     lines = [
         f"# {_escaped(shown(report.target))}",
         "",
@@ -288,8 +274,8 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tuple[str, ...]]:
-    """Header, rows and right-aligned columns; a row for every tensor, with its scales."""
+def inspect_table(source: Source) -> Table:
+    """A row for every tensor, with its scales."""
     stored = _quantized_weights(source)
     weights = {weight.codes.name: weight for weight in stored.values()}
     beside = {
@@ -309,22 +295,22 @@ def inspect_table(source: Source) -> tuple[tuple[str, ...], list[list[str]], tup
                 "" if weight is None else _scales(weight),
             ]
         )
-    count = len(INSPECT_HEADER) - (not stored)  # no column of scales where there are none
-    return INSPECT_HEADER[:count], [row[:count] for row in rows], ("bytes",)
+    header = ("tensor", "dtype", "shape", "bytes", "scales")
+    count = len(header) - (not stored)  # no column of scales where there are none
+    return header[:count], [row[:count] for row in rows], ("bytes",)
 
 
 def _saved(source: Source, tensor: TensorInfo) -> StoredAs:
     """How a tensor lies in the file: as it is, but for GGUF, whose blocks are read as float32."""
-    return stored_as(source).get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
+    return source.stored_as.get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
 
 
-def _quantized_weights(source: Source) -> dict[str, Stored]:
+def _quantized_weights(source: Source) -> Mapping[str, Stored]:
     """The quantized weights of a source, by name; empty if it uses a layout that is not read."""
     try:
-        wide = dequantized(source)
+        return dequantized(source).stored
     except CheckpointError:
         return {}
-    return wide.stored if isinstance(wide, DequantizedSource) else {}
 
 
 def _scales(weight: Stored) -> str:
@@ -350,9 +336,9 @@ def inspect_summary(source: Source) -> list[str]:
     except CheckpointError as error:
         lines.append(f"not readable as quantized: {printable(str(error))}")
     else:
-        if quantized := stored_as(wide):
+        if wide.stored_as:
             lines.append(
-                f"layout {layout_of(wide)}: {tensor_count(len(quantized))} quantized; "
+                f"layout {wide.layout}: {tensor_count(len(wide.stored_as))} quantized; "
                 "`qtoolkit dequantize` writes what they stand for"
             )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
@@ -360,7 +346,7 @@ def inspect_summary(source: Source) -> list[str]:
 
 
 def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
-    """What `inspect_table` shows, and with `stats` the numbers of `stats_rows`, as data for JSON.
+    """What `inspect_table` shows, and with `stats` the numbers of `stats_table`, as data for JSON.
 
     Numbers are not rounded or formatted. One is null if a tensor has no finite element.
     """
@@ -384,22 +370,20 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
     }
     if stats:
         data["stats"] = [
-            dict(zip(STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
+            dict(zip(_STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
             for name, one in _stats(source)
         ]
     return data
 
 
-def stats_rows(source: Source) -> Iterator[list[str]]:
-    """A row for every tensor of floats, as `STATS_HEADER` says; quantized ones are dequantized."""
+def stats_table(source: Source) -> Table:
+    """A row for every tensor of floats; quantized ones are dequantized."""
+    rows = []
     for name, stats in _stats(source):
-        numbers = (stats.lowest, stats.largest, stats.mean, stats.deviation)
-        counts = (stats.zeros, stats.nans, stats.infinities)
-        yield [
-            shown(name),
-            *(f"{number:.4g}" for number in numbers),
-            *(f"{count:,}" for count in counts),
-        ]
+        *numbers, zeros, nans, infinities = dataclasses.astuple(stats)
+        counts = (f"{count:,}" for count in (zeros, nans, infinities))
+        rows.append([shown(name), *(f"{number:.4g}" for number in numbers), *counts])
+    return _STATS_HEADER, rows, _STATS_HEADER[1:]
 
 
 def _stats(source: Source) -> Iterator[tuple[str, Statistics]]:
@@ -414,16 +398,17 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def layout_rows() -> list[list[str]]:
+def layouts_table() -> Table:
     """A row for every layout."""
-    return [
+    rows = [
         [
             layout.name,
-            ", ".join(dict.fromkeys(text.split()[0] for text in layout.spellings())),
+            ", ".join(dict.fromkeys(scheme.format for scheme in layout.schemes)),
             layout.loaders,
         ]
         for layout in LAYOUTS.values()
     ]
+    return ("layout", "formats", "loaded by"), rows, ()
 
 
 def layout_data(layout: Layout) -> dict[str, Any]:
@@ -434,13 +419,13 @@ def layout_data(layout: Layout) -> dict[str, Any]:
         "note": layout.note,
         "schemes": [
             {
-                "format": text.split()[0],
-                "scaling": text.rstrip(")").partition("--scaling ")[2] or None,
+                "format": scheme.format,
+                "scaling": scheme.scaling,
                 "name": scheme.name,
                 "about": scheme.about,
                 "needs_input_scale": scheme.needs_input_scale,
             }
-            for scheme, text in zip(layout.schemes, layout.spellings(), strict=True)
+            for scheme in layout.schemes
         ],
     }
 

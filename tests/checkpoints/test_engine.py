@@ -32,21 +32,20 @@ def in_pieces(x, spec, workers=1, **options):
     """Codes, scales, tensor scale and sums, put together from the pieces."""
     sums = Sums()
     with Workers(workers) as threads:
-        scales, pieces = quantized(
+        tensor_scale, pieces = quantized(
             reader(x), x.shape, DTYPES[x.dtype.name], spec, sums=sums, workers=threads, **options
         )
-        return *put_together(x, spec, scales, pieces), sums
+        return *put_together(x, spec, pieces), tensor_scale, sums
 
 
-def put_together(x, spec, scales, pieces):
+def put_together(x, spec, pieces):
     columns = x.shape[-1] if x.ndim else 1
     codes = np.full((x.size // columns, columns), 77, spec.element.code_dtype)
     parts = []
     for piece in pieces:
         codes[piece.rows, piece.columns] = piece.codes
         parts += [] if piece.scale is None else [piece.scale.reshape(-1)]
-    scale = scales.scale if not parts else np.concatenate(parts)
-    return codes.reshape(x.shape), scale, scales.tensor_scale
+    return codes.reshape(x.shape), np.concatenate(parts) if parts else None
 
 
 def bits(array):
@@ -162,8 +161,7 @@ def test_scales_come_with_the_pieces_that_their_blocks_start_in(monkeypatch):
     monkeypatch.setattr(_tiles, "CHUNK", 2**8)
     x = weights((3, 1000))
     spec = BlockFormat.channel("e4m3fn", -1)
-    scales, pieces = quantized(reader(x), x.shape, "F32", spec, sums=Sums())
-    assert scales.scale is None
+    _, pieces = quantized(reader(x), x.shape, "F32", spec, sums=Sums())
     counts = [0 if piece.scale is None else piece.scale.size for piece in pieces]
     assert counts == [256, 256, 256, 232] + [0] * 8
 
@@ -236,10 +234,10 @@ def test_a_tensor_scale_for_several_tensors():
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_nothing_to_quantize(shape):
     read = reader(np.zeros(shape, np.float32))
-    scales, pieces = quantized(read, shape, "F32", BlockFormat.channel("e4m3fn", 0), sums=Sums())
-    assert list(pieces) == []
-    assert scales.scale.shape == (shape[0], 1)
-    assert (scales.scale == 1).all()
+    _, pieces = quantized(read, shape, "F32", BlockFormat.channel("e4m3fn", 0), sums=Sums())
+    (piece,) = pieces
+    assert piece.codes.shape == shape
+    np.testing.assert_array_equal(piece.scale, np.ones(shape[0], np.float32))
 
 
 def test_zero_points_are_refused():

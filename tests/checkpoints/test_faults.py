@@ -58,7 +58,7 @@ def test_an_interrupt_while_the_file_is_opened_leaves_nothing(tmp_path, monkeypa
         patch.setattr(module, function, interrupted)
         with (
             pytest.raises(KeyboardInterrupt),
-            partial_module.partial_file(str(tmp_path / TARGET), TARGET),
+            partial_module.locked(str(tmp_path / TARGET), TARGET, folder=False),
         ):
             raise AssertionError("not reached")
     assert calls

@@ -21,15 +21,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import constant
+from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
-    Entry,
+    WIDE,
     Layout,
-    Packing,
     Scheme,
-    Stored,
     Tensors,
     block_counts,
     by_block,
@@ -37,14 +35,10 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_tensor,
     check_block,
     check_divisible,
-    check_entry,
     entry_beside,
-    matrix_of,
     read_bytes_weight,
     read_groups,
-    scale_format,
     scaling_of,
-    spelling,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.formats import (
@@ -121,7 +115,7 @@ def store(
     return Stored(
         name=name,
         shape=info.shape,
-        matrices=matrix_of(info),
+        matrices=(1, rows, columns),
         spec=spec,
         codes=codes,
         scale=Entry(entry_beside(name, "weight_scale"), dtype, shape),
@@ -150,18 +144,17 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
     widths = _widths(weights, where)
     found = {}
     for name, info in tensors.items():
-        module, _, last = name.rpartition(".")
-        beside = f"{module}." if module else ""
+        last = name.rpartition(".")[2]
         if last == "weight_packed":
-            stored = _read_packed(tensors, info, beside, where, widths)
+            stored = _read_packed(tensors, info, where, widths)
         elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
             stored = _read_bytes(tensors, name, where, blocks)
         else:
             continue
-        for entry in ("weight_zero_point", "weight_g_idx"):
-            if beside + entry in tensors:
+        for suffix in ("weight_zero_point", "weight_g_idx"):
+            if (entry := entry_beside(name, suffix)) in tensors:
                 raise CheckpointError(
-                    f"{where}: tensor {shown(beside + entry)}: asymmetric or reordered weights are "
+                    f"{where}: tensor {shown(entry)}: asymmetric or reordered weights are "
                     "not read; dequantize the checkpoint with compressed-tensors first"
                 )
         found[stored.name] = stored
@@ -179,29 +172,31 @@ def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequen
 
 
 def _read_packed(
-    tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
+    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
 ) -> Stored:
     """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
     if info.dtype == "U8" and len(info.shape) == 2:
-        return _read_fp4(tensors, info, beside, where)
+        return _read_fp4(tensors, info, where)
     if info.dtype == "I32" and len(info.shape) == 2:
-        return _read_integers(tensors, info, beside, where, widths)
+        return _read_integers(tensors, info, where, widths)
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
         "matrix of I32 or U8; it cannot be read"
     )
 
 
-def _read_fp4(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> Stored:
+def _read_fp4(tensors: Tensors, info: TensorInfo, where: str) -> Stored:
     """Reads NVFP4 if there is a second scale, else MXFP4."""
-    name = f"{beside}weight"
+    name, scale_name, second_name = (
+        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
+    )
     codes = Entry(info.name, info.dtype, info.shape)
     shape = (info.shape[0], 2 * info.shape[1])
-    if beside + _DIVIDED not in tensors:
-        scale = check_entry(tensors, f"{beside}weight_scale", ("U8", "F8_E8M0"), where)
+    if second_name not in tensors:
+        scale = check_entry(tensors, scale_name, ("U8", "F8_E8M0"), where)
         return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
-    scale = check_entry(tensors, f"{beside}weight_scale", ("F8_E4M3",), where)
-    second = check_entry(tensors, beside + _DIVIDED, ("F32",), where)
+    scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
+    second = check_entry(tensors, second_name, ("F32",), where)
     return read_groups(
         name,
         shape,
@@ -216,25 +211,25 @@ def _read_fp4(tensors: Tensors, info: TensorInfo, beside: str, where: str) -> St
 
 
 def _read_integers(
-    tensors: Tensors, info: TensorInfo, beside: str, where: str, widths: Sequence[tuple[int, int]]
+    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
 ) -> Stored:
     """Reads packed integers as the first of `widths`, (bits, group size), that fits the scales."""
-    name = f"{beside}weight"
+    name, scale_name, shape_name = (
+        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _SHAPE)
+    )
     codes = Entry(info.name, info.dtype, info.shape)
-    scale = check_entry(tensors, f"{beside}weight_scale", FLOAT_SCALES, where)
+    scale = check_entry(tensors, scale_name, FLOAT_SCALES, where)
     rows, words = info.shape
     # The numbers in weight_shape are not in the header; its columns follow from words and scales.
     for bits, group in widths:
         columns = words * 32 // bits
         if scale.shape == (rows, columns // group) and columns % group == 0:
-            spec = BlockFormat(
-                element=_INTEGERS[bits], block=(group,), scale=scale_format(scale.dtype)
-            )
+            spec = BlockFormat(element=_INTEGERS[bits], block=(group,), scale=WIDE[scale.dtype])
             shape = (rows, columns)
             weight = read_groups(name, shape, spec, codes, scale, where, packing="words")
-            if beside + _SHAPE not in tensors:
+            if shape_name not in tensors:
                 return weight
-            numbers = check_entry(tensors, beside + _SHAPE, ("I64", "I32"), where)
+            numbers = check_entry(tensors, shape_name, ("I64", "I32"), where)
             if numbers.shape != (2,):
                 raise CheckpointError(
                     f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two "
@@ -417,7 +412,7 @@ def _misread(schemes: Sequence[Scheme]) -> str:
         return "reads all experts by one format, with wrong weights where they have several"
     if NV4 in schemes:
         return "loads experts in nvfp4 with wrong weights, without an error"
-    unread = [spelling(scheme.spec) for scheme in schemes if scheme not in _READ_OF_EXPERTS]
+    unread = [scheme.spelling for scheme in schemes if scheme not in _READ_OF_EXPERTS]
     return f"does not load experts in {unread[0]}" if unread else ""
 
 
@@ -434,7 +429,7 @@ def _misread_beside(schemes: Sequence[Scheme], joined: Collection[str]) -> str:
     if is_fp8 and joined:
         # The wide expert has no scale, so it gets that of the next expert, and so on.
         return "loads experts with wrong weights where some are in e4m3fn, without an error"
-    name = spelling(schemes[0].spec)
+    name = schemes[0].spelling
     return "" if is_fp8 else f"does not load experts that stay wide beside others in {name}"
 
 

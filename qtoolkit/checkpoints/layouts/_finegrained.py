@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
-    Entry,
     Layout,
     Scheme,
-    Stored,
     Tensors,
     by_block,
     check_block,
     check_divisible,
-    matrix_of,
     read_bytes_weight,
 )
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
@@ -37,7 +35,7 @@ def store(
     return Stored(
         name=info.name,
         shape=info.shape,
-        matrices=matrix_of(info),
+        matrices=(1, rows, columns),
         spec=scheme.spec,
         codes=Entry(info.name, "F8_E4M3", info.shape),
         scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),

@@ -9,17 +9,18 @@ from typing import Any
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
 from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry
 from qtoolkit.formats import (
+    BFLOAT16,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
     E5M2FNUZ,
+    FLOAT16,
     FLOAT32,
     INT8,
     BlockFormat,
     FloatFormat,
     Format,
 )
-from qtoolkit.formats import format as resolve
 
 Tensors = Mapping[str, TensorInfo]
 BLOCK = (128, 128)
@@ -41,6 +42,22 @@ class Scheme:
     spec: BlockFormat
     about: str = ""
     needs_input_scale: bool = False
+
+    @property
+    def format(self) -> str:
+        """As given to `--format`."""
+        return self.spec.name if scaling_of(self.spec) is None else self.spec.element.name
+
+    @property
+    def scaling(self) -> str | None:
+        """As given to `--scaling`; None if the format has no scales, or scales of its own."""
+        word = scaling_of(self.spec)
+        return None if word == "none" else word
+
+    @property
+    def spelling(self) -> str:
+        """Both: "e4m3fn (--scaling channel)", "mxfp4"."""
+        return self.format + ("" if self.scaling is None else f" (--scaling {self.scaling})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +130,7 @@ class Layout:
         )
 
     def spellings(self) -> list[str]:
-        """Its schemes as arguments: "e4m3fn (--scaling channel)", "mxfp4"."""
-        return [spelling(scheme.spec) for scheme in self.schemes]
+        return [scheme.spelling for scheme in self.schemes]
 
 
 def scaling_of(spec: BlockFormat) -> str | None:
@@ -128,14 +144,6 @@ def scaling_of(spec: BlockFormat) -> str | None:
     if spec.other_axes is None and spec.block == (1,):
         return "channel"
     return "block" if spec.block == BLOCK else None
-
-
-def spelling(spec: BlockFormat) -> str:
-    """A spec as the command takes it: "e4m3fn (--scaling channel)", "mxfp4"."""
-    word = scaling_of(spec)
-    if word is None:
-        return spec.name
-    return spec.element.name + ("" if word == "none" else f" (--scaling {word})")
 
 
 # Cached: checking a format takes longer than quantizing a small tensor by it.
@@ -153,11 +161,6 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
 @functools.cache
 def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
-
-
-def matrix_of(info: TensorInfo) -> tuple[int, int, int]:
-    rows, columns = info.shape
-    return 1, rows, columns
 
 
 def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
@@ -185,15 +188,8 @@ BYTE_ELEMENTS: dict[str, Format] = {
     "I8": INT8,
 }
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
-FLOAT_SCALES = ("F32", "BF16", "F16")
-_SCALE_FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
-def scale_format(dtype: str) -> FloatFormat:
-    """The format of scales that are stored as F32, BF16 or F16."""
-    fmt = resolve(_SCALE_FORMATS[dtype])
-    assert isinstance(fmt, FloatFormat)
-    return fmt
+WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
+FLOAT_SCALES = tuple(WIDE)
 
 
 def read_bytes_weight(
@@ -210,7 +206,7 @@ def read_bytes_weight(
     matrices, layout = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
     spec = BlockFormat(
         element=BYTE_ELEMENTS[codes.dtype],
-        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else scale_format(scale.dtype),
+        scale="e8m0fnu" if scale.dtype == "F8_E8M0" else WIDE[scale.dtype],
         **layout,
     )
     return Stored(
@@ -293,65 +289,28 @@ def _blocks_by_shape(
     if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
         columns = math.prod(shape[suffix[0] :])
         return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
-    if len(shape) < 2 or len(scale) != len(shape) or scale[:-2] != shape[:-2]:
-        return _batched_channels(shape, scale, where)
-    rows, columns = shape[-2:]
-    matrices = (math.prod(shape[:-2]), rows, columns)
-    candidates = [tuple(block) if block else BLOCK]
-    if scale[-1] and columns % scale[-1] == 0:  # else the shapes do not tell the length of a group
-        candidates.append((1, columns // scale[-1]))
-    for lengths in candidates:
-        if scale[-2:] == block_counts((rows, columns), lengths):
-            return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
-    return _batched_channels(shape, scale, where)
-
-
-def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
-
-
-def _batched_channels(
-    shape: tuple[int, ...], scale: tuple[int, ...], where: str
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    if len(shape) == 3 and scale == (shape[0], shape[1], 1):
-        return shape, {"block": (1,), "axes": (0,), "other_axes": None}
-    if len(shape) == 3 and scale == (shape[0], 1, shape[2]):
-        return shape, {"block": (1,), "axes": (1,), "other_axes": None}
+    if len(shape) >= 2 and len(scale) == len(shape) and scale[:-2] == shape[:-2]:
+        rows, columns = shape[-2:]
+        matrices = (math.prod(shape[:-2]), rows, columns)
+        candidates = [tuple(block) if block else BLOCK]
+        # Else the shapes do not tell the length of a group.
+        if scale[-1] and columns % scale[-1] == 0:
+            candidates.append((1, columns // scale[-1]))
+        for lengths in candidates:
+            if scale[-2:] == block_counts((rows, columns), lengths):
+                return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
+        if len(shape) == 3 and scale[1:] == (1, columns):
+            return matrices, {"block": (1,), "axes": (1,), "other_axes": None}
     raise CheckpointError(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
         "per group or per block of 128x128; it cannot be read"
     )
 
 
+def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
+
+
 def entry_beside(name: str, suffix: str) -> str:
     """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
     return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
-
-
-__all__ = [
-    "BLOCK",
-    "BYTE_DTYPES",
-    "BYTE_ELEMENTS",
-    "FLOAT_SCALES",
-    "SCALINGS",
-    "Entry",
-    "Layout",
-    "Packing",
-    "Scheme",
-    "Stored",
-    "Tensors",
-    "block_counts",
-    "by_block",
-    "by_channel",
-    "by_tensor",
-    "check_block",
-    "check_divisible",
-    "check_entry",
-    "entry_beside",
-    "matrix_of",
-    "read_bytes_weight",
-    "read_groups",
-    "scale_format",
-    "scaling_of",
-    "spelling",
-]

@@ -14,21 +14,17 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import constant
+from qtoolkit.checkpoints._stored import Entry, Stored, check_entry, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
-    Entry,
     Layout,
     Scheme,
-    Stored,
     Tensors,
     by_channel,
     by_tensor,
     check_divisible,
-    check_entry,
     entry_beside,
-    matrix_of,
     read_bytes_weight,
     read_groups,
 )
@@ -74,7 +70,7 @@ def store(
     return Stored(
         name=name,
         shape=info.shape,
-        matrices=matrix_of(info),
+        matrices=(1, rows, columns),
         spec=scheme.spec,
         codes=codes,
         scale=scale,

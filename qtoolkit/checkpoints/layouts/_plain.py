@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._stored import Entry, Stored
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
     BYTE_ELEMENTS,
     FLOAT_SCALES,
-    Entry,
     Layout,
     Scheme,
-    Stored,
     Tensors,
     by_block,
     by_channel,
