@@ -277,10 +277,11 @@ def _within_range(y: Array, q: Array) -> Array:
     """`y = q * scale` with the largest float32 number for overflow.
 
     Elements above 2**127 may be rounded up to 2**128: MXFP8 rounds 3.3e38 to 256 * 2**120. An
-    infinity would make every sum of the product NaN, through `0 * inf`, though x is finite.
+    infinity would make sums of the product NaN, through `0 * inf`, though x is finite. int8 rounds
+    float32's largest number to 127 scales, which is infinite, too.
     """
     largest = np.float32(np.finfo(np.float32).max)
-    return jnp.where(jnp.isfinite(exact_float32(q)), jnp.clip(y, -largest, largest), y)
+    return jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
 
 
 @_unscaled.defjvp

@@ -363,7 +363,7 @@ def test_targets_that_would_lose_something(source, tmp_path):
         convert(source, tmp_path / "file", overwrite=True)
     with pytest.raises(FileNotFoundError, match="its folder does not exist; create it"):
         convert(source, tmp_path / "no" / "dst")
-    with pytest.raises(ValueError, match="max_shard_size='9{400}GB', expected such as '5GB'"):
+    with pytest.raises(ValueError, match=r"max_shard_size='9{400}GB', expected such as '5GB'"):
         convert(source, tmp_path / "target", max_shard_size=f"{'9' * 400}GB")
     with pytest.raises(ValueError, match="max_shard_size='big', expected such as '5GB'"):
         convert(source, tmp_path / "new", max_shard_size="big")

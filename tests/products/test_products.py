@@ -426,16 +426,26 @@ def test_a_wide_operand_does_not_overflow_before_the_scale_of_the_other(values):
 
 
 @pytest.mark.parametrize(
-    "spec", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "deepseek_1x128_e8m0"]
+    "spec",
+    [
+        "mxfp8_e4m3",
+        "mxfp8_e5m2",
+        "mxfp6_e3m2",
+        "mxfp6_e2m3",
+        "mxfp4",
+        "deepseek_1x128_e8m0",
+        "int8",
+    ],
 )
 def test_an_element_that_is_rounded_up_to_2_to_the_128_makes_no_result_infinite(spec):
     """Oracle: the exact product, a quarter of the element; its neighbours are 0.
 
     MXFP8 rounds 3.3e38 to 256 * 2**120, which float32 does not hold; 0 * inf would be NaN.
     """
+    spec = qt.BlockFormat.channel(spec) if spec == "int8" else qt.spec(spec)
     run = jax.jit(products_of(Recipe(spec, spec)))
     largest = np.finfo(np.float32).max
-    step = 2.0 ** -qt.spec(spec).element.mantissa_bits
+    step = 2.0 ** -getattr(spec.element, "mantissa_bits", 7)
     for value in np.float32([2.9e38, 3.1e38, 3.3e38, largest, -largest]):
         x, quarter = np.zeros((32, 32), np.float32), np.eye(32, dtype=np.float32) / 4
         x[3, 5] = value
