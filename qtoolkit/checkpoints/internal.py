@@ -1,5 +1,7 @@
 """What the packages above `checkpoints` use of it beside its public names. No JAX here."""
 
+# ruff: noqa: F401  (imported for those packages)
+
 from qtoolkit.checkpoints._base import Source, StoredAs
 from qtoolkit.checkpoints._container import Destination, check_holds, layout_in
 from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
@@ -17,35 +19,3 @@ from qtoolkit.checkpoints._storage import join
 from qtoolkit.checkpoints._stored import Stored
 from qtoolkit.checkpoints._targets import resolve_target, target_names
 from qtoolkit.checkpoints.layouts import SCALINGS
-
-__all__ = [
-    "SCALINGS",
-    "WHOLE",
-    "AxisChoice",
-    "ContainerName",
-    "Destination",
-    "Folder",
-    "MisuseError",
-    "Source",
-    "Statistics",
-    "Stored",
-    "StoredAs",
-    "byte_count",
-    "check_holds",
-    "check_quantized",
-    "check_target",
-    "compiled",
-    "dequantized",
-    "file_limit",
-    "join",
-    "layout_in",
-    "listed",
-    "part_names",
-    "read_json",
-    "resolve_target",
-    "shown",
-    "statistics",
-    "target_names",
-    "whole",
-    "worker_count",
-]

@@ -1,5 +1,5 @@
 """What experiments use of the command beside its public names."""
 
-from qtoolkit.cli._tables import table
+# ruff: noqa: F401  (imported for experiments)
 
-__all__ = ["table"]
+from qtoolkit.cli._tables import table

@@ -1,5 +1,7 @@
 """Names of this package that higher packages use, but users do not."""
 
+# ruff: noqa: F401  (imported for those packages)
+
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
@@ -24,54 +26,3 @@ from qtoolkit.products._site import Site, enclosing, rewritten_later, scope
 from qtoolkit.products._starting import first_scales
 from qtoolkit.products._stored import check_trainable, einsum_axes, serving_rules, stored_kernel
 from qtoolkit.products._taps import MODEL, Tapped, instrument, unmeasured
-
-__all__ = [
-    "BY_RULE",
-    "MODEL",
-    "NUMERICS_HEADER",
-    "Axes",
-    "Batch",
-    "Found",
-    "Module",
-    "Names",
-    "Origin",
-    "Site",
-    "Standing",
-    "State",
-    "Sums",
-    "Tapped",
-    "cache_format",
-    "cached",
-    "calibration_of",
-    "check_all_quantized",
-    "check_calibrated",
-    "check_loss",
-    "check_recipe",
-    "check_rules",
-    "check_trainable",
-    "computes_product",
-    "einsum_axes",
-    "enclosing",
-    "first_scales",
-    "held",
-    "instrument",
-    "overridden",
-    "product_attributes",
-    "report_of",
-    "returns_later",
-    "rewritten",
-    "rewritten_later",
-    "scope",
-    "sensitivity_of",
-    "serving_rules",
-    "spec_from_json",
-    "spec_to_json",
-    "stored_kernel",
-    "strict_inputs",
-    "summary_of",
-    "sums_of",
-    "training_rules",
-    "unmeasured",
-    "unused_rules",
-    "with_values",
-]
