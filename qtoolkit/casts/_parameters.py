@@ -90,6 +90,16 @@ def ranked(parameter: Parameter, ndim: int) -> Parameter:
     return lax.expand_dims(parameter, range(ndim - parameter.ndim))
 
 
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x`, which broadcasts to the shape of `like`, in that shape; on an Explicit mesh with its
+    sharding, which JAX wants two arrays to share before it selects between their elements.
+    """
+    sharding = jax.typeof(like).sharding
+    return jnp.broadcast_to(
+        x, like.shape, out_sharding=sharding if sharding.mesh.explicit_axes else None
+    )
+
+
 def number(where: str, name: str, value: float, dtype: DTypeLike, domain: Domain) -> np.ndarray:
     """A Python number as `dtype` has it; ValueError where that is outside of the domain."""
     sign = math.copysign(1, value) if value == 0 else 0  # 0.0 and -0.0 are one key otherwise

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts._affine import product, quotient
 from qtoolkit.casts._linear import linear_in_dtype, linear_with_transpose
 from qtoolkit.casts._order import widened
+from qtoolkit.casts._parameters import spread
 from qtoolkit.casts._storage import in_dtype
 
 
@@ -72,17 +73,19 @@ def linear_product(coefficient: jax.Array, x: jax.Array, *, zero_absorbs: bool =
         it: what is cut off has no gradient. Otherwise the product is NaN.
     """
     coefficient = jnp.broadcast_to(coefficient, x.shape)
-    multiply = _absorbing_product if zero_absorbs else _visible_product
+    multiply = _absorbing_product if zero_absorbs else _product_or_zero
     return linear_with_transpose(multiply, multiply, (coefficient,), x)
 
 
-def _visible_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, jnp.zeros_like(x), differentiable_product(*residuals, x))
+def _product_or_zero(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+    product = differentiable_product(*residuals, x)
+    return jnp.where(spread(x == 0, product), jnp.zeros_like(product), product)
 
 
 def _absorbing_product(residuals: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
     (coefficient,) = residuals
-    return jnp.where(coefficient == 0, jnp.zeros_like(x), _visible_product(residuals, x))
+    product = _product_or_zero(residuals, x)
+    return jnp.where(spread(coefficient == 0, product), jnp.zeros_like(product), product)
 
 
 @jax.custom_jvp
@@ -96,7 +99,7 @@ def _differentiable_quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array
     (a, b), (a_dot, b_dot) = primals, tangents
     y = differentiable_quotient(a, b)
     by_a = linear_quotient(a_dot, b)
-    return y, by_a - linear_product(differentiable_quotient(y, b), jnp.broadcast_to(b_dot, y.shape))
+    return y, by_a - linear_product(differentiable_quotient(y, b), spread(b_dot, y))
 
 
 def linear_quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:

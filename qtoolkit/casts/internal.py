@@ -50,6 +50,7 @@ from qtoolkit.casts._parameters import (
     number,
     parameter,
     ranked,
+    spread,
 )
 from qtoolkit.casts._powers import (
     binary_parts,

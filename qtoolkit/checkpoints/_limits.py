@@ -5,7 +5,7 @@ import re
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
 _BASE_MEMORY = 340 * 2**20  # Python, JAX, compiled programs: 260 to 300 measured, by machine
 _WORKER_MEMORY = 20 * 2**20  # chunks that are read, quantized and written: 8 to 17 measured
 

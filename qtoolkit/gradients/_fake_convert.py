@@ -28,6 +28,7 @@ from qtoolkit.casts.internal import (
     ranked,
     round_values,
     rounded_to,
+    spread,
     widened,
 )
 from qtoolkit.formats import Format, FormatLike
@@ -39,7 +40,7 @@ from qtoolkit.gradients._estimators import (
     slope_times_tangent,
     tangent,
 )
-from qtoolkit.gradients._linear import broadcast_product, spread
+from qtoolkit.gradients._linear import broadcast_product
 
 
 def fake_convert(

@@ -35,10 +35,10 @@ from qtoolkit.casts.internal import (
     ranked,
     round_values,
     settled,
+    spread,
 )
 from qtoolkit.formats import BlockFormat, Format, FormatLike, IntFormat, format
 from qtoolkit.formats.internal import plain_number
-from qtoolkit.gradients._linear import spread
 
 LEAST = np.float32(2.0**-126)  # its reciprocal is finite, and XLA reads smaller numbers as zero
 _MAX_PACT_BITS = 8

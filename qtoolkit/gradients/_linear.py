@@ -14,16 +14,6 @@ from qtoolkit.casts.internal import (
 )
 
 
-def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, which broadcasts to the shape of `like`, in that shape; on an Explicit mesh with its
-    sharding, which JAX wants two arrays to share before it selects between their elements.
-    """
-    sharding = jax.typeof(like).sharding
-    return jnp.broadcast_to(
-        x, like.shape, out_sharding=sharding if sharding.mesh.explicit_axes else None
-    )
-
-
 def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`coefficient * x`, in its dtype and then in `dtype`; linear in `x`, which broadcasts.
 
@@ -34,7 +24,9 @@ def broadcast_product(coefficient: jax.Array, x: jax.Array, dtype: DTypeLike) ->
       coefficient: float32 or float64.
       x: That or any narrower float dtype, of the rank of `coefficient`.
     """
-    transpose = _ProductTransposed(x.shape, x.dtype)
+    sharding = jax.typeof(x).sharding
+    explicit = sharding if sharding.mesh.explicit_axes else None
+    transpose = _ProductTransposed(x.shape, x.dtype, explicit)
     return linear_with_transpose(_Product(jnp.dtype(dtype)), transpose, (coefficient,), x)
 
 
@@ -51,6 +43,7 @@ class _Product:
 class _ProductTransposed:
     shape: tuple[int, ...]
     dtype: DTypeLike
+    sharding: jax.sharding.Sharding | None
 
     def __call__(self, residuals: tuple[jax.Array, ...], cotangent: jax.Array) -> jax.Array:
         wide = widened(cotangent)
@@ -61,4 +54,5 @@ class _ProductTransposed:
             for i, (n, wide_n) in enumerate(zip(self.shape, terms.shape, strict=True))
             if n != wide_n
         ]
-        return in_dtype(jnp.sum(terms, axis=summed, keepdims=True), self.dtype)
+        total = in_dtype(jnp.sum(terms, axis=summed, keepdims=True), self.dtype)
+        return total if self.sharding is None else jax.sharding.reshard(total, self.sharding)

@@ -18,17 +18,19 @@ States = Sequence[State]
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """Stands in for a function of JAX, such as `lax.dot_general`, for which a `Site` has a method.
+class Replacement:
+    """Stands in for a function of JAX, such as `lax.dot_general`, by the method of its name.
 
     Equal sites make equal objects: no second trace.
     """
 
     site: Site
-    method: Callable[..., jax.Array]
+    name: str
 
     def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
-        return self.method(self.site, *args, state=states[0] if states else None, **kwargs)
+        state = states[0] if states else None
+        product: jax.Array = getattr(self.site, self.name)(*args, state=state, **kwargs)
+        return product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax import lax
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
 from qtoolkit.nnx._cache import caching_class, keep_cache, keeps_cache
-from qtoolkit.nnx._products import Attention, Product, StatefulProducts, keep_kernel_dtype
+from qtoolkit.nnx._products import Attention, Replacement, StatefulProducts, keep_kernel_dtype
 from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
@@ -43,12 +43,12 @@ Model = TypeVar("Model", bound=nnx.Module)
 _ANYTHING: Any = object()
 # Flax's layers that call an attribute for their product: (name of the attribute, Flax's value of
 # it, the method that replaces it; attention's own products are replaced by `Attention`).
-_HOOKS: dict[type[nnx.Module], tuple[str, Any, Any]] = {
-    nnx.Linear: ("dot_general", lax.dot_general, Site.dot_general),
-    nnx.LinearGeneral: ("dot_general", None, Site.dot_general),
-    nnx.Einsum: ("einsum_op", jnp.einsum, Site.einsum),
-    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, Site.conv_general_dilated),
-    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, None),
+_HOOKS: dict[type[nnx.Module], tuple[str, Any, str]] = {
+    nnx.Linear: ("dot_general", lax.dot_general, "dot_general"),
+    nnx.LinearGeneral: ("dot_general", None, "dot_general"),
+    nnx.Einsum: ("einsum_op", jnp.einsum, "einsum"),
+    nnx.Conv: ("conv_general_dilated", lax.conv_general_dilated, "conv_general_dilated"),
+    nnx.MultiHeadAttention: ("attention_fn", _ANYTHING, ""),
 }
 # Flax's layers without such an attribute, and the names of their products.
 _REWRITTEN: dict[type[nnx.Module], tuple[str, ...]] = {
@@ -249,14 +249,15 @@ def attach(
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
-    for kind, (attribute, original, method) in _HOOKS.items():
+    for kind, (attribute, original, name) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
-        call: Any = Product(site, method)
+        call: Any = Replacement(site, name)
         if original is _ANYTHING:
             call = Attention(site, _original_attention(getattr(layer, attribute)))
         else:
-            _check_attribute(where, found, attribute, (original, None), (Product, StatefulProducts))
+            known = (Replacement, StatefulProducts)
+            _check_attribute(where, found, attribute, (original, None), known)
         setattr(layer, attribute, _stateful(call, layer, recipe, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))

@@ -151,10 +151,10 @@ class Site:
         precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
         *,
+        out_sharding: Any = None,
         state: State | None = None,
-        **options: Any,
     ) -> jax.Array:
-        function = DotGeneral(dimension_numbers, precision, **options)
+        function = DotGeneral(dimension_numbers, precision, out_sharding)
         return self.product("dot_general", function, lhs, rhs, preferred_element_type, state)
 
     def einsum(
@@ -163,23 +163,43 @@ class Site:
         lhs: jax.Array,
         rhs: jax.Array,
         *,
+        precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
         state: State | None = None,
-        **options: Any,
     ) -> jax.Array:
-        function = Einsum(subscripts, **options)
+        function = Einsum(subscripts, precision, out_sharding)
         return self.product("einsum", function, lhs, rhs, preferred_element_type, state)
 
     def conv_general_dilated(
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        *args: Any,
+        window_strides: Sequence[int],
+        padding: Any,
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: Any = None,
         preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
         state: State | None = None,
-        **options: Any,
     ) -> jax.Array:
-        function, dtype = ConvGeneralDilated(*args, **options), preferred_element_type
+        function = ConvGeneralDilated(
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            out_sharding,
+        )
+        dtype = preferred_element_type
         return self.product("conv_general_dilated", function, lhs, rhs, dtype, state)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from qtoolkit.casts.internal import FLOATS, linear_in_dtype, linear_product
+from qtoolkit.casts.internal import FLOATS, linear_in_dtype, linear_product, spread
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._engine import Scales, dequantized
@@ -38,7 +38,7 @@ def _dequantize_jvp(
             spec,
         )
         view = blocks.split(q)
-        scale = jnp.broadcast_to(blocks.spread(scale), view.shape)
+        scale = spread(blocks.spread(scale), view)
         return blocks.join(linear_product(view, scale, zero_absorbs=False))
 
     _, y_dot = jax.jvp(product, (moving,), ({name: getattr(dots, name) for name in moving},))

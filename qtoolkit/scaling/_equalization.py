@@ -19,6 +19,7 @@ from qtoolkit.casts.internal import (
     nearest_power_of_two,
     product,
     quotient,
+    spread,
 )
 from qtoolkit.scaling._amax import amax, checked_axis
 
@@ -190,7 +191,7 @@ def _equalized_jvp(x_axis: int, w_axis: int, primals: Any, tangents: Any) -> Any
     def plain(x: jax.Array, w: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide_x, wide_w, wide = map(differentiable_widened, (x, w, factors))
         divided = differentiable_quotient(wide_x, _along(wide, x, x_axis))
-        along = jnp.broadcast_to(_along(wide, w, w_axis), w.shape)
+        along = spread(_along(wide, w, w_axis), w)
         multiplied = differentiable_product(along, wide_w)
         return (
             differentiable_in_dtype(divided, x.dtype),

@@ -437,3 +437,26 @@ def test_the_gradient_by_data_on_an_explicit_mesh_is_that_of_one_device(rule):
     with jax.set_mesh(mesh):
         got = gradient(jax.device_put(host, NamedSharding(mesh, PartitionSpec("rows"))))
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("shape", [(), (6,), (8, 1), (1, 6)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_by_parameters_on_an_explicit_mesh_are_those_of_one_device(shape, dtype):
+    """They are laid out as the parameters are, here whole on each device."""
+    host = np.linspace(-500, 500, 48).reshape(8, 6).astype(dtype)
+    scale, shift = jnp.full(shape, 2, dtype), jnp.full(shape, 3, dtype)
+
+    def gradients(x):
+        def loss(scale, shift):
+            return fake_convert(x, scale, shift, fmt="e4m3fn").astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(scale, shift)
+
+    expected = jax.tree.map(np.asarray, gradients(jnp.asarray(host)))
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        got = gradients(jax.device_put(host, NamedSharding(mesh, PartitionSpec("rows"))))
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (mine, theirs)), rtol=1e-2)
+        assert mine.shape == shape

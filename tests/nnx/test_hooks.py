@@ -4,6 +4,7 @@ Oracle: the layer's formula in NumPy, its operands rounded by ml_dtypes. It is g
 and red without.
 """
 
+import jax
 import jax.numpy as jnp
 import layer_formulas
 import numpy as np
@@ -101,3 +102,21 @@ def test_a_hook_that_is_deleted_shows(kind, monkeypatch):
     else:
         monkeypatch.setattr(_wrap, "methods_of", lambda module: ())
     assert not is_green(kind)
+
+
+def test_a_hook_takes_the_arguments_of_jax_s_function_in_its_order():
+    """Subclasses call it; a dtype by position was taken for a sharding."""
+
+    class Positional(nnx.Conv):
+        def __call__(self, x):
+            numbers = jax.lax.conv_dimension_numbers(
+                x.shape, self.kernel.shape, ("NHC", "HIO", "NHC")
+            )
+            options = ((1,), "SAME", None, None, numbers, 1, 1, None, jnp.float32)
+            return self.conv_general_dilated(x, self.kernel[...], *options)
+
+    layer, x = Positional(4, 4, (3,), use_bias=False, rngs=nnx.Rngs(0)), jnp.ones((1, 8, 4))
+    wrapped = qt.nnx.wrap(layer, qt.recipes.mxfp8)
+    plain = nnx.Conv(4, 4, (3,), use_bias=False, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(wrapped(x), qt.nnx.wrap(plain, qt.recipes.mxfp8)(x))
+    assert " at 0x" not in repr(wrapped.conv_general_dilated)  # it would differ between processes

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from onnx_oracle import DTYPES, FLOAT8, INTEGERS, codes, expected, wide
 
 from qtoolkit.onnx import dequantize_linear, dynamic_quantize_linear, quantize_linear
@@ -292,6 +293,26 @@ def test_gradients_of_dequantize_linear_are_the_formula_s():
     x8 = jnp.asarray([1.0, 2.0], jnp.float8_e4m3fn)
     slope = jax.grad(lambda s: dequantize_linear(x8, s).sum())(jnp.float32(4))
     assert slope == 3
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("shape", [(), (8,), (4,), (8, 2)])
+def test_gradients_by_scales_on_an_explicit_mesh_are_those_of_one_device(shape):
+    """All sums are of integers, and exact in whatever order."""
+    codes, scale = np.arange(32, dtype=np.int8).reshape(8, 4), jnp.full(shape, 2, jnp.float32)
+    options = {(): {}, (8,): {"axis": 0}, (4,): {"axis": 1}, (8, 2): {"block_size": 2}}[shape]
+
+    def derivatives(codes):
+        dequantized = functools.partial(dequantize_linear, codes, **options)
+        by_scale = jax.grad(lambda s: dequantized(s).sum())
+        tangent = jax.jvp(dequantized, (scale,), (scale,))[1]
+        return by_scale(scale), jax.jit(by_scale)(scale), tangent
+
+    expected = jax.tree.map(np.asarray, derivatives(codes))
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        got = derivatives(jax.device_put(codes, NamedSharding(mesh, PartitionSpec("x", "y"))))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_an_element_that_the_loss_does_not_see_leaves_the_gradient_of_the_scale_alone():

@@ -1,5 +1,6 @@
 """Block formats on Auto and Explicit meshes of eight devices: the bits of one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -165,3 +166,40 @@ def test_a_hadamard_transform_that_crosses_shards_raises_on_explicit_meshes():
         got = qt.scaling.hadamard_transform(whole, axis=0)
     expected = qt.scaling.hadamard_transform(jnp.asarray(_host()[:, :64].T), axis=0)
     _assert_same_bits(got, expected)
+
+
+@every_kind
+@pytest.mark.parametrize("spec", [qt.spec("int8"), TOKENS, qt.BlockFormat.channel("int8")], ids=str)
+def test_derivatives_by_scales_are_those_of_one_device(kind, spec):
+    """All sums are of integers, and exact in whatever order."""
+    host = np.arange(128, dtype=np.float32).reshape(8, 16) - 64
+
+    def derivatives(x):
+        q = qt.quantize(x, spec)
+        ones = jnp.ones_like(q.scale)
+        dequantized = lambda scale: dataclasses.replace(q, scale=scale).dequantize()  # noqa: E731
+        by_scale = jax.grad(lambda scale: dequantized(scale).sum())(q.scale)
+        return by_scale, jax.jvp(dequantized, (q.scale,), (ones,))[1]
+
+    _assert_alike(derivatives, kind, host)
+
+
+@every_kind
+def test_derivatives_by_factors_of_equalize_are_those_of_one_device(kind):
+    host = np.arange(128, dtype=np.float32).reshape(8, 16) - 64
+    factors = np.full(16, 2, np.float32)
+
+    def derivatives(x):
+        equalized = lambda f: qt.scaling.equalize(x, x, f, w_axis=1)  # noqa: E731
+        by_factors = jax.grad(lambda f: sum(y.sum() for y in equalized(f)))(factors)
+        return by_factors, jax.jvp(equalized, (factors,), (factors,))[1]
+
+    _assert_alike(derivatives, kind, host)
+
+
+def _assert_alike(function, kind, host):
+    expected = jax.tree.map(np.asarray, function(jnp.asarray(host)))
+    mesh = _mesh(kind)
+    with jax.set_mesh(mesh):
+        got = function(jax.device_put(host, NamedSharding(mesh, BOTH)))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
