@@ -239,7 +239,7 @@ def encode_for(
 def cast_for(
     where: str, x: ArrayLike, fmt: FormatLike, projection: Projection = NEAREST
 ) -> jax.Array:
-    """`cast` by a projection without a draw, with errors that name the operator `where`."""
+    """`cast` by a projection, with errors that name the function or operator `where`."""
     source = check_source(where, x)
     return _cast_to(where, source, _target(where, source, fmt, projection), projection)
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts._casts import cast, check_arguments, types_of
+from qtoolkit.casts._casts import cast_for, check_arguments, types_of
 from qtoolkit.casts._modes import Stochastic, check_rounding
+from qtoolkit.casts._projection import Projection, projection_of
 from qtoolkit.casts._sources import check_source
 from qtoolkit.formats import Format, FormatLike, Rules, format
 
@@ -78,14 +79,17 @@ def cast_tree(
         # XLA reuses memory for a result as wide; other memory is freed when the call is done.
         reused = [i for i in lost if format(leaves[i].dtype).bits == targets[i].bits]
         members = reused + [i for i in members if i not in set(reused)]
+        keys = _leaf_keys(key, [paths[i] for i in members])
+        projections = [
+            projection_of("cast_tree", sources[i].shape, rounding, saturation, leaf_key)
+            for i, leaf_key in zip(members, keys, strict=True)
+        ]
         with types_of(sources[members[0]]):
             cast_leaves = _cast_leaves(
                 [sources[i] for i in members[: len(reused)]],
                 [sources[i] for i in members[len(reused) :]],
-                _leaf_keys(key, [paths[i] for i in members]),
-                formats=tuple(targets[i] for i in members),
-                rounding=rounding,
-                saturation=saturation,
+                projections,
+                tuple(targets[i] for i in members),
             )
         for i, result in zip(members, cast_leaves, strict=True):
             results[i] = result
@@ -97,21 +101,16 @@ def cast_tree(
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("formats", "rounding", "saturation"), donate_argnames="reused"
-)
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _cast_leaves(
     reused: list[Any],
     others: list[Any],
-    keys: list[jax.Array | None],
-    *,
+    projections: list[Projection],
     formats: tuple[Format, ...],
-    rounding: str | Stochastic,
-    saturation: str,
 ) -> list[jax.Array]:
     return [
-        cast(x, fmt, rounding=rounding, saturation=saturation, key=key)
-        for x, fmt, key in zip([*reused, *others], formats, keys, strict=True)
+        cast_for("cast_tree", x, fmt, projection)
+        for x, projection, fmt in zip([*reused, *others], projections, formats, strict=True)
     ]
 
 
