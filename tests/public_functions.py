@@ -355,32 +355,37 @@ def data(x):
     return jnp.asarray(np.random.default_rng(5).normal(size=(8, COLUMNS)), x.dtype)
 
 
-def positive(x, rows=1):
+def bounded(x):
+    """The first row of x, finite: infinite parameters are refused."""
+    return jnp.clip(x[:1], x.dtype.type(-8), x.dtype.type(8))
+
+
+def positive(x):
     """Scales that are made of x in the same jit."""
-    return jnp.abs(x[:rows]) + x.dtype.type(0.125)
+    return jnp.abs(bounded(x)) + x.dtype.type(0.125)
 
 
-ROWWISE = qt.BlockFormat(element="int8", block=(1, 1))
+BY_CHANNEL = qt.BlockFormat.channel("int8")
 PARAMETERS = {
     "fake_convert by parameters": lambda x: wide(
-        qt.fake_convert(data(x), positive(x), x[:1], fmt="e5m2")
+        qt.fake_convert(data(x), positive(x), bounded(x), fmt="e5m2")
     ),
     "lsq by parameters": lambda x: wide(gradients.lsq(data(x), positive(x), "int8")),
     "lsq_plus by parameters": lambda x: wide(
-        gradients.lsq_plus(data(x), positive(x), x[:1], "int4")
+        gradients.lsq_plus(data(x), positive(x), bounded(x), "int4")
     ),
     "pact by parameters": lambda x: wide(gradients.pact(data(x), positive(x), 4)),
     "equalize by parameters": lambda x: [
         wide(y) for y in scaling.equalize(data(x), data(x), positive(x)[0], w_axis=1)
     ],
     "quantize by parameters": lambda x: jax.tree.leaves(
-        qt.quantize(data(x), ROWWISE, scale=exact_float32(positive(x, 8)))
+        qt.quantize(data(x), BY_CHANNEL, scale=exact_float32(positive(x)))
     ),
     "openvino.fake_convert by parameters": lambda x: wide(
-        openvino.fake_convert(data(x), positive(x), x[:1])
+        openvino.fake_convert(data(x), positive(x), bounded(x))
     ),
     "openvino.fake_convert by parameters, core": lambda x: wide(
-        openvino.fake_convert(data(x), positive(x), x[:1], arithmetic="openvino")
+        openvino.fake_convert(data(x), positive(x), bounded(x), arithmetic="openvino")
     ),
     "onnx.quantize_linear by parameters": lambda x: onnx.quantize_linear(
         data(x), positive(x)[0], axis=1
