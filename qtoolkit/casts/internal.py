@@ -11,7 +11,13 @@ from qtoolkit.casts._affine import (
     settled,
     unmerged,
 )
-from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
+from qtoolkit.casts._bits import (
+    check_holds,
+    codes_from_dtype,
+    dtype_from_codes,
+    exact_float32,
+    holds,
+)
 from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
 from qtoolkit.casts._compact import (
     codes_through_float16,
@@ -19,6 +25,7 @@ from qtoolkit.casts._compact import (
     is_part_of_float16,
     unlimited_values,
 )
+from qtoolkit.casts._e8m0 import e8m0_codes, over_e8m0, times_e8m0
 from qtoolkit.casts._elementwise import (
     by_platform,
     elementwise,

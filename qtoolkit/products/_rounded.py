@@ -86,7 +86,7 @@ class Rounded:
         """`q * scale`, float32; finite where q is."""
         if self.spec is None or self.spec.scale is None:
             return differentiable_widened(self.q)
-        return _unscaled(self.q, self.scales, self.spec)
+        return _unscaled(self.q, self.scales, self.spec, self.codes is None)
 
 
 @hashed_once
@@ -267,9 +267,9 @@ def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounde
     return out, Rounded(dot.astype(out.q.dtype), zeros, out.spec)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _unscaled(q: Array, scales: Scales, fmt: BlockFormat) -> Array:
-    return _within_range(unscaled_values(q, fmt, scales), q)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _unscaled(q: Array, scales: Scales, fmt: BlockFormat, is_own: bool) -> Array:
+    return _within_range(unscaled_values(q, fmt, scales, is_own=is_own), q)
 
 
 @elementwise
@@ -285,10 +285,12 @@ def _within_range(y: Array, q: Array) -> Array:
 
 
 @_unscaled.defjvp
-def _unscaled_jvp(fmt: BlockFormat, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _unscaled_jvp(
+    fmt: BlockFormat, is_own: bool, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
     q, scales = primals
     factors = unscaled_values(jnp.ones_like(q, dtype=jnp.float32), fmt, scales)
-    return _unscaled(q, scales, fmt), tangents[0].astype(jnp.float32) * factors
+    return _unscaled(q, scales, fmt, is_own), tangents[0].astype(jnp.float32) * factors
 
 
 def _zero_tangent(x: Array) -> Any:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts import Projection, pack
 from qtoolkit.casts.internal import (
     NEAREST,
+    codes_from_dtype,
     codes_of,
     elementwise,
     exact_float32,
@@ -28,15 +29,17 @@ from qtoolkit.casts.internal import (
     kept_from_zero,
     magnitude_ordinal,
     on_cpu,
+    over_e8m0,
     product,
     quotient,
     round_values,
+    times_e8m0,
     times_from_subnormal,
     times_to_subnormal,
     unlimited_values,
     values_of,
 )
-from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
+from qtoolkit.formats import E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
 from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -44,6 +47,7 @@ from qtoolkit.scaling._scales import (
     effective,
     exponents,
     factors,
+    has_normal_powers,
     scale_from,
     tensor_scale_from,
 )
@@ -195,12 +199,15 @@ def operand_values(
     scales, largest = _found(x, spec, given, holds_nan=True)
     blocks = blocks_of(x, spec)
     is_own = given.scale is None and given.tensor_scale is None
-    is_unlimited = is_own and projection == NEAREST and _never_overflows(spec)
-    compute = _unlimited_operands if is_unlimited else _operands
+    compute = _operands
+    if projection == NEAREST and has_unlimited_values(spec.element):
+        compute = _unlimited_operands if is_own and _never_overflows(spec) else _limited_operands
 
     def everything() -> Array:
         elements = _elements(x, blocks, projection, scales)
-        return blocks.join(_of_elements(compute, elements, spec, scales, blocks, is_short=True))
+        return blocks.join(
+            _of_elements(compute, elements, spec, scales, blocks, is_short=True, is_own=is_own)
+        )
 
     # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
     if scales.scale is None or is_sharded(x):
@@ -239,11 +246,20 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
-def unscaled_values(q: Array, spec: BlockFormat, scales: Scales) -> Array:
-    """float32 `q * scale`, for the results of `operand_values`."""
+def unscaled_values(
+    q: Array, spec: BlockFormat, scales: Scales, *, is_own: bool = False
+) -> Array:
+    """float32 `q * scale`.
+
+    Args:
+      is_own: Whether q and scales are results of `operand_values`, which takes fewer operations.
+        Subnormal numbers of float32 may be zero then.
+    """
     blocks = blocks_of(q, spec)
     view = blocks.split(q)
-    return blocks.join(_of_elements(_unscaled, view, spec, scales, blocks, is_short=True))
+    return blocks.join(
+        _of_elements(_unscaled, view, spec, scales, blocks, is_short=True, is_own=is_own)
+    )
 
 
 def scaled_and_unscaled(
@@ -365,8 +381,10 @@ def _never_overflows(spec: BlockFormat) -> bool:
     largest value of the format: to nearest, and by `unlimited_values`.
 
     amax / (amax / 448), both quotients rounded, is at most 448 and two units of float32's last
-    place, which round to 448.
+    place, which round to 448. So does what a power of two leaves that is `amax / 448` rounded up.
     """
+    if spec.rule in ("rceil", "ceil") and has_normal_powers(spec):
+        return True
     is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
     is_finite = spec.largest >= 1  # the scale
     return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
@@ -375,6 +393,14 @@ def _never_overflows(spec: BlockFormat) -> bool:
 def _unlimited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     assert isinstance(spec.element, FloatFormat)
     return unlimited_values(_scaled(x, divide), spec.element).astype(x.view.dtype)
+
+
+def _limited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+    assert isinstance(spec.element, FloatFormat)
+    wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
+    limited = lax.clamp(-largest, divide(wide), largest)
+    limited = jnp.where(lax.is_finite(wide), limited, wide)
+    return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
 def _unscaled(q: Array, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -419,6 +445,7 @@ def _of_elements(
     nonzero: Array | None = None,
     *,
     is_short: bool = False,
+    is_own: bool = False,
 ) -> Made:
     """`compute(elements, spec, divide, multiply)`, with functions that apply the blocks' scales.
 
@@ -434,6 +461,8 @@ def _of_elements(
       elements: A pytree of arrays in the shape of the view.
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
       is_short: Whether a short program matters more than a fast one.
+      is_own: Whether the scales were made from these elements, whose subnormal numbers do not
+        matter.
     """
 
     def by(way: Callable[..., Made], *factors: Array) -> Made:
@@ -444,6 +473,8 @@ def _of_elements(
         return by(_unchanged)
     if not spec.has_powers:
         return by(_by_scale, blocks.spread(effective(scales.scale, scales.tensor_scale, spec)))
+    if is_own and has_normal_powers(spec):
+        return by(_by_e8m0, codes_from_dtype(blocks.spread(scales.scale), E8M0FNU))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     if is_short or is_sharded(jax.tree.leaves(elements)[0]):
         return by(_by_exponent, exponent, is_nan)
@@ -465,6 +496,11 @@ def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
 @elementwise
 def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
     return compute(elements, spec, lambda x: quotient(x, scale), lambda q: product(q, scale))
+
+
+@elementwise
+def _by_e8m0(compute: Any, elements: Any, spec: BlockFormat, codes: Array) -> Any:
+    return compute(elements, spec, lambda x: over_e8m0(x, codes), lambda q: times_e8m0(q, codes))
 
 
 @elementwise

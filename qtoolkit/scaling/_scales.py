@@ -17,6 +17,8 @@ from qtoolkit.casts.internal import (
     binary_parts,
     check_differentiable,
     differentiable_widened,
+    dtype_from_codes,
+    e8m0_codes,
     elementwise,
     from_stored,
     ieee_quotient,
@@ -30,6 +32,7 @@ from qtoolkit.casts.internal import (
     to_stored,
 )
 from qtoolkit.formats import (
+    E8M0FNU,
     FLOAT32,
     BlockFormat,
     FloatFormat,
@@ -105,6 +108,9 @@ def _scale_from(
     assert spec.scale is not None
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
+    if has_normal_powers(spec):
+        codes = e8m0_codes(amax, binade(spec.largest), _least_carrying(spec))
+        return dtype_from_codes(codes, spec.scale)
     if spec.rule in POWER_RULES:
         return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
     least = least_scale(spec.scale)
@@ -272,25 +278,40 @@ def kept_range(spec: BlockFormat) -> tuple[float, float]:
     return float(max(lowest - first / 2, -limit)), float(min(highest + last / 2, limit))
 
 
+def has_normal_powers(spec: BlockFormat) -> bool:
+    """Whether the scales of data are E8M0 codes and each 2**-e is a normal number of float32.
+
+    The largest element must be 4 or more: e is the exponent of an amax less that of the largest
+    element, so at most 126.
+    """
+    is_plain = spec.rule in POWER_RULES and not spec.element_exponent
+    return is_plain and spec.scale == E8M0FNU and spec.largest >= 4
+
+
+def _least_carrying(spec: BlockFormat) -> int:
+    """The least fraction of an amax, in units of 2**-23, that makes the scale the next power of
+    two; 2**23 if none does.
+    """
+    significand = _binary(spec.largest)[1]
+    match spec.rule:
+        case "ceil":
+            return 1
+        case "rceil":
+            # amax / largest > 2**e, in integers; `largest` may have more bits than float32.
+            return int((significand - 1) * 2**23) + 1
+        case "below":
+            return math.ceil((significand - 1) * 2**23)
+        case "even":
+            return 2**23 - (2**22 >> spec.element.mantissa_bits)
+    return 2**23
+
+
 def _power_exponent(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     """The exponent of the power of two by the rule of `spec` for amax; arbitrary for a NaN."""
     assert spec.scale is not None
     amax_exponent, fraction = binary_parts(amax)
-    exponent, significand = _binary(spec.largest)
-    e = amax_exponent - np.int32(exponent)
-    match spec.rule:
-        case "ceil":
-            e += (fraction != 0).astype(jnp.int32)
-        case "rceil":
-            # amax / largest > 2**e, in integers; `largest` may have more bits than float32.
-            bound = int((significand - 1) * 2**23)
-            e += (fraction > np.uint32(bound)).astype(jnp.int32)
-        case "below":
-            bound = math.ceil((significand - 1) * 2**23)
-            e += (fraction >= np.uint32(bound)).astype(jnp.int32)
-        case "even":
-            carries = 2**23 - (2**22 >> spec.element.mantissa_bits)
-            e += (fraction >= np.uint32(carries)).astype(jnp.int32)
+    e = amax_exponent - np.int32(binade(spec.largest))
+    e += (fraction >= np.uint32(_least_carrying(spec))).astype(jnp.int32)
     lowest, highest = _power_range(spec.scale)
     return jnp.where(is_zero(amax), np.int32(lowest), jnp.clip(e, lowest, highest))
 
