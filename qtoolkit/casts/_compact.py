@@ -52,7 +52,9 @@ def is_part_of_float16(fmt: Format) -> TypeGuard[FloatFormat]:
     return is_fn and fmt.exponent_bits < 5 and fmt.mantissa_bits <= 10
 
 
-def codes_through_float16(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+def codes_through_float16(
+    x: jax.Array, fmt: FloatFormat, *, is_positive: bool = False
+) -> jax.Array:
     """The codes of float32 `x`, which holds values of `fmt`, infinities and NaNs; as uint16.
 
     Times the ratio of the lowest normal numbers, 2**-8 for E4M3FN, the values have their own
@@ -61,6 +63,9 @@ def codes_through_float16(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """
     ratio = np.float32(2.0 ** (FLOAT16.min_exponent - fmt.min_exponent))
     half = lax.bitcast_convert_type((x * ratio).astype(jnp.float16), jnp.uint16)
-    upper = (half & np.uint16(0x7FFF)) >> np.uint16(FLOAT16.mantissa_bits - fmt.mantissa_bits)
+    magnitude = half if is_positive else half & np.uint16(0x7FFF)
+    upper = magnitude >> np.uint16(FLOAT16.mantissa_bits - fmt.mantissa_bits)
+    if is_positive:
+        return jnp.minimum(upper, np.uint16(fmt.max_code + 1))
     sign = (half >> np.uint16(16 - fmt.bits)) & np.uint16(fmt.sign_code)
     return jnp.minimum(upper, np.uint16(fmt.max_code + 1)) | sign

@@ -10,6 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from qtoolkit.casts._bits import codes_from_dtype, dtype_from_codes, from_pattern, pattern
+from qtoolkit.casts._compact import (
+    codes_through_float16,
+    has_unlimited_values,
+    is_part_of_float16,
+    unlimited_values,
+)
 from qtoolkit.casts._powers import binary_parts, power_of_two
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, Projection
 from qtoolkit.casts._sources import codes_of, round_values, values_of
@@ -35,6 +41,15 @@ def to_stored(x: jax.Array, fmt: FloatFormat, projection: Projection = NEAREST) 
         return x
     codes = codes_of(x, fmt, projection)
     return codes if fmt.dtype is None else dtype_from_codes(codes, fmt)
+
+
+def positive_to_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    """`to_stored` for positive numbers and NaN, in few operations where `fmt` allows it."""
+    if not (has_unlimited_values(fmt) and is_part_of_float16(fmt) and fmt.dtype is not None):
+        return to_stored(x, fmt)
+    limited = jnp.minimum(x, np.float32(float(fmt.max_finite)))
+    codes = codes_through_float16(unlimited_values(limited, fmt), fmt, is_positive=True)
+    return dtype_from_codes(codes, fmt)
 
 
 def from_stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:

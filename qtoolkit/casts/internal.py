@@ -84,6 +84,7 @@ from qtoolkit.casts._sources import (
 from qtoolkit.casts._storage import (
     from_stored,
     in_dtype,
+    positive_to_stored,
     power_from_stored,
     power_to_stored,
     rounded_to,

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qtoolkit.casts.internal import by_platform, elementwise, settled, unmerged
+from qtoolkit.casts.internal import (
+    by_platform,
+    differentiable_widened,
+    elementwise,
+    settled,
+    unmerged,
+)
 from qtoolkit.products._bilinear import Bilinear, Blocked, DotGeneral
 from qtoolkit.products._native import native_operands
 from qtoolkit.products._rounded import Rounded
@@ -61,8 +67,6 @@ class Transposed:
         if isinstance(q_g, Blocked):
             assert isinstance(self.function, DotGeneral)
             return self.function.transposed(self.side, q_g, q)
-        if not q_g.dtype.itemsize == q.dtype.itemsize == 1:
-            q_g, q = q_g.astype(jnp.float32), q.astype(jnp.float32)
         if isinstance(self.function, DotGeneral) and not _is_explicit(q_g, q):
             return self.function.transposed(self.side, q_g, q)
         function = OnSide(self.function, self.side, self.extra)
@@ -85,12 +89,18 @@ def combined(function: Callable[[Array, Array], Array], first: Rounded, second: 
     q = 2**63, the largest number of P3109's 8p1. Scales of blocks differ along the summed axis, so
     they cannot multiply the result and are applied first, too.
     """
-    scales = first.scale, second.scale
-    if scales[0] is not None and scales[1] is not None:
-        return _times_scales(function(first.q, second.q.astype(first.q.dtype)), *scales)
-    if first.is_wide and second.is_wide:
-        return function(first.q, second.q.astype(first.q.dtype))
-    return function(first.unscaled(), second.unscaled())
+    parts = first.parted(), second.parted()
+    if parts[0] is not None and parts[1] is not None:
+        (one, scale), (other, other_scale) = parts
+        return _times_scales(function(*_of_one_dtype(one, other)), scale, other_scale)
+    return function(*_of_one_dtype(first.unscaled(), second.unscaled()))
+
+
+def _of_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
+    """Both as they are if their dtypes are equal, else as float32."""
+    if first.dtype == second.dtype:
+        return first, second
+    return differentiable_widened(first), differentiable_widened(second)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

@@ -19,13 +19,23 @@ from qtoolkit.casts.internal import (
     dtype_from_codes,
     elementwise,
     exact_float32,
+    from_stored,
     is_part_of_float16,
     ordinal,
     projection_of,
     to_stored,
     values_of,
 )
-from qtoolkit.formats import E4M3FN, BlockFormat, FloatFormat, Format, IntFormat, Overflow
+from qtoolkit.formats import (
+    E4M3FN,
+    FLOAT32,
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    Overflow,
+    format,
+)
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
@@ -78,15 +88,49 @@ class Rounded:
             return None
         return None if self.spec.scale is None else single_scale(self.scales, self.spec)
 
-    @property
-    def is_wide(self) -> bool:
-        return self.spec is None or self.spec.scale is None
-
     def unscaled(self) -> Array:
-        """`q * scale`, float32; finite where q is."""
+        """`q * scale`, finite where q is: float32, or the dtype of q where that is exact."""
         if self.spec is None or self.spec.scale is None:
-            return differentiable_widened(self.q)
-        return _unscaled(self.q, self.scales, self.spec, self.codes is None)
+            return self.q
+        dtype = self.q.dtype if _is_exact(self.spec, self.q.dtype) else jnp.dtype(jnp.float32)
+        return _unscaled(self.q, self.scales, self.spec, dtype, self.codes is None)
+
+    def parted(self) -> tuple[Array, Array] | None:
+        """An array, and a float32 scalar that may multiply the result; None if there is none.
+
+        They are q and its one scale, or q times the scales of its blocks and that of the tensor.
+        """
+        scale = self.scale
+        if scale is not None:
+            return self.q, scale
+        spec, scales = self.spec, self.scales
+        if spec is None or scales.tensor_scale is None or spec.tensor_scale_divides:
+            return None
+        assert spec.tensor_scale is not None
+        by_block = dataclasses.replace(spec, tensor_scale=None)
+        first = Rounded(self.q, Scales(scales.scale), by_block, self.codes)
+        return first.unscaled(), from_stored(scales.tensor_scale, spec.tensor_scale).reshape(())
+
+
+def _is_exact(spec: BlockFormat, dtype: Any) -> bool:
+    """Whether `dtype` holds an element times a scale exactly, but for its subnormal numbers."""
+    assert spec.scale is not None
+    wide, element, scale = format(dtype), spec.element, spec.scale
+    assert isinstance(wide, FloatFormat)
+    digits = element.mantissa_bits + scale.mantissa_bits + 2
+    if spec.tensor_scale is not None or digits > wide.mantissa_bits + 1:
+        return False
+    if spec.has_powers:  # as large and as small as numbers of float32
+        return wide.max_exponent == FLOAT32.max_exponent
+    least = element.min_positive * scale.min_positive
+    return wide.min_subnormal <= least and not _may_overflow(spec, dtype)
+
+
+def _may_overflow(spec: BlockFormat, dtype: Any) -> bool:
+    """Whether an element times a scale may be more than the largest number of `dtype`."""
+    assert spec.scale is not None
+    largest = max(spec.element.max_finite, -spec.element.lowest) * spec.scale.max_finite
+    return spec.tensor_scale is not None or largest > format(dtype).max_finite
 
 
 @hashed_once
@@ -267,30 +311,34 @@ def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounde
     return out, Rounded(dot.astype(out.q.dtype), zeros, out.spec)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _unscaled(q: Array, scales: Scales, fmt: BlockFormat, is_own: bool) -> Array:
-    return _within_range(unscaled_values(q, fmt, scales, is_own=is_own), q)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _unscaled(q: Array, scales: Scales, spec: BlockFormat, dtype: Any, is_own: bool) -> Array:
+    y = unscaled_values(q, spec, scales, is_own=is_own)
+    if _may_overflow(spec, dtype):
+        y = _within_range(y, q, dtype)
+    return y.astype(dtype)  # exact, so it does not matter whether XLA leaves it out
 
 
 @elementwise
-def _within_range(y: Array, q: Array) -> Array:
-    """`y = q * scale` with the largest float32 number for overflow.
+def _within_range(y: Array, q: Array, dtype: Any) -> Array:
+    """`y = q * scale` with the largest number of `dtype` for overflow.
 
     Elements above 2**127 may be rounded up to 2**128: MXFP8 rounds 3.3e38 to 256 * 2**120. An
     infinity would make sums of the product NaN, through `0 * inf`, though x is finite. int8 rounds
     float32's largest number to 127 scales, which is infinite, too.
     """
-    largest = np.float32(np.finfo(np.float32).max)
+    largest = np.float32(jnp.finfo(dtype).max)
     return jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
 
 
 @_unscaled.defjvp
 def _unscaled_jvp(
-    fmt: BlockFormat, is_own: bool, primals: Any, tangents: Any
+    spec: BlockFormat, dtype: Any, is_own: bool, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     q, scales = primals
-    factors = unscaled_values(jnp.ones_like(q, dtype=jnp.float32), fmt, scales)
-    return _unscaled(q, scales, fmt, is_own), tangents[0].astype(jnp.float32) * factors
+    factors = unscaled_values(jnp.ones_like(q, dtype=jnp.float32), spec, scales)
+    dot = tangents[0].astype(jnp.float32) * factors
+    return _unscaled(q, scales, spec, dtype, is_own), dot.astype(dtype)
 
 
 def _zero_tangent(x: Array) -> Any:
@@ -318,16 +366,14 @@ def _sign_key(transform: Hadamard) -> Array | None:
 
 
 def _mixed(key: Array | None, x: Array) -> Array:
-    """Mixes a hash of the values of `x` into a key, so that each step and layer draws other bits.
+    """A key with a hash of the values of `x`, so that each step and layer draws other bits.
 
     It is a sum of the hashes of all elements, and so the same however `x` is sharded.
     """
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
     hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
     hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
-    content = jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32)
-    folded = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), content)
-    return jax.random.key_data(folded)
+    return words ^ jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32)
 
 
 def _varying_as(scale: Array, x: Array) -> Array:

@@ -472,7 +472,8 @@ def _of_elements(
     if scales.scale is None:
         return by(_unchanged)
     if not spec.has_powers:
-        return by(_by_scale, blocks.spread(effective(scales.scale, scales.tensor_scale, spec)))
+        scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
+        return by(_by_scale, blocks.spread(scale))
     if is_own and has_normal_powers(spec):
         return by(_by_e8m0, codes_from_dtype(blocks.spread(scales.scale), E8M0FNU))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
@@ -495,7 +496,10 @@ def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
 
 @elementwise
 def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
-    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: product(q, scale))
+    assert spec.scale is not None
+    digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2
+    multiply = product if spec.tensor_scale or digits > 24 else lax.mul  # which is exact
+    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: multiply(q, scale))
 
 
 @elementwise

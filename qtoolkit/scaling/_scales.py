@@ -25,6 +25,7 @@ from qtoolkit.casts.internal import (
     is_zero,
     power_from_stored,
     power_of_two,
+    positive_to_stored,
     power_to_stored,
     product,
     quotient,
@@ -118,7 +119,7 @@ def _scale_from(
         return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
     scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
     scale = (product if spec.tensor_scale_divides else quotient)(scale, tensor_scale)
-    return to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
+    return positive_to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
 
 def _divisor(spec: BlockFormat) -> Fraction:
@@ -179,14 +180,21 @@ def asymmetric(
     return kept, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
 
 
-def effective(scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat) -> jax.Array:
+def effective(
+    scale: jax.Array, tensor_scale: jax.Array | None, spec: BlockFormat, *, is_own: bool = False
+) -> jax.Array:
     """The number, as float32, by which a value of the element format is multiplied.
 
     It may be subnormal if scales are powers of two. Do not compute with it then: XLA's CPU would
     read it as zero.
+
+    Args:
+      is_own: Whether `scale` comes from `scale_from`: XLA cannot skip its rounding then, and a cast
+        widens it, one operation for 35.
     """
     assert spec.scale is not None
-    value = from_stored(scale, spec.scale)
+    is_narrow = is_own and spec.scale.bits == 8 and spec.scale.dtype is not None
+    value = scale.astype(jnp.float32) if is_narrow else from_stored(scale, spec.scale)
     if tensor_scale is not None:
         assert spec.tensor_scale is not None
         second = from_stored(tensor_scale, spec.tensor_scale)
