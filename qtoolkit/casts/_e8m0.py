@@ -8,7 +8,6 @@ scales of which 2**-e is a normal number, and for data whose subnormal numbers m
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from qtoolkit.casts._affine import unmerged
 from qtoolkit.casts._bits import FLOAT32_MANTISSA, from_pattern, pattern

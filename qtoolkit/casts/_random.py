@@ -153,30 +153,39 @@ def counter_bits(
     that multiply by what depends on the key, fail chi-square and correlation tests of neighbouring
     elements for some keys. Multipliers: the golden ratio, and those of MurmurHash3's finalizer.
     """
-    first, second, third = _mixed_key(words)
+    return hashed_index(mixed_key(words), shape, offset)
+
+
+def hashed_index(
+    mixed: tuple[jax.Array, jax.Array, jax.Array],
+    shape: tuple[int, ...],
+    offset: jax.Array | None = None,
+) -> jax.Array:
+    """`counter_bits` with what `mixed_key` made of a key."""
+    first, second, third = mixed
     low, high = element_index(shape)
     if offset is not None:
         low = low + offset[0]
         carry = (low < offset[0]).astype(jnp.uint32)
         high = carry + offset[1] + (np.uint32(0) if high is None else high)
     if high is not None:
-        first = first ^ _scrambled(high)  # which leaves 0 as it is: no high word, no change
-        second = second ^ _scrambled(high * np.uint32(0x9E3779B1))
+        first = first ^ scrambled(high)  # which leaves 0 as it is: no high word, no change
+        second = second ^ scrambled(high * np.uint32(0x9E3779B1))
     h = (low ^ first) * np.uint32(0x9E3779B1) + second
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B) + third
     return (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
 
 
-def _mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def mixed_key(words: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Three words that each depend on all of `words`, and together tell all keys apart."""
     mixed, other = jnp.uint32(0x9E3779B9), jnp.uint32(0xC2B2AE35)
     for word in range(words.shape[0]):
-        mixed = _scrambled(mixed + words[word])
-        other = _scrambled(other ^ mixed) + words[word]
-    return _scrambled(mixed ^ other), _scrambled(other + np.uint32(0x85EBCA6B)), mixed
+        mixed = scrambled(mixed + words[word])
+        other = scrambled(other ^ mixed) + words[word]
+    return scrambled(mixed ^ other), scrambled(other + np.uint32(0x85EBCA6B)), mixed
 
 
-def _scrambled(h: jax.Array) -> jax.Array:
+def scrambled(h: jax.Array) -> jax.Array:
     """A permutation of 32 bits in which each depends on all (C. Wellons' hash-prospector)."""
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x21F0AAAD)
     h = (h ^ (h >> np.uint32(15))) * np.uint32(0xD35A2D97)

@@ -69,7 +69,7 @@ from qtoolkit.casts._powers import (
     times_to_subnormal,
 )
 from qtoolkit.casts._projection import NEAREST, UNCLAMPED, projection_of
-from qtoolkit.casts._random import key_words
+from qtoolkit.casts._random import Draw, hashed_index, key_words, mixed_key, scrambled
 from qtoolkit.casts._sources import (
     FLOATS,
     check_differentiable,

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
     UNCLAMPED,
+    Draw,
     codes_of,
     codes_through_float16,
     differentiable_widened,
@@ -20,9 +21,11 @@ from qtoolkit.casts.internal import (
     elementwise,
     exact_float32,
     from_stored,
+    hashed_index,
     is_part_of_float16,
+    mixed_key,
     ordinal,
-    projection_of,
+    scrambled,
     to_stored,
     values_of,
 )
@@ -162,10 +165,8 @@ class Cut:
         x = self.transformed(x)
         projection = operand.projection
         if isinstance(projection.rounding, Stochastic):
-            words = _mixed(key, x)
-            projection = projection_of(
-                "product", x.shape, projection.rounding, projection.saturation, words
-            )
+            draw = _draw(key, x, projection.rounding)
+            projection = dataclasses.replace(projection, draw=draw)
         given = self._scales(operand, x, delayed)
         q, scales = operand_values(x, operand.spec, projection, given)
         return Rounded(q, scales, operand.spec)
@@ -365,15 +366,19 @@ def _sign_key(transform: Hadamard) -> Array | None:
         return jax.random.key(transform.seed)
 
 
-def _mixed(key: Array | None, x: Array) -> Array:
-    """A key with a hash of the values of `x`, so that each step and layer draws other bits.
+def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
+    """Random bits for the elements of `x`, by a key and a hash of all values of `x`, so that each
+    step and layer draws other bits.
 
-    It is a sum of the hashes of all elements, and so the same however `x` is sharded.
+    The hash is a sum of the hashes of all elements, and so the same however `x` is sharded.
     """
     words = jnp.zeros((2,), jnp.uint32) if key is None else key
     hashed = ordinal(exact_float32(x)).astype(jnp.uint32) * np.uint32(2654435761)
     hashed = (hashed ^ (hashed >> np.uint32(15))) * np.uint32(2246822519)
-    return words ^ jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32)
+    content = scrambled(jnp.sum(hashed ^ (hashed >> np.uint32(13)), dtype=jnp.uint32))
+    first, second, third = mixed_key(words)
+    bits = hashed_index((first ^ content, second + content, third), x.shape)
+    return Draw(None, None, bits >> np.uint32(32 - rounding.bits))
 
 
 def _varying_as(scale: Array, x: Array) -> Array:

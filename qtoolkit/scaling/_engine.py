@@ -210,7 +210,7 @@ def operand_values(
         )
 
     # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
-    if scales.scale is None or is_sharded(x):
+    if scales.scale is None or is_sharded(x) or spec.block:
         return everything(), scales
     if largest is None:
         largest = magnitude_ordinal(effective(scales.scale, scales.tensor_scale, spec))
@@ -246,9 +246,7 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
-def unscaled_values(
-    q: Array, spec: BlockFormat, scales: Scales, *, is_own: bool = False
-) -> Array:
+def unscaled_values(q: Array, spec: BlockFormat, scales: Scales, *, is_own: bool = False) -> Array:
     """float32 `q * scale`.
 
     Args:

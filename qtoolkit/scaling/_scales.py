@@ -23,9 +23,9 @@ from qtoolkit.casts.internal import (
     from_stored,
     ieee_quotient,
     is_zero,
+    positive_to_stored,
     power_from_stored,
     power_of_two,
-    positive_to_stored,
     power_to_stored,
     product,
     quotient,
@@ -117,7 +117,7 @@ def _scale_from(
     least = least_scale(spec.scale)
     if tensor_scale is None:
         return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
-    scale = quotient(amax, jnp.full_like(amax, float(spec.largest)))
+    scale = ieee_quotient(amax, jnp.full_like(amax, float(spec.largest)))
     scale = (product if spec.tensor_scale_divides else quotient)(scale, tensor_scale)
     return positive_to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
 
