@@ -16,7 +16,7 @@ from qtoolkit.casts.internal import (
     settled,
     unmerged,
 )
-from qtoolkit.products._bilinear import Bilinear, Blocked, DotGeneral
+from qtoolkit.products._bilinear import Bilinear, Blocked
 from qtoolkit.products._native import native_operands
 from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling.internal import explicit_spec
@@ -64,11 +64,10 @@ class Transposed:
     wide: jax.ShapeDtypeStruct = dataclasses.field(metadata={"static": True})
 
     def __call__(self, q_g: Any, q: Any) -> Array:
-        if isinstance(q_g, Blocked):
-            assert isinstance(self.function, DotGeneral)
-            return self.function.transposed(self.side, q_g, q)
-        if isinstance(self.function, DotGeneral) and not _is_explicit(q_g, q):
-            return self.function.transposed(self.side, q_g, q)
+        if isinstance(q_g, Blocked) or not _is_explicit(q_g, q):
+            out = self.function.transposed(self.side, q_g, q, self.wide, *self.extra)
+            if out is not None:
+                return out
         function = OnSide(self.function, self.side, self.extra)
         along = functools.partial(function, q=q)
         return jax.linear_transpose(along, self.wide)(q_g.astype(jnp.float32))[0]

@@ -71,6 +71,22 @@ class Bilinear(Protocol):
         """
         ...
 
+    def transposed(
+        self,
+        side: int,
+        cotangent: jax.Array,
+        other: jax.Array,
+        wide: jax.ShapeDtypeStruct,
+        *extra: jax.Array,
+    ) -> jax.Array | None:
+        """The gradient of the operand on one side, float32, in the shape of `wide`.
+
+        `jax.linear_transpose` would give the same, but only for float32 operands: here both keep
+        their dtype, which may be of 16 or 8 bits. Tracing is faster, too. Not for arrays on
+        Explicit meshes. None where JAX has no operation for it.
+        """
+        ...
+
 
 class Blocked(NamedTuple):
     """An operand for `lax.scaled_dot`, which multiplies elements by scales and sums in float32.
@@ -149,12 +165,9 @@ class DotGeneral:
             out_sharding=out_sharding,
         )
 
-    def transposed(self, side: int, cotangent: Any, other: Any) -> jax.Array:
-        """The gradient of one operand, written as a `dot_general` of cotangent and other operand.
-
-        `jax.linear_transpose` would give the same, but only for wide dtypes: here the operands may
-        be arrays of 8-bit floats. Tracing is faster, too. Not for arrays on Explicit meshes.
-        """
+    def transposed(
+        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+    ) -> jax.Array:
         contracted, batch = self.dimension_numbers
         of_side, of_other = contracted[side], contracted[1 - side]
         batch_side, batch_other = batch[side], batch[1 - side]
@@ -233,6 +246,24 @@ class Einsum:
 
         return axes(a, summed, of_a), axes(b, summed, of_b), axes(out, of_b, of_a)
 
+    def transposed(
+        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+    ) -> jax.Array | None:
+        shapes = (other.shape, wide.shape) if side else (wide.shape, other.shape)
+        if any(of.fixed for of in self.axes(*shapes)[:2]):
+            return None
+        inputs, out, _ = opt_einsum.parser.parse_einsum_input(
+            (self.subscripts, *shapes), shapes=True
+        )
+        labels = inputs.split(",")
+        return jnp.einsum(
+            f"{out},{labels[1 - side]}->{labels[side]}",
+            cotangent,
+            other,
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ConvGeneralDilated:
@@ -264,6 +295,10 @@ class ConvGeneralDilated:
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
 
+    def transposed(self, *arguments: Any) -> None:
+        # A transposed convolution of 16-bit operands has a result of 16 bits in JAX.
+        return None
+
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         numbers = lax.conv_dimension_numbers(lhs, rhs, self.dimension_numbers)
         of_lhs, of_rhs, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -289,6 +324,26 @@ class RaggedDot:
             lhs,
             rhs,
             group_sizes,
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    def transposed(
+        self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
+    ) -> jax.Array:
+        (group_sizes,) = extra
+        if side == 0:
+            return self(cotangent, other.swapaxes(1, 2), group_sizes)
+        by_group = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=(),
+        )
+        return lax.ragged_dot_general(
+            other,
+            cotangent,
+            group_sizes,
+            by_group,
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )

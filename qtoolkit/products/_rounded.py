@@ -161,7 +161,7 @@ class Cut:
         """
         if self.operand is None:
             return Rounded(x, Scales(), None)
-        operand = self.operand
+        operand, dtype = self.operand, x.dtype
         x = self.transformed(x)
         projection = operand.projection
         if isinstance(projection.rounding, Stochastic):
@@ -169,7 +169,7 @@ class Cut:
             projection = dataclasses.replace(projection, draw=draw)
         given = self._scales(operand, x, delayed)
         q, scales = operand_values(x, operand.spec, projection, given)
-        return Rounded(q, scales, operand.spec)
+        return Rounded(q.astype(dtype), scales, operand.spec)  # exact: the dtype holds the format
 
     def transformed(self, x: Array) -> Array:
         """The array to be rounded: the Hadamard transform of `x`, float32, or else `x` itself."""
@@ -460,7 +460,7 @@ def restored(operand: Kept | Rounded) -> Rounded:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
-    dtype = jnp.float32 if how.axis is not None else carrier.dtype
+    dtype = carrier.dtype
     if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
         # One operation to compile, where `values_of` has seventeen; it runs a tenth slower.
         return dtype_from_codes(codes, fmt).astype(dtype)

@@ -221,7 +221,10 @@ def test_mx_by_the_scales_of_every_rule(name):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MX)
 def test_operands_of_products_are_the_same_elements(name):
-    """Products compute by a shorter program: its elements and their products with the scales."""
+    """Products compute by a shorter program: its elements and their products with the scales.
+
+    Subnormal numbers of float32 may be zero there, as in XLA's own matmuls on CPUs.
+    """
     blocks = PRESETS[name]
     spec = blocks.as_format()
     x = stress(blocks, "float32", *RANGES["float32"], every=3)
@@ -231,12 +234,17 @@ def test_operands_of_products_are_the_same_elements(name):
     @jax.jit
     def run(x):
         q, scales = operand_values(x, spec)
-        return qt.encode(q, spec.element), scales.scale, unscaled_values(q, spec, scales)
+        values = unscaled_values(q, spec, scales, is_own=True)
+        return qt.encode(q, spec.element), scales.scale, values
 
-    codes, scale, values = run(x)
-    same_numbers(codes, expected.codes, name)
+    codes, scale, values = map(np.asarray, run(x))
     same_numbers(scale, expected.scale, name)
-    same_numbers(values, expected.dequantize(np.float32), name)
+    is_normal = np.abs(x) >= 2.0**-126
+    same_numbers(codes[is_normal], expected.codes[is_normal], name)
+    dequantized = expected.dequantize(np.float32)
+    assert (np.abs(values[~is_normal]) <= np.abs(dequantized[~is_normal])).all()
+    is_normal &= np.abs(dequantized) >= 2.0**-126
+    same_numbers(values[is_normal], dequantized[is_normal], name)
 
 
 @pytest.mark.sample(1)

@@ -1,0 +1,70 @@
+"""Products of 16-bit models multiply 16-bit operands, forward and backward, and sum in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import qtoolkit as qt
+
+# Their operands, q or q times a scale, are numbers of bfloat16. All other scales are float32.
+NARROW = ("te_current", "mxfp8", "nvfp4", "fnuz_amd")
+FUNCTIONS = {
+    "dot_general": lambda x, w, recipe: qt.dot_general(
+        x, w, (((1,), (0,)), ((), ())), recipe=recipe
+    ),
+    "einsum": lambda x, w, recipe: qt.einsum("bi,io->bo", x, w, recipe=recipe),
+}
+
+
+def arrays(dtype):
+    rng = np.random.default_rng(0)
+    shapes = ((32, 64), (64, 48), (32, 48))
+    return [jnp.asarray(rng.normal(size=shape) * 2.0**-5, dtype) for shape in shapes]
+
+
+def operand_dtypes(jaxpr):
+    """The dtypes of the operands of every matmul in a jaxpr, and in the jaxprs inside of it."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive is jax.lax.dot_general_p:
+            assert equation.outvars[0].aval.dtype == jnp.float32
+            found |= {variable.aval.dtype.name for variable in equation.invars}
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            found |= operand_dtypes(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", NARROW)
+def test_matmuls_of_bfloat16_models_multiply_bfloat16(name, function):
+    recipe = getattr(qt.recipes, name)
+    x, w, g = arrays(jnp.bfloat16)
+
+    def step(x, w, g):
+        return jax.vjp(lambda x, w: FUNCTIONS[function](x, w, recipe), x, w)[1](g)
+
+    assert operand_dtypes(jax.make_jaxpr(step)(x, w, g)) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", [*NARROW, "deepseek_v3", "weight_only_e4m3"])
+def test_gradients_are_those_of_float32_operands(name, function, dtype):
+    """By the same product of the same numbers in float32: sums in another order, one rounding."""
+    recipe = getattr(qt.recipes, name)
+    if name == "nvfp4":  # without its random bits, which depend on the numbers' dtype
+        recipe = qt.Recipe(("nvfp4", "nvfp4"))
+
+    def gradients(x, w, g):
+        return jax.vjp(lambda x, w: FUNCTIONS[function](x, w, recipe), x, w)[1](g)
+
+    narrow = arrays(dtype)
+    wide = [x.astype(jnp.float32) for x in narrow]
+    for got, expected in zip(jax.jit(gradients)(*narrow), jax.jit(gradients)(*wide), strict=True):
+        assert got.dtype == dtype
+        info = jnp.finfo(dtype)
+        bound = float(info.eps) * np.abs(expected) + float(info.smallest_subnormal)
+        bound += 1e-6 * np.abs(expected).max()
+        assert (np.abs(np.float32(got) - np.asarray(expected)) <= bound).all()
