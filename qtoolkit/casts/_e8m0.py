@@ -42,11 +42,13 @@ def e8m0_codes(amax: jax.Array, exponent: int, least_fraction: int) -> jax.Array
 def over_e8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
     """float32 `x / 2**e`, exact; subnormal numbers may be read and returned as zero.
 
+    `unmerged`: of `(2 * y) / 2**-127` XLA would make `y * 2**128`, which is NaN for y = 0.
+
     Args:
       codes: uint8 of at most 253: 2**-126 is float32's lowest normal number.
     """
     field = np.uint32(2 * 127) - codes.astype(jnp.uint32)
-    return x * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
+    return unmerged(x) * from_pattern(field << np.uint32(FLOAT32_MANTISSA), jnp.float32)
 
 
 @elementwise

@@ -57,6 +57,13 @@ def test_products_and_quotients_are_exact(wrap, uniform):
     assert np.isnan(is_nan).all()
 
 
+def test_zeros_stay_zeros_behind_a_product():
+    """The factor of code 0 is 2**127; twice that is infinite."""
+    codes = jnp.zeros(64, jnp.uint8)
+    y = jax.jit(lambda y: over_e8m0(2 * y, codes))(jnp.zeros(64))
+    np.testing.assert_array_equal(y, np.zeros(64))
+
+
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=lambda fmt: fmt.name)
 def test_positive_to_stored(fmt):
     """By ml_dtypes on every positive bfloat16, clamped to the largest value."""
