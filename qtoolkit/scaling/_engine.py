@@ -210,6 +210,8 @@ def operand_values(
         )
 
     # Without a scale nothing is divided. Sharded arrays must not enter a branch, see `is_sharded`.
+    # Operands by blocks are multiplied by their scales before the product, in the loop that rounds:
+    # nothing is read twice, and with a branch MXFP8 compiled in half again the time.
     if scales.scale is None or is_sharded(x) or spec.block:
         return everything(), scales
     if largest is None:
