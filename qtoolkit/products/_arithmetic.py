@@ -88,10 +88,9 @@ def combined(function: Callable[[Array, Array], Array], first: Rounded, second: 
     q = 2**63, the largest number of P3109's 8p1. Scales of blocks differ along the summed axis, so
     they cannot multiply the result and are applied first, too.
     """
-    parts = first.parted(), second.parted()
-    if parts[0] is not None and parts[1] is not None:
-        (one, scale), (other, other_scale) = parts
-        return _times_scales(function(*_of_one_dtype(one, other)), scale, other_scale)
+    one, other = first.parted(), second.parted()
+    if one is not None and other is not None:
+        return _times_scales(function(*_of_one_dtype(one[0], other[0])), one[1], other[1])
     return function(*_of_one_dtype(first.unscaled(), second.unscaled()))
 
 
