@@ -12,6 +12,8 @@ import itertools
 import posixpath
 import re
 import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
     made.update({page: (ROOT / file).read_text(encoding="utf-8") for file, page in COPIED.items()})
     made["explorer/data.js"] = explorer_data.javascript()
     for notebook in notebook_pages.notebooks():
-        made[f"notebooks/{notebook.stem}.md"], pictures = notebook_pages.page(notebook)
+        text, pictures = notebook_pages.page(notebook)
+        made[f"notebooks/{notebook.stem}.md"] = notebook_pages.with_math(text)
         made.update({f"notebooks/{name}": png for name, png in pictures.items()})
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
@@ -175,12 +178,12 @@ def _shown(value: Any) -> str:
         return f"{type(value).__name__} `{value.name}`, {value.bits} bits, to {_number(value)}"
     if hasattr(value, "block_lengths"):
         return f"BlockFormat `{value.name}`, elements in `{value.element.name}`"
-    if isinstance(value, tuple):
-        shown = [str(getattr(item, "name", item)) for item in value]
-        rest = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        return f"{', '.join(f'`{item}`' for item in shown[:8])}{rest}"
+    if kinds := typing.get_args(value):  # FormatLike
+        return " or ".join(f"`{kind.__name__.lstrip('_')}`" for kind in kinds)
+    if isinstance(value, tuple | Mapping):
+        return ", ".join(f"`{getattr(item, 'name', item)}`" for item in value)
     text = " ".join(str(value).split()).replace("|", "\\|")
-    return f"`{text[:80]}`"
+    return f"`{text}`"
 
 
 def _number(fmt: Any) -> str:

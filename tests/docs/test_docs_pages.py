@@ -69,6 +69,16 @@ def test_every_public_name_is_in_the_reference(package):
     assert sorted(found) == sorted(getattr(qtoolkit, package).__all__)
 
 
+def test_constants_are_in_the_reference_as_a_whole():
+    pages = {
+        name: hooks_without_mkdocs()["reference_page"](name) for name in qtoolkit._NAMES_BY_PACKAGE
+    }
+    assert f"| `{qtoolkit.checkpoints.DEFAULT_SKIP}` |" in pages["checkpoints"].replace("\\|", "|")
+    (names,) = re.findall(r"`FORMATS` \| (.*) \|", pages["formats"])
+    assert names == ", ".join(f"`{fmt.name}`" for fmt in qtoolkit.formats.FORMATS)
+    assert "| `FloatFormat` or `IntFormat` or `TableFormat` |" in pages["formats"]
+
+
 def test_the_text_below_a_preset_is_in_the_reference():
     page = hooks_without_mkdocs()["reference_page"]("products")
     assert "### `recipes.te_current` { #qtoolkit.products.recipes.te_current }" in page
