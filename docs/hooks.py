@@ -20,6 +20,7 @@ from typing import Any
 import examples
 import explorer_data
 import notebook_pages
+from dark_pictures import dark
 from mkdocs.structure.files import File
 
 import qtoolkit
@@ -48,7 +49,9 @@ def on_files(files: Any, config: Any) -> Any:
     for notebook in notebook_pages.notebooks():
         text, pictures = notebook_pages.page(notebook)
         made[f"notebooks/{notebook.stem}.md"] = notebook_pages.with_math(text)
-        made.update({f"notebooks/{name}": png for name, png in pictures.items()})
+        for name, png in pictures.items():
+            made[f"notebooks/{name}"] = png
+            made[f"notebooks/{name.replace('.png', '-dark.png')}"] = dark(png)
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -60,7 +63,13 @@ SHOWN = {**COPIED, "qtoolkit/products/_presets.py": "reference/products.md"}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return linked(markdown, page.file.src_uri)
+    return linked(in_both_modes(markdown), page.file.src_uri)
+
+
+def in_both_modes(markdown: str) -> str:
+    """A page with two pictures for each, of which the theme shows one."""
+    both = r"![\1](\2.png#only-light)![\1](\2-dark.png#only-dark)"
+    return re.sub(r"!\[([^\]]*)\]\((\S+)\.png\)", both, markdown)
 
 
 def linked(markdown: str, page: str) -> str:
