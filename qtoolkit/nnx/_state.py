@@ -166,16 +166,10 @@ class ProductState(nnx.Module):
         these layers. Then the product uses the largest magnitudes over the stack, and the probe of
         each layer gets what the product observes.
         """
+        self._check()
         amax = probe = key = None
         if hasattr(self, "history"):
             history, probe = self.history[...], self.probe[...]
-            if history.shape[-1] != self.recipe.history:
-                raise ValueError(
-                    f"nnx: a product has a history of {history.shape[-1]} steps, expected "
-                    f"{self.recipe.history}, as its recipe says: it is of a model wrapped by "
-                    "another recipe; wrap the model by that one, or restore it without its "
-                    "qtoolkit.nnx.ScalingState"
-                )
             amax = jnp.max(history, axis=-1)
             amax = jnp.max(amax.reshape(-1, 3), axis=0)
             probe = jnp.sum(probe.reshape(-1, *probe.shape[-2:]), axis=0)
@@ -191,6 +185,24 @@ class ProductState(nnx.Module):
         if hasattr(self, "key"):
             key = self.key[...].reshape(-1, 2)[0]
         return State(amax, probe, key, learned=self._learned())
+
+    def _check(self) -> None:
+        """Raises if what a checkpoint or a loop has put here cannot be the state of this recipe."""
+        steps = self.history.shape[-1] if hasattr(self, "history") else self.recipe.history
+        if steps != self.recipe.history:
+            raise ValueError(
+                f"nnx: a product has a history of {steps} steps, expected {self.recipe.history}, "
+                "as its recipe says: it is of a model wrapped by another recipe; wrap the model by "
+                "that one, or restore it without its qtoolkit.nnx.ScalingState"
+            )
+        for name in ("bad", "key"):
+            dtype = getattr(self, name).dtype if hasattr(self, name) else np.uint32
+            if dtype != np.uint32:
+                raise ValueError(
+                    f"nnx: {name} of a product has dtype {dtype}, expected uint32: it was averaged "
+                    "with the statistics of batches; average only nnx.All(nnx.BatchStat, nnx.Not("
+                    "nnx.Any(qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
+                )
 
     def _learned(self) -> Any:
         """((scale, offset) of lhs, (scale, offset) of rhs); for a whole stack, their means."""

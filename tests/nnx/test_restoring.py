@@ -76,6 +76,25 @@ def test_filters_that_miss_the_state_are_told_the_one_that_takes_it(name):
         qt.nnx.value_and_grad(loss, wrt=nnx.BatchStat)(model, X)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_statistics_that_a_loop_averages_are_those_of_the_model_alone(name):
+    """As between devices: a mean of keys is none, and one of histories would be too small."""
+    model = qt.nnx.wrap(Net(), RECIPES[name])
+
+    def averaged(state):
+        return jax.vmap(lambda _: jax.lax.pmean(state, "data"), axis_name="data")(jnp.arange(1))
+
+    def update(kind):
+        mean = averaged(nnx.state(model, kind))
+        nnx.update(model, jax.tree.map(lambda x: x[0], mean))
+
+    update(nnx.All(nnx.BatchStat, nnx.Not(OURS)))
+    model(X)
+    update(nnx.BatchStat)
+    with pytest.raises(ValueError, match=r"(bad|key) of a product has dtype float32, expected uin"):
+        model(X)
+
+
 def by_update(plain, wrapped, folder):
     return nnx.state(plain)
 
