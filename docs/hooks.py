@@ -12,12 +12,15 @@ import itertools
 import posixpath
 import re
 import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import examples
 import explorer_data
 import notebook_pages
+from dark_pictures import dark
 from mkdocs.structure.files import File
 
 import qtoolkit
@@ -44,8 +47,11 @@ def on_files(files: Any, config: Any) -> Any:
     made.update({page: (ROOT / file).read_text(encoding="utf-8") for file, page in COPIED.items()})
     made["explorer/data.js"] = explorer_data.javascript()
     for notebook in notebook_pages.notebooks():
-        made[f"notebooks/{notebook.stem}.md"], pictures = notebook_pages.page(notebook)
-        made.update({f"notebooks/{name}": png for name, png in pictures.items()})
+        text, pictures = notebook_pages.page(notebook)
+        made[f"notebooks/{notebook.stem}.md"] = notebook_pages.with_math(text)
+        for name, png in pictures.items():
+            made[f"notebooks/{name}"] = png
+            made[f"notebooks/{name.replace('.png', '-dark.png')}"] = dark(png)
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -57,7 +63,13 @@ SHOWN = {**COPIED, "qtoolkit/products/_presets.py": "reference/products.md"}
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return linked(markdown, page.file.src_uri)
+    return linked(in_both_modes(markdown), page.file.src_uri)
+
+
+def in_both_modes(markdown: str) -> str:
+    """A page with two pictures for each, of which the theme shows one."""
+    both = r"![\1](\2.png#only-light)![\1](\2-dark.png#only-dark)"
+    return re.sub(r"!\[([^\]]*)\]\((\S+)\.png\)", both, markdown)
 
 
 def linked(markdown: str, page: str) -> str:
@@ -175,12 +187,12 @@ def _shown(value: Any) -> str:
         return f"{type(value).__name__} `{value.name}`, {value.bits} bits, to {_number(value)}"
     if hasattr(value, "block_lengths"):
         return f"BlockFormat `{value.name}`, elements in `{value.element.name}`"
-    if isinstance(value, tuple):
-        shown = [str(getattr(item, "name", item)) for item in value]
-        rest = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        return f"{', '.join(f'`{item}`' for item in shown[:8])}{rest}"
+    if kinds := typing.get_args(value):  # FormatLike
+        return " or ".join(f"`{kind.__name__.lstrip('_')}`" for kind in kinds)
+    if isinstance(value, tuple | Mapping):
+        return ", ".join(f"`{getattr(item, 'name', item)}`" for item in value)
     text = " ".join(str(value).split()).replace("|", "\\|")
-    return f"`{text[:80]}`"
+    return f"`{text}`"
 
 
 def _number(fmt: Any) -> str:

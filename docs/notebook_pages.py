@@ -99,6 +99,16 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     return "\n\n".join(parts), pictures
 
 
+def with_math(text: str) -> str:
+    """Markdown whose formulas, `$2^7$`, are MathML: browsers render it without a script."""
+    from latex2mathml.converter import convert
+
+    parts = re.split(r"(```.*?```|`[^`]*`)", text, flags=re.DOTALL)
+    for place in range(0, len(parts), 2):  # between code
+        parts[place] = re.sub(r"\$([^$]+)\$", lambda found: convert(found[1]), parts[place])
+    return "".join(parts)
+
+
 def text_of(output: dict[str, Any]) -> str:
     """What an output shows as text."""
     data = output.get("data", {})

@@ -1,4 +1,4 @@
-"""The pictures of the documentation and of the README, drawn from the library.
+"""The pictures of the documentation and of the README, drawn from the library, for both modes.
 
 Command: python docs/pictures.py [--out docs/pages/pictures]
 Claim: every picture shows what the library computes or what an experiment stored, no figure is
@@ -21,9 +21,11 @@ import qtoolkit as qt
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/pages/pictures"
 sys.path.append(str(ROOT / "experiments"))
+sys.path.append(str(ROOT / "docs"))
 
 from benchmarks._gaps import figure_of_gaps  # noqa: E402  # experiments are no package
 from benchmarks._results import load  # noqa: E402
+from dark_pictures import dark  # noqa: E402
 
 PICTURES: dict[str, Callable[[], Any]] = {}
 
@@ -158,6 +160,7 @@ def main() -> None:
         figure.set_layout_engine("constrained")
         # Without the version of matplotlib in the file, the same picture is the same bytes.
         figure.savefig(folder / f"{name}.png", dpi=120, metadata={"Software": None})
+        (folder / f"{name}-dark.png").write_bytes(dark((folder / f"{name}.png").read_bytes()))
         plt.close(figure)
 
 

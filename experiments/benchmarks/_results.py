@@ -100,7 +100,7 @@ class Recorder:
         verdicts = [(row, verdict) for row in self.rows for verdict in row.get("promises", ())]
         short = [(row, verdict) for row, verdict in verdicts if not verdict["holds"]]
         if verdicts:
-            print(f"\n{len(verdicts)} promises, {len(short)} that fall short")
+            print(f"\n{len(verdicts)} targets, {len(short)} missed")
         for row, verdict in short:
             print(f"  {row['table']}: {row['row']}: {shown(verdict)}")
         if self.folder is not None:
@@ -219,8 +219,8 @@ def line_of(row: Mapping[str, Any], width: int) -> str:
 
 
 def shown(verdict: Mapping[str, Any]) -> str:
-    word = "holds" if verdict["holds"] else "FALLS SHORT"
-    return f"promised {verdict['promise']} x {verdict['of']}: {verdict['ratio']:.2f}, {word}"
+    word = "met" if verdict["holds"] else "MISSED"
+    return f"target {verdict['promise']} x {verdict['of']}: {verdict['ratio']:.2f}, {word}"
 
 
 def claimed(row: Mapping[str, Any]) -> str:

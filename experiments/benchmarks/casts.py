@@ -3,8 +3,8 @@
 Command: python experiments/benchmarks/casts.py   (nothing else should run on the machine)
          python experiments/benchmarks/casts.py --section packed --size 1048576 --runs 50
 Claim: a cast to a format of at most 8 bits costs at most 1.25 times what C takes, in directed modes
-1.5 times, and other libraries take at least 1.5 times as long; every row with a promise says
-whether it holds, and the end lists those that fall short.
+1.5 times, and other libraries take at least 1.5 times as long; every row with a target says
+whether it is met, and the end lists those that are missed.
 
 All functions of a table read one input and write into one output buffer; fake_cast and -x work in
 place. The rows in C (`fast_cast.c`, gcc -O3 -march=native, as many threads) appear where there is a
@@ -60,7 +60,7 @@ class Table:
     def add_peers(
         self, candidates: tuple[peers.Peer, ...], host: np.ndarray, formats: tuple[str, ...]
     ) -> dict[str, list[str]]:
-        """Rows of other libraries; returns the names of those that a promise is about."""
+        """Rows of other libraries; returns the names of those that a target is about."""
         promised: dict[str, list[str]] = {fmt: [] for fmt in formats}
         for peer in peers.usable(candidates, host.size):
             for fmt in formats:

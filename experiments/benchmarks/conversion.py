@@ -1,7 +1,7 @@
 """Checkpoint conversion against copying the file: time and peak memory.
 
 Command: python experiments/benchmarks/conversion.py   (nothing else should run on the machine)
-Promises, which a run judges: converting 1 GiB and 4 GiB of bfloat16 by channel takes no longer than
+Targets, which a run judges: converting 1 GiB and 4 GiB of bfloat16 by channel takes no longer than
 `dd conv=fsync` of the source; memory peaks at no more than 400 MiB, whatever the size and the
 number of shapes; 400 shapes by channel take at most 1.5 times as long as by tensor; 20,000 small
 tensors at most 3 times as long as copying them with the same program. Dequantizing is timed beside.

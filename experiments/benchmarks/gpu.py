@@ -4,7 +4,7 @@ Command: python experiments/benchmarks/gpu.py   (JAX with CUDA; nothing else sho
 Claim: the codes of all float16 and bfloat16 numbers in every format of at most 8 bits, in the six
 deterministic modes, stochastic with a key, and the three saturations, are those of the CPU bit for
 bit, and so are codes and scales of quantized tensors; casts of float32, and `fake_cast`, move their
-bytes at 85 % or more of the bandwidth of a device copy (promised of all; codes of bfloat16 fell
+bytes at 85 % or more of the bandwidth of a device copy (the target of all; codes of bfloat16 fell
 short on an H100). Products of `arithmetic="native"` are timed beside emulated ones and
 JAX's of bfloat16.
 

@@ -1,7 +1,7 @@
 """An update of AdamW with moments in few bits: how long it takes beside optax's own, and bytes.
 
 Command: python experiments/benchmarks/optim.py   (nothing else should run on the machine)
-Promise, which a run judges: moments in 8 bits take at most 0.27 of the bytes of float32 ones.
+Target, which a run judges: moments in 8 bits take at most 0.27 of the bytes of float32 ones.
 
 The parameters are those of two transformer blocks of width 512: 6.3 million. Bytes of a parameter
 beside those of 8-bit optimizers, computed from their layouts, not run: 2 codes and two float32

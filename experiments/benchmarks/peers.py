@@ -191,7 +191,7 @@ class Peer:
 
     Attributes:
       slow: Timed five times, and not on more than 2^20 elements.
-      promised: `qtoolkit` promises to be as fast or faster; by how much, the table says.
+      promised: The target is to be as fast or faster; by how much, the table says.
     """
 
     name: str

@@ -28,7 +28,7 @@ Written by `python experiments/benchmarks/results.py` from `experiments/results/
 commands below store; not edited by hand. `make bench` runs all benchmarks, `make exhaustive
 MODES=all` compares every float32, `python experiments/NAME.py --out experiments/results` runs one
 experiment. Times are medians, beside them the middle half of the runs; ratios are of medians within
-one table.
+one table. Targets are about time, memory and losses, not about bits.
 """
 
 Row = dict[str, Any]
@@ -63,8 +63,8 @@ def summary(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
         kept = [verdict["holds"] for _, verdict in verdicts(rows)]
         counts = str(len(kept)), str(kept.count(False))
         lines.append([name, origin["date"], origin["commit"], *counts])
-    heads = ("benchmark", "date", "commit", "promises", "fall short")
-    return "## Promises\n\n" + table(heads, lines)
+    heads = ("benchmark", "date", "commit", "targets", "missed")
+    return "## Performance targets\n\n" + table(heads, lines)
 
 
 def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
@@ -74,8 +74,8 @@ def shortfalls(benchmarks: dict[str, tuple[Row, list[Row]]]) -> str:
         for row, verdict in verdicts(rows)
         if not verdict["holds"]
     ]
-    heads = ("table", "row", "promised: measured")
-    return "### What falls short\n\n" + (table(heads, lines) if lines else "Nothing.\n")
+    heads = ("table", "row", "target: measured")
+    return "### Targets that are missed\n\n" + (table(heads, lines) if lines else "Nothing.\n")
 
 
 def timed_line(row: Row) -> list[str]:
@@ -86,7 +86,7 @@ def timed_line(row: Row) -> list[str]:
 
 def verdict_cells(row: Row) -> list[str]:
     promises = row.get("promises", ())
-    words = ["holds" if promise["holds"] else "**missed**" for promise in promises]
+    words = ["met" if promise["holds"] else "**missed**" for promise in promises]
     return ["; ".join(map(judged, promises)), "; ".join(words)]
 
 
@@ -104,7 +104,7 @@ def tables_of(rows: Sequence[Row]) -> str:
             continue
         if "peak_mib" in inside[0]:
             lines = [[r["row"], f"{r['peak_mib']:,}", *verdict_cells(r)] for r in inside]
-            parts.append(f"### {title}\n\n" + table(("row", "MiB", "promise", ""), lines))
+            parts.append(f"### {title}\n\n" + table(("row", "MiB", "target", ""), lines))
             continue
         yardstick = f"ratio to {inside[0]['yardstick']}"
         if "bytes" in inside[0]:
@@ -112,7 +112,7 @@ def tables_of(rows: Sequence[Row]) -> str:
             parts.append(f"### {title}\n\n" + table(("row", "bytes", yardstick), lines))
             continue
         heads = ("row", "median, ms", "middle half, ms", "runs")
-        heads += (yardstick, "promise", "")
+        heads += (yardstick, "target", "")
         parts.append(f"### {title}\n\n" + table(heads, map(timed_line, inside)))
     return "\n".join(parts)
 

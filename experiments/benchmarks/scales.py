@@ -3,12 +3,12 @@
 Command: python experiments/benchmarks/scales.py   (nothing else should run on the machine)
          python experiments/benchmarks/scales.py --section quantize --scheme nvfp4 --size 1048576
 Claim: finding the scales, dividing by them and rounding takes at most as long as in a PyTorch
-program that does the same and was compiled; every row with a promise says whether it holds, and the
-end lists those that fall short.
+program that does the same and was compiled; every row with a target says whether it is met, and the
+end lists those that are missed.
 
 Each section is a table for each source and size. All functions of a table read one input and write
 into the same buffers. Other libraries are timed one at a time, after the rest: their threads may
-wait spinning. `fake_quantize` and `dequantize` have no promise.
+wait spinning. `fake_quantize` and `dequantize` have no target.
 """
 
 import enum

@@ -1,14 +1,14 @@
 """A training step, plain and in emulated FP8: its time, tracing, compiling and peak memory.
 
 Command: python experiments/benchmarks/training.py   (nothing else should run on the machine)
-Promise, which a run judges: emulated FP8 costs at most 1.05 times the plain step at d = 512 (two
+Target, which a run judges: emulated FP8 costs at most 1.05 times the plain step at d = 512 (two
 blocks, 1,024 tokens), 1.35 times at d = 64 (a language model of six blocks, 512 tokens), and less
 than with qwix or Flax's fp8_ops; tracing takes at most twice as long, compiling three times.
 
 Tracing is `lower`, compiling is `compile` of what it returns; before each, all caches are cleared.
 Memory is that of temporary arrays, as the compiled program states it. qwix is left out of the
 language model: 0.1.8 fails in the gradient of its convolution. At d = 512 the two recipes with
-blocks have rows of their own, without a promise.
+blocks have rows of their own, without a target.
 """
 
 import gc

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from qtoolkit._version import __version__
+from qtoolkit.checkpoints.internal import target_names
 from qtoolkit.cli._checkpoints import convert, dequantize, finalize, inspect, layouts
 from qtoolkit.cli._compare import compare, picture, verify
 from qtoolkit.cli._errors import failure, one_line_errors, os_failure
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
 from qtoolkit.cli._tables import page_width, prints_unicode, table
-from qtoolkit.formats import BLOCK_FORMATS
+from qtoolkit.formats import BLOCK_FORMATS, FORMATS
 from qtoolkit.formats import format as resolve
 
 app = typer.Typer(
@@ -46,10 +47,24 @@ def _misuse(error: ValueError, where: str = "") -> typer.Exit:
     return failure(f"{where}{str(error).removeprefix('format: ')}", 2)
 
 
+def _formats_to_show(incomplete: str) -> list[str]:
+    return [fmt.name for fmt in (*FORMATS, *BLOCK_FORMATS) if fmt.name.startswith(incomplete)]
+
+
+def _formats_to_train(incomplete: str) -> list[str]:
+    """Formats of elements that a checkpoint can hold, as the demo writes one."""
+    return [
+        fmt.name
+        for fmt in FORMATS
+        if fmt.name in target_names() and fmt.name.startswith(incomplete)
+    ]
+
+
 _FORMAT = typer.Option(
     "--format",
     metavar="NAME",
     callback=_known_format,
+    autocompletion=_formats_to_train,
     show_default="e4m3fn",
     help="Number format, in any spelling; `qtoolkit formats` lists them.",
 )
@@ -83,7 +98,11 @@ for _command in (convert, dequantize, finalize, inspect, layouts, compare, verif
 def formats(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Show this one, in any spelling, value by value."),
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=_formats_to_show,
+            help="Show this one, in any spelling, value by value.",
+        ),
     ] = None,
 ) -> None:
     """List the number formats and block formats, with their properties, or show one of them."""

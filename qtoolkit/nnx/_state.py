@@ -1,7 +1,8 @@
 """The state of wrapped layers: histories of magnitudes, keys, calibrated and learned scales."""
 
+import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +16,23 @@ from qtoolkit.products.internal import State, check_trainable
 from qtoolkit.scaling.internal import BUCKETS, rolled
 
 
-class ScalingState(nnx.Variable):
+class _Statistic(nnx.BatchStat):
+    """State of products, which `nnx.split(model, nnx.Param, nnx.BatchStat)` therefore knows.
+
+    Flax's error for filters that miss it prints the variable: the comment says what to write.
+    """
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        head, *rest = super().__nnx_repr__()
+        hint = "nnx.split(model, nnx.Param, nnx.BatchStat) takes it"
+        yield dataclasses.replace(head, comment=f"{head.comment}; {hint}")
+        yield from rest
+
+
+class ScalingState(_Statistic):
     """Histories and keys: state that is saved with a model and never differentiated.
+
+    It is an `nnx.BatchStat`: loops that carry statistics of batches carry it, too.
 
     Examples:
       >>> model = qt.nnx.wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), qt.recipes.te_delayed_hybrid)
@@ -26,7 +42,7 @@ class ScalingState(nnx.Variable):
     """
 
 
-class Probe(nnx.Variable):
+class Probe(_Statistic):
     """Zeros, whose gradient carries what a step observed. Neither read nor trained.
 
     Examples:
@@ -92,7 +108,6 @@ class ProductState(nnx.Module):
     """
 
     def __init__(self, recipe: Recipe, lead: tuple[int, ...], path: str) -> None:
-        self.recipe = recipe
         if recipe.is_delayed:
             self.history = ScalingState(jnp.zeros((*lead, 3, recipe.history), jnp.float32))
             self.bad = ScalingState(jnp.zeros(lead, jnp.uint32))
@@ -109,6 +124,17 @@ class ProductState(nnx.Module):
             identity = np.arange(int(np.prod(lead, dtype=int)), dtype=np.uint32).reshape(lead)
             identity = identity + np.uint32(zlib.crc32(path.encode()))
             self.key = ScalingState(jnp.stack([identity, jnp.zeros_like(identity)], axis=-1))
+        self.recipe = recipe  # the last one: now it is complete
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "recipe") and not hasattr(self, name):
+            raise ValueError(
+                f"nnx.update: the state has {name} for a product whose recipe keeps none, expected "
+                "the state of a model wrapped by the same recipe; wrap the model by the recipe of "
+                "the state, or take the rest of it: nnx.filter_state(state, nnx.Not(nnx.Any("
+                "qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
+            )
+        super().__setattr__(name, value)
 
     def go_on(self, was: "ProductState") -> None:
         """Takes over the state `was` that the product had under another recipe, where it is valid.
@@ -140,6 +166,7 @@ class ProductState(nnx.Module):
         these layers. Then the product uses the largest magnitudes over the stack, and the probe of
         each layer gets what the product observes.
         """
+        self._check()
         amax = probe = key = None
         if hasattr(self, "history"):
             history, probe = self.history[...], self.probe[...]
@@ -158,6 +185,24 @@ class ProductState(nnx.Module):
         if hasattr(self, "key"):
             key = self.key[...].reshape(-1, 2)[0]
         return State(amax, probe, key, learned=self._learned())
+
+    def _check(self) -> None:
+        """Raises if what a checkpoint or a loop has put here cannot be the state of this recipe."""
+        steps = self.history.shape[-1] if hasattr(self, "history") else self.recipe.history
+        if steps != self.recipe.history:
+            raise ValueError(
+                f"nnx: a product has a history of {steps} steps, expected {self.recipe.history}, "
+                "as its recipe says: it is of a model wrapped by another recipe; wrap the model by "
+                "that one, or restore it without its qtoolkit.nnx.ScalingState"
+            )
+        for name in ("bad", "key"):
+            dtype = getattr(self, name).dtype if hasattr(self, name) else np.uint32
+            if dtype != np.uint32:
+                raise ValueError(
+                    f"nnx: {name} of a product has dtype {dtype}, expected uint32: it was averaged "
+                    "with the statistics of batches; average only nnx.All(nnx.BatchStat, nnx.Not("
+                    "nnx.Any(qtoolkit.nnx.ScalingState, qtoolkit.nnx.Probe)))"
+                )
 
     def _learned(self) -> Any:
         """((scale, offset) of lhs, (scale, offset) of rhs); for a whole stack, their means."""
@@ -231,7 +276,7 @@ def value_and_grad(
 
     def function(model: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         _check_model(model)
-        wanted = nnx.All(wrt, nnx.Not(ScalingState), nnx.Not(bridged_state()))
+        wanted = nnx.All(wrt, nnx.Not(nnx.Any(_Statistic, bridged_state())))
         trained = nnx.state(model, wanted)
         if not trained:
             raise ValueError(

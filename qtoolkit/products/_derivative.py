@@ -13,7 +13,15 @@ from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import OnSide, Transposed, combined
 from qtoolkit.products._plan import Given, Plan, State, operand_of
-from qtoolkit.products._rounded import Cut, Kept, Rounded, kept, restored, rounded
+from qtoolkit.products._rounded import (
+    Cut,
+    Kept,
+    Rounded,
+    kept,
+    largest_over,
+    restored,
+    rounded,
+)
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_of, histogram
@@ -189,11 +197,23 @@ class Cotangent:
             out = facts.plan.combined(function, found[how], restored(other), contracted)
             outs.append(differentiable_in_dtype(out, facts.given[side].dtype))
         if facts.is_observed:
-            seen = (*residuals.seen, amax_of(cotangent))
-            outs.append(jnp.stack([histogram(*one) for one in seen]))
+            outs.append(self._observed((*residuals.seen, amax_of(cotangent))))
         if facts.is_tapped:
             outs.append(self._tapped(residuals, cotangent, found))
         return tuple(outs)
+
+    def _observed(self, seen: tuple[tuple[Array, Array], ...]) -> Array:
+        """The histograms of lhs, rhs and the cotangent: float32[3, buckets].
+
+        Shards that share scales have one history. Only with `check_vma=True` does JAX add up the
+        histograms of all shards, so the largest amax is taken here, of scalars.
+        """
+        amax, is_bad = (jnp.stack(parts) for parts in zip(*seen, strict=True))
+        if names := self.facts.plan.recipe.axis_names:
+            largest = largest_over(jnp.stack([amax, is_bad.astype(amax.dtype)]), names)
+            (amax, is_bad), _ = varying_alike(largest, amax)
+            is_bad = is_bad != 0
+        return jax.vmap(histogram)(amax, is_bad)
 
     def _tapped(self, residuals: Residuals, cotangent: Array, found: dict[Cut, Rounded]) -> Array:
         """What the tap measures of all operands.

@@ -69,8 +69,8 @@ class Recipe:
       wgrad: (lhs, cotangent).
       arithmetic: "emulate" multiplies the values in the dtype of the operands or in float32.
         "native" gives XLA arrays of the formats' own dtypes where it can, see above.
-      axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor. Without
-        them each shard has a scale of its own.
+      axis_names: Axes of `jax.shard_map` whose shards share the scale of a whole tensor, and the
+        history of delayed scales. Without them each shard has a scale of its own.
 
     Source: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients).
 

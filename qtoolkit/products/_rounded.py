@@ -231,12 +231,12 @@ class Cut:
             amax = delayed * np.float32(2.0**operand.scaling.margin)
         own, _ = amax_of(lax.stop_gradient(x))
         if self.axis_names:
-            own = _largest_over(own, self.axis_names)
+            own = largest_over(own, self.axis_names)
         amax = jnp.where(amax > 0, amax, own)
         return Scales(scale_from(amax.reshape((1,) * x.ndim), fmt, None))
 
 
-def _largest_over(x: Array, names: tuple[str, ...]) -> Array:
+def largest_over(x: Array, names: tuple[str, ...]) -> Array:
     try:
         for name in names:
             lax.axis_size(name)

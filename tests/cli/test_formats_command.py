@@ -283,3 +283,20 @@ def test_nothing_heavy_is_loaded(arguments):
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == (2 if arguments == ["nothing"] else 0)
     assert not set(done.stdout.split("MODULES ")[1].split()) & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("formats mxfp", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]),
+        ("formats e2m", ["e2m3fn", "e2m1fn"]),
+        ("demo --format e", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]),  # what a file can hold
+    ],
+)
+def test_the_shell_completes_names_of_formats(line, expected):
+    """Typer's script for bash sets these variables."""
+    words = ["qtoolkit", *line.split()]
+    asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    env = {"_QTOOLKIT_COMPLETE": "complete_bash", **asked}
+    result = CliRunner().invoke(app, [], prog_name="qtoolkit", env=env)
+    assert result.stdout.split() == expected

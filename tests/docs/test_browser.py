@@ -5,6 +5,7 @@ import http.server
 import itertools
 import math
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -235,6 +236,22 @@ def test_every_public_name_has_an_anchor():
         text = (SITE / "reference" / f"{package}.html").read_text(encoding="utf-8")
         for name in getattr(qt, package).__all__:
             assert f'id="qtoolkit.{package}.{name}"' in text, f"{package}.{name}"
+
+
+def test_each_parameter_has_a_row_of_its_own():
+    """Also where a docstring describes several at once: "rounding, saturation: As in `cast`."."""
+    for package in qt._NAMES_BY_PACKAGE:
+        text = (SITE / "reference" / f"{package}.html").read_text(encoding="utf-8")
+        assert not re.findall(r"<td>\s*<code>\w+, [\w, ]+</code>\s*</td>", text), package
+
+
+def test_formulas_are_rendered():
+    for page in (SITE / "notebooks").glob("*.html"):
+        article = page.read_text(encoding="utf-8").split("<article", 1)[1].split("</article>")[0]
+        prose = re.sub(r"<(pre|code)\b.*?</\1>", "", article, flags=re.DOTALL)
+        assert "$" not in prose, page.name
+    first = (SITE / "notebooks" / "01_formats_and_rounding.html").read_text(encoding="utf-8")
+    assert "<msup><mn>2</mn><mn>7</mn></msup>" in first
 
 
 def test_the_page_of_a_report_of_numerics(browser, tmp_path):

@@ -1,13 +1,17 @@
 """The documentation: its examples run and print what stands there, its names and pictures exist."""
 
 import ast
+import colorsys
+import itertools
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import examples
+import numpy as np
 import pytest
+from PIL import Image
 
 import qtoolkit
 
@@ -69,6 +73,16 @@ def test_every_public_name_is_in_the_reference(package):
     assert sorted(found) == sorted(getattr(qtoolkit, package).__all__)
 
 
+def test_constants_are_in_the_reference_as_a_whole():
+    pages = {
+        name: hooks_without_mkdocs()["reference_page"](name) for name in qtoolkit._NAMES_BY_PACKAGE
+    }
+    assert f"| `{qtoolkit.checkpoints.DEFAULT_SKIP}` |" in pages["checkpoints"].replace("\\|", "|")
+    (names,) = re.findall(r"`FORMATS` \| (.*) \|", pages["formats"])
+    assert names == ", ".join(f"`{fmt.name}`" for fmt in qtoolkit.formats.FORMATS)
+    assert "| `FloatFormat` or `IntFormat` or `TableFormat` |" in pages["formats"]
+
+
 def test_the_text_below_a_preset_is_in_the_reference():
     page = hooks_without_mkdocs()["reference_page"]("products")
     assert "### `recipes.te_current` { #qtoolkit.products.recipes.te_current }" in page
@@ -87,10 +101,35 @@ def test_the_pictures_are_those_that_the_command_draws():
     for node in ast.parse((ROOT / "docs" / "pictures.py").read_text(encoding="utf-8")).body:
         decorators = getattr(node, "decorator_list", [])
         drawn |= {node.name for d in decorators if getattr(d, "id", "") == "picture"}
-    assert {p.stem for p in (ROOT / "docs/pages/pictures").iterdir()} == drawn
+    both = drawn | {f"{name}-dark" for name in drawn}
+    assert {p.stem for p in (ROOT / "docs/pages/pictures").iterdir()} == both
     texts = [page.read_text(encoding="utf-8") for page in [*PAGES, ROOT / "README.md"]]
-    shown = {name for text in texts for name in re.findall(r"pictures/(\w+)\.png\)", text)}
-    assert shown <= drawn
+    shown = {name for text in texts for name in re.findall(r"pictures/([\w-]+)\.png", text)}
+    assert shown <= both
+    assert {f"{name}-dark" in shown for name in ("fp8", "gaps")} == {True}  # in README.md
+
+
+def test_a_picture_for_dark_pages_is_the_same_ink_with_its_lightness_reversed():
+    """Oracle: Pillow's composition over white, and lightness as `colorsys` says it."""
+    for path in (ROOT / "docs/pages/pictures").glob("*-dark.png"):
+        light = Image.open(path.with_name(path.name.replace("-dark", ""))).convert("RGB")
+        dark = Image.open(path)
+        assert (dark.mode, dark.size, dark.getpixel((0, 0))[3]) == ("RGBA", light.size, 0)
+        for x, y in itertools.product(range(7, light.width, 97), range(5, light.height, 31)):
+            *ink, alpha = (value / 255 for value in dark.getpixel((x, y)))
+            hue, lightness, saturation = colorsys.rgb_to_hls(*ink)
+            ink = colorsys.hls_to_rgb(hue, 1 - lightness, saturation)
+            over_white = [value * alpha + 1 - alpha for value in ink]
+            wanted = [value / 255 for value in light.getpixel((x, y))]
+            assert np.allclose(over_white, wanted, atol=2 / 255), (path, x, y)
+
+
+def test_a_page_has_a_picture_for_each_mode():
+    page = hooks_without_mkdocs()["in_both_modes"]("Text.\n\n![Two\nlines](../pictures/fp8.png)")
+    assert page.split("\n\n")[1] == (
+        "![Two\nlines](../pictures/fp8.png#only-light)"
+        "![Two\nlines](../pictures/fp8-dark.png#only-dark)"
+    )
 
 
 @pytest.mark.docs

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -133,6 +133,61 @@ def test_shards_that_share_scales_do_what_one_device_does():
     for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
     assert abs(float(shards(Recipe())[0]) / float(loss) - 1) > 1e-5
+
+
+def shared_histories(step, state):
+    """What eight shards keep after three steps, each of its own part of the batch."""
+
+    def of_shard(state, batches):
+        for x in batches:
+            state = step(state, x)
+        return jax.tree.map(lambda x: x[None], state)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P(None, "data")), "out_specs": P("data"), "check_vma": False}
+    return jax.jit(jax.shard_map(of_shard, mesh=mesh, **specs))(state, SPREAD)
+
+
+# The shards have other magnitudes each; in the second step one of them has an infinity.
+SPREAD = (BATCHES * 2.0 ** np.arange(16)[:, None]).astype(np.float32)
+SPREAD[1, 5, 0] = np.inf
+
+
+def nnx_step(recipe):
+    graph, state = nnx.split(qt.nnx.wrap(Net(), recipe))
+
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        qt.nnx.value_and_grad(lambda model: jnp.sum(model(x)))(model)
+        return nnx.state(model)
+
+    return step, state, lambda state: nnx.filter_state(state, qt.nnx.ScalingState)
+
+
+def linen_step(recipe):
+    module = qt.linen.wrap(linen.Sequential([linen.Dense(64), linen.relu, linen.Dense(32)]), recipe)
+    variables = module.init(jax.random.key(0), jnp.asarray(BATCHES[0]))
+
+    def step(variables, x):
+        graded = qt.linen.value_and_grad(lambda variables: jnp.sum(module.apply(variables, x)))
+        return {**variables, "qtoolkit": graded(variables)[2]}
+
+    return step, variables, lambda variables: variables["qtoolkit"]
+
+
+@pytest.mark.parametrize("made", [nnx_step, linen_step])
+def test_shards_that_share_scales_share_histories_where_jax_adds_up_nothing(made):
+    """With `check_vma=False`; the oracle is one device that sees the whole batch."""
+    step, state, kept_of = made(delayed())
+    for x in SPREAD:
+        state = step(state, jnp.asarray(x))
+    wanted = jax.tree.leaves(kept_of(state))
+    step, state, kept_of = made(delayed(("data",)))
+    for got, want in zip(
+        jax.tree.leaves(kept_of(shared_histories(step, state))), wanted, strict=True
+    ):
+        np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
+    assert sum(int(x) for x in wanted if x.dtype == jnp.uint32) == 2
 
 
 @pytest.mark.quick
