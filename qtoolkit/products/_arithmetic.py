@@ -81,12 +81,12 @@ def _is_explicit(*arrays: Array) -> bool:
 def combined(function: Callable[[Array, Array], Array], first: Rounded, second: Rounded) -> Array:
     """`function(first, second)` in float32, emulated.
 
-    If both operands have a scale for the whole tensor, these multiply the result: the values q of most formats
-    are so far from the ends of float32 that no sum of their products overflows. If one operand has
-    no scale, q * scale is computed before the product. A wide operand may be 1e36, and 1e36 times
-    q = 448 would overflow before a scale of 1 / 448 could bring it back; so would the square of
-    q = 2**63, the largest number of P3109's 8p1. Scales of blocks differ along the summed axis, so
-    they cannot multiply the result and are applied first, too.
+    If both operands have a scale for the whole tensor, these multiply the result: the values q of
+    most formats are so far from the ends of float32 that no sum of their products overflows. If one
+    operand has none, q * scale is computed before the product. A wide operand may be 1e36, and 1e36
+    times q = 448 would overflow before a scale of 1 / 448 could bring it back; so would the square
+    of q = 2**63, the largest number of P3109's 8p1. Scales of blocks differ along the summed axis,
+    so they cannot multiply the result and are applied first, too.
     """
     one, other = first.parted(), second.parted()
     if one is not None and other is not None:
