@@ -17,12 +17,14 @@ from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
+    foreign,
     has_products,
     is_left,
     leave,
     methods_of,
     named_states,
     original_class,
+    prefix_of,
     rewriting_class,
 )
 from qtoolkit.nnx._state import Products, ProductState
@@ -249,19 +251,23 @@ def attach(
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
+    adapters = foreign(layer)
     for kind, (attribute, original, name) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
-        call: Any = Replacement(site, name)
+        call: Any = Replacement(site, name, original)
         if original is _ANYTHING:
             call = Attention(site, _original_attention(getattr(layer, attribute)))
         else:
             known = (Replacement, StatefulProducts)
             _check_attribute(where, found, attribute, (original, None), known)
+        if adapters:  # then the whole method is traced, and all products in it are quantized
+            setattr(layer, attribute, nnx.static(original))
+            continue
         setattr(layer, attribute, _stateful(call, layer, recipe, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-        layer.promote_dtype = keep_kernel_dtype
+        layer.promote_dtype = dtypes.promote_dtype if adapters else keep_kernel_dtype
     if isinstance(layer, nnx.LinearGeneral):
         _check_attribute(where, found, "dot_general_cls", (None,))
     methods = methods_of(layer)
@@ -279,6 +285,9 @@ def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
     """Gives a layer the states of the products in its methods."""
     hooked = {*_hooked_states(layer), "dot"}
     own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
+    if adapters := foreign(layer):
+        prefix = prefix_of(original_class(type(layer)), "__call__")
+        own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
     if found:
         states = {name: _state(layer, recipe, name, site) for name in found}

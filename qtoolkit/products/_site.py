@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
 from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
-from qtoolkit.products._found import Found, Names
+from qtoolkit.products._found import Found, Names, Standing
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply
+from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply, rewritten
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
@@ -40,6 +40,7 @@ class _Enclosing(NamedTuple):
     trace: Any = None
 
 
+_KERNEL = "kernel"  # what `Site.intercepted` calls it, whatever its name in the layer
 _PLAINLY = _Enclosing()
 _enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar("site", default=_PLAINLY)
 
@@ -142,6 +143,40 @@ class Site:
             kernel=found.kernel,
             features=found.features,
         )
+
+    def intercepted(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, state: State | None
+    ) -> jax.Array:
+        """`function(*args, **kwargs)`, a product of JAX that an interceptor such as qwix replaces.
+
+        The interceptor sees the call that the plain layer would make. Whatever products it computes
+        then, the layer's own and those of an adapter, are quantized by this recipe. Only the
+        layer's own, which multiplies its kernel, has the state.
+        """
+        at = 1 if isinstance(args[0], str) else 0  # einsum takes its subscripts first
+        kernel = args[at + 1]
+        stored = (Standing(kernel),) if isinstance(kernel, QArray) else ()
+
+        def plain(lhs: jax.Array, *arrays: jax.Array) -> Any:
+            # An interceptor finds the layer's parameters by identity, so close over the kernel.
+            rhs = (arrays[0] if arrays else kernel).astype(lhs.dtype)
+            return function(*args[:at], lhs, rhs, *args[at + 2 :], **kwargs)
+
+        names = Names("intercepted.")
+
+        def multiply(found: Found) -> jax.Array:
+            name = names(found)
+            is_own = name == f"intercepted.{_KERNEL}"
+            return self.multiplied(found, "0" if is_own else name, state if is_own else None)
+
+        rewriting = rewritten(
+            plain,
+            multiply,
+            lambda lhs, *arrays: ("", *(_KERNEL for _ in arrays)),
+            captured={id(kernel): _KERNEL},
+        )
+        out: jax.Array = rewriting(args[at], *stored)
+        return out
 
     def dot_general(
         self,
