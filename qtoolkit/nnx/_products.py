@@ -39,7 +39,7 @@ class Replacement:
 
     site: Site
     name: str
-    original: Callable[..., Any] | None = None
+    original: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
 
     def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
         state = states[0] if states else None
