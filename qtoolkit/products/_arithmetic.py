@@ -93,8 +93,7 @@ def combined(function: Callable[[Array, Array], Array], first: Rounded, second: 
     return function(first.unscaled(), second.unscaled())
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def native(
+def native_constant(
     function: Forward | Transposed,
     first: Rounded,
     second: Rounded,
@@ -105,12 +104,17 @@ def native(
     Args:
       contracted: Which axes of both operands are summed; None unless `function` is a plain
         `dot_general`.
+
+    It has no derivative; `native` has one.
     """
     native = native_operands(first, second, contracted)
     if native is None:
         return combined(function, first, second)
     out = function(native.first, native.second)
     return _times_scales(out, *native.scales) if native.scales else out
+
+
+native = jax.custom_jvp(native_constant, nondiff_argnums=(3,))
 
 
 @native.defjvp
