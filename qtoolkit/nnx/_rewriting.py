@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Site,
@@ -222,6 +223,17 @@ def named_states(module: Any) -> dict[str, Any]:
     kept = getattr(module, PRODUCTS, None)
     states = {} if kept is None else vars(kept)
     return {name: state for name, state in states.items() if isinstance(state, ProductState)}
+
+
+def product_states(layer: Any) -> dict[str, ProductState]:
+    """The states of a layer's products, by name."""
+    return {**named_states(layer), **hooked_states(layer)}
+
+
+def hooked_states(layer: Any) -> dict[str, ProductState]:
+    """The states in the layer's attribute: "0", and for attention also "1"."""
+    hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
+    return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
 
 
 def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -307,11 +307,13 @@ class Scope(NamedTuple):
       path: The path of the layer.
       label: The formats to which its operands are rounded.
       is_left: Whether a rule leaves the layer as it is.
+      is_native: Whether its recipe says `arithmetic="native"`.
     """
 
     path: str
     label: str
     is_left: bool = False
+    is_native: bool = False
 
 
 _ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
@@ -330,7 +332,7 @@ def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) ->
         return f"{LEFT}{named}|"
     pairs = zip(stored, recipe.forward, strict=True)
     label = " x ".join(what or ("wide" if o is None else str(o)) for what, o in pairs)
-    return f"{SCOPE}{named}|{label}|"
+    return f"{SCOPE}{named}|{label}|{recipe.arithmetic}|"
 
 
 def place_of(name_stack: str) -> Scope | None:
@@ -339,6 +341,6 @@ def place_of(name_stack: str) -> Scope | None:
     if at < 0:
         return None
     is_left = name_stack.startswith(LEFT, at)
-    path, label, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "")
+    path, label, arithmetic, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "", "")
     path = MODEL if path == "." else urllib.parse.unquote(path.replace(".", "/"))
-    return Scope(path, "" if is_left else label, is_left)
+    return Scope(path, "", True) if is_left else Scope(path, label, False, arithmetic == "native")
