@@ -40,7 +40,7 @@ def runs_of(eqn: Any) -> int:
         return int(eqn.params["length"])
     if eqn.primitive.name == "shard_map":
         sizes = eqn.params["mesh"].shape
-        return math.prod(sizes[axis] for axis in eqn.params["manual_axes"])
+        return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
     return 1
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 
 import qtoolkit as qt
 
@@ -101,6 +102,20 @@ def test_multiplications_of_every_kind(function, shapes, multiplications, recipe
     found = qt.nnx.report(qt.nnx.wrap(Own(), recipe), jnp.ones(shapes[0]))
     products = found.quantized + found.left
     assert [p.multiplications for p in products] == [multiplications] * 3
+
+
+def test_products_in_a_shard_map_run_in_each_shard():
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def loss(model, x):
+        return jax.shard_map(
+            lambda x: x @ x.T, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+        )(model.encode(x)).sum()
+
+    wrapped = qt.nnx.wrap(Model(), qt.Rules({"up": qt.recipes.te_current}))
+    left = qt.nnx.report(loss, wrapped, jnp.ones((8 * mesh.size, 64))).left
+    assert next(p.multiplications for p in left if p.part == "forward") == 8 * 8 * 32 * mesh.size
 
 
 @pytest.mark.parametrize("name", NATIVE)
