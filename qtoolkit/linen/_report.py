@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,12 +12,14 @@ from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import visiting
+from qtoolkit.linen._run import ROOT, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
+    MODEL,
     Batch,
     check_all_quantized,
+    lacks_history,
     report_of,
     strict_inputs,
     unused_rules,
@@ -26,7 +29,7 @@ _EVERY_WRITTEN = DenyList(["params", COLLECTION])
 
 
 def report(
-    wrapped: nn.Module,
+    wrapped: Any,
     variables: Any,
     *inputs: Any,
     rngs: Any = None,
@@ -37,15 +40,19 @@ def report(
     """Counts the matrix products and convolutions of a module, forward and backward.
 
         print(qtoolkit.linen.report(wrapped, variables, batch))
+        print(qtoolkit.linen.report(wrapped, variables, image, method="encode"))
+        print(qtoolkit.linen.report(loss, variables, batch))
 
     `wrapped.apply` is traced, and differentiated by variables and inputs of floats; nothing is
-    computed.
+    computed. Axis names that the module asks for, as `BatchNorm(axis_name="batch")` does, are those
+    of axes of size 1.
 
     Args:
-      wrapped: A module from `wrap`; one that is not wrapped has all its products left.
-      variables: As for `apply`, arrays or `jax.ShapeDtypeStruct`s.
-      inputs, options: What the module is called with. Arrays are traced; all else is passed as it
-        is.
+      wrapped: A module from `wrap`; one that is not wrapped has all its products left. Or a
+        function of variables that applies such a module, for example a loss.
+      variables: As for `apply`, arrays or `jax.ShapeDtypeStruct`s; for a function any pytree.
+      inputs, options: What the module or the function is called with. Arrays are traced; all else
+        is passed as it is.
       rngs, method, mutable: As for `apply`. Left out: keys for whatever asks, and every collection
         but "params" may be written; none if Flax then finds no parameters, as it does in
         `nn.map_variables(init=True)`.
@@ -54,7 +61,8 @@ def report(
       A `Report`, whose text is a table. Its `unreached` are rules that match nothing that ran.
 
     Raises:
-      TypeError: `wrapped` is no linen module.
+      TypeError: `wrapped` is neither a linen module nor a function; rngs or method are given for a
+        function.
 
     Examples:
       >>> module = qt.linen.wrap(nn.Dense(1), qt.recipes.te_current)
@@ -65,31 +73,46 @@ def report(
       >>> [product.part for product in report.quantized]
       ['forward', 'dgrad', 'wgrad']
     """
-    check_arguments("report", wrapped, variables)
+    is_function = callable(wrapped) and not isinstance(wrapped, type | nn.Module)
+    if is_function:
+        _check_no_options(rngs=rngs, method=method)
+    else:
+        check_arguments("report", wrapped, variables)
     batch = Batch.of((inputs, options))
     # Replace state by zeros, so that it counts as constant and nothing differentiates by it.
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables.get(COLLECTION, {}))
-    others = {name: held for name, held in variables.items() if name != COLLECTION}
+    kept = variables.get(COLLECTION, {}) if isinstance(variables, Mapping) else {}
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+    others = variables
+    if kept:
+        others = {name: held for name, held in variables.items() if name != COLLECTION}
     if rngs is None:
         rngs = {"params": jax.random.key(0)}
 
     def call(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
         args, kwargs = batch.with_arrays(arrays)
         given = {**variables, COLLECTION: state} if state else variables
-        outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
+        if is_function:
+            outs = wrapped(given, *args, **kwargs)
+        else:
+            outs = wrapped.apply(given, *args, rngs=rngs, method=method, mutable=mutable, **kwargs)
         return [out for out in jax.tree.leaves(outs) if isinstance(out, jax.Array)]
 
     arguments = others, batch.arrays
+    unstarted = {
+        MODEL if path == ROOT else path.replace(".", "/")
+        for path, products in kept.items()
+        if lacks_history(state["history"] for state in products.values() if "history" in state)
+    }
     with visiting() as visited:
         try:
-            found = report_of(functools.partial(call, mutable), arguments)
+            found = report_of(functools.partial(call, mutable), arguments, (), unstarted)
         except ScopeCollectionNotFound as error:
             # Where a collection may be written, but "params" may not, Flax's
             # `nn.map_variables(init=True)` loses the parameters: it keeps what may be written.
             if mutable is not _EVERY_WRITTEN:
                 raise
             try:
-                found = report_of(functools.partial(call, False), arguments)
+                found = report_of(functools.partial(call, False), arguments, (), unstarted)
             except ModifyScopeVariableError:  # another collection must be written
                 raise error from None
     unused = tuple(
@@ -98,6 +121,15 @@ def report(
         for key in unused_rules(rules, visited.modules(rules))
     )
     return dataclasses.replace(found, unreached=unused)
+
+
+def _check_no_options(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise TypeError(
+                f"report: {name} is given for a function, expected them for a module only; pass "
+                "them to `apply` in the function"
+            )
 
 
 def check_strict(wrapped: nn.Module, inputs: Any) -> None:

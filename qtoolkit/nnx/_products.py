@@ -8,10 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from flax.nnx.nn import dtypes
+from jax import lax
 
 from qtoolkit.nnx._state import ProductState
-from qtoolkit.products.internal import Site, State, instrument, rewritten, scope
+from qtoolkit.products.internal import (
+    MODEL,
+    Site,
+    State,
+    instrument,
+    is_intercepted,
+    rewritten,
+    scope,
+)
 from qtoolkit.scaling import QArray
 
 States = Sequence[State]
@@ -22,15 +32,33 @@ class Replacement:
     """Stands in for a function of JAX, such as `lax.dot_general`, by the method of its name.
 
     Equal sites make equal objects: no second trace.
+
+    Attributes:
+      original: The function that Flax's layer holds; None if it takes JAX's when it is called.
     """
 
     site: Site
     name: str
+    original: Callable[..., Any] | None = dataclasses.field(default=None, repr=False)
 
     def __call__(self, *args: Any, states: States = (), **kwargs: Any) -> jax.Array:
         state = states[0] if states else None
+        if is_intercepted():
+            return self._intercepted(args, kwargs, state)
         product: jax.Array = getattr(self.site, self.name)(*args, state=state, **kwargs)
         return product
+
+    def _intercepted(self, args: Any, kwargs: Any, state: State | None) -> jax.Array:
+        function = self.original or getattr(lax, self.name)
+        try:
+            return self.site.intercepted(function, args, kwargs, state)
+        except TraceContextError as error:
+            raise ValueError(
+                f"wrap: {self.site.path or MODEL}: an interceptor of {self.name} changes variables "
+                "of the model while the product is traced, expected one that only reads them; "
+                "apply an adapter such as qwix's LoRA before wrap, with dropout=0.0, or leave this "
+                "layer as it is by a rule"
+            ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +79,8 @@ class Attention:
         place = Site(self.site.recipe, None if instrument() is None else self.site.path)
         with scoped:
             # A user's function may close over arrays, so only Flax's own is jitted.
-            is_known = self.original is _FLAXS and module is None
+            # So is none that an interceptor sees: a later call might be without it.
+            is_known = self.original is _FLAXS and module is None and not is_intercepted()
             static = tuple(sorted(options.items()))
             if is_known and _is_hashable(static):
                 return _attend(arrays, named, list(states), place, static)
@@ -128,8 +157,9 @@ class StatefulProducts(nnx.Module):
         self.call = call
         self.products = nnx.List(products)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        return self.call(*args, states=[kept.state() for kept in self.products], **kwargs)
+    def __call__(this, *args: Any, **kwargs: Any) -> jax.Array:  # noqa: N805
+        # Interceptors of qwix take the innermost module that a frame calls `self` for the layer.
+        return this.call(*args, states=[kept.state() for kept in this.products], **kwargs)
 
 
 def keep_kernel_dtype(args: tuple[Any, ...], /, *, dtype: Any = None, inexact: bool = True) -> Any:

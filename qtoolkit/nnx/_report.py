@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from qtoolkit.nnx._rewriting import has_products, is_left, leave
+from qtoolkit.nnx._rewriting import has_products, is_left, leave, product_states
 from qtoolkit.products import Product, Report
-from qtoolkit.products.internal import BY_RULE, MODEL, Batch, report_of
+from qtoolkit.products.internal import BY_RULE, MODEL, Batch, lacks_history, report_of
 
 
 def check_module(where: str, model: Any) -> None:
@@ -23,23 +23,29 @@ def check_module(where: str, model: Any) -> None:
     raise TypeError(f"{where}: model has type {type(model).__name__}, expected an nnx.Module{hint}")
 
 
-def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
+def report(wrapped: Any, *inputs: Any, method: Any = None, **options: Any) -> Report:
     """Counts the matrix products and convolutions of a model, forward and backward.
 
         print(qtoolkit.nnx.report(wrapped, batch))
+        print(qtoolkit.nnx.report(wrapped, image, method="encode"))
+        print(qtoolkit.nnx.report(loss, wrapped, batch))
 
     The model is traced with `inputs`, and differentiated by its parameters and by inputs of
-    floats; nothing is computed, and its state stays as it is.
+    floats; nothing is computed, and its state stays as it is. Axis names that the model asks for,
+    as `BatchNorm(axis_name="batch")` does, are those of axes of size 1.
 
     Args:
       wrapped: A model from `wrap`; one that is not wrapped has all its products left, and says so.
-      inputs, options: What the model is called with. Arrays are traced, all else passed on.
+        Or a function of the model, such as a loss; then the model is the next argument.
+      inputs, options: What the model or the function is called with. Arrays are traced, all else
+        passed on.
+      method: The name of a method that is called in place of `__call__`, or a function.
 
     Returns:
       A `Report`, whose text is a table.
 
     Raises:
-      TypeError: `wrapped` is no `nnx.Module`.
+      TypeError: There is no `nnx.Module`; `method` is given for a function.
 
     Examples:
       >>> rngs = nnx.Rngs(0)
@@ -54,9 +60,10 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
       layers/0 backward left by a rule
       layers/0 backward left by a rule
     """
-    check_module("report", wrapped)
+    function, wrapped, inputs = _called(wrapped, inputs, method)
     paths: list[str] = []
     unmarked: set[str] = set()
+    unstarted: set[str] = set()
     seen: set[int] = set()
 
     def tagged(path: tuple[Any, ...], node: Any) -> Any:
@@ -68,6 +75,11 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         shown = "/".join(map(str, path))
         if site is not None:
             paths.append(site.path)
+            states = product_states(node).values()
+            if lacks_history(
+                state.history.get_value() for state in states if hasattr(state, "history")
+            ):
+                unstarted.add(site.path or MODEL)
         elif has_products(node):
             if not is_left(node):
                 unmarked.add(shown or MODEL)
@@ -80,10 +92,10 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
 
     def call(state: Any, arrays: list[Any]) -> Any:
         args, kwargs = given.with_arrays(arrays)
-        outs = jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+        outs = jax.tree.leaves(function(nnx.merge(graph, state), *args, **kwargs))
         return [out for out in outs if hasattr(out, "dtype")]
 
-    found = report_of(call, (state, given.arrays), tuple(dict.fromkeys(paths)))
+    found = report_of(call, (state, given.arrays), tuple(dict.fromkeys(paths)), unstarted)
     if paths:
         reason = "its layer is not wrapped: wrap the model again after layers are replaced"
     else:  # what `wrap` returned was not used, or all its rules are None
@@ -96,6 +108,32 @@ def report(wrapped: nnx.Module, *inputs: Any, **options: Any) -> Report:
         return dataclasses.replace(product, reason=reason)
 
     return dataclasses.replace(found, left=tuple(map(explained, found.left)))
+
+
+def _called(wrapped: Any, inputs: tuple[Any, ...], method: Any) -> tuple[Any, Any, Any]:
+    """The function to trace, of a model and inputs; the model; the inputs."""
+    is_function = callable(wrapped) and not isinstance(wrapped, type | nnx.Module | linen.Module)
+    if not is_function:
+        check_module("report", wrapped)
+        if callable(method):
+            return method, wrapped, inputs
+        return (
+            (lambda model, *args, **kw: getattr(model, method or "__call__")(*args, **kw)),
+            wrapped,
+            inputs,
+        )
+    if method is not None:
+        raise TypeError(
+            f"report: method={method!r} beside a function, expected one of them; call the method "
+            "in the function"
+        )
+    if not inputs or not isinstance(inputs[0], nnx.Module):
+        got = f"type {type(inputs[0]).__name__}" if inputs else "nothing"
+        raise TypeError(
+            f"report: after a function comes {got}, expected its nnx.Module; write "
+            "qtoolkit.nnx.report(loss, model, batch)"
+        )
+    return wrapped, inputs[0], inputs[1:]
 
 
 def site_of(module: Any) -> Any:

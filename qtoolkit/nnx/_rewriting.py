@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from qtoolkit.nnx._products import StatefulProducts
 from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Site,
@@ -47,9 +48,30 @@ PRODUCTS = "qtoolkit_products"
 
 
 def methods_of(module: Any) -> tuple[str, ...]:
-    """The public methods of a module that compute products by themselves."""
+    """The public methods of a module that compute products by themselves.
+
+    So does a layer of Flax with parameters of somebody else: his interceptor of `lax.dot_general`
+    adds an adapter's products to the layer's own. `qwix.apply_lora_to_model` makes such layers.
+    """
+    kind = original_class(type(module))
     known = frozenset() if isinstance(module, HOOKED) else product_attributes(vars(module))
-    return product_methods(original_class(type(module)), known)
+    methods = product_methods(kind, known)
+    return (*methods, "__call__") if foreign(module) and "__call__" not in methods else methods
+
+
+def foreign(module: Any) -> tuple[str, ...]:
+    """The names of parameters of a layer of Flax that no code of its class mentions."""
+    if not isinstance(module, HOOKED):
+        return ()
+    params = (name for name, value in vars(module).items() if isinstance(value, nnx.Param))
+    return tuple(name for name in params if name not in _mentioned(original_class(type(module))))
+
+
+@functools.cache
+def _mentioned(kind: type) -> frozenset[str]:
+    functions = (inspect.unwrap(x) for base in kind.__mro__ for x in vars(base).values())
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
 def has_products(module: Any) -> bool:
@@ -201,6 +223,17 @@ def named_states(module: Any) -> dict[str, Any]:
     kept = getattr(module, PRODUCTS, None)
     states = {} if kept is None else vars(kept)
     return {name: state for name, state in states.items() if isinstance(state, ProductState)}
+
+
+def product_states(layer: Any) -> dict[str, ProductState]:
+    """The states of a layer's products, by name."""
+    return {**named_states(layer), **hooked_states(layer)}
+
+
+def hooked_states(layer: Any) -> dict[str, ProductState]:
+    """The states in the layer's attribute: "0", and for attention also "1"."""
+    hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
+    return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
 
 
 def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """`wrap`: an nnx model whose products are quantized, made by attributes and by subclasses."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +17,15 @@ from qtoolkit.nnx._report import check_module, report, site_of
 from qtoolkit.nnx._rewriting import (
     PRODUCTS,
     become,
+    foreign,
     has_products,
+    hooked_states,
     is_left,
     leave,
     methods_of,
-    named_states,
     original_class,
+    prefix_of,
+    product_states,
     rewriting_class,
 )
 from qtoolkit.nnx._state import Products, ProductState
@@ -62,7 +65,7 @@ def wrap(
     model: Model,
     recipe: Recipe | Rules[Recipe] | None = None,
     *,
-    strict: Sequence[Any] | Mapping[str, Any] | None = None,
+    strict: Sequence[Any] | Mapping[str, Any] | Callable[..., Any] | None = None,
     kv_cache: SpecLike | None = None,
 ) -> Model:
     """A model like `model` whose matrix products and convolutions are quantized by `recipe`.
@@ -90,8 +93,9 @@ def wrap(
         not see in what it calls, such as those of a linen module in `nnx.bridge.ToNNX`. A type
         means layers of that type and layers inside of modules of that type. A layer that is shared
         has several paths; a rule has to match one of them.
-      strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`.
-        Raises if a product is not quantized though no rule says so.
+      strict: Inputs of the model, to trace it with: `(x, y)`, or by their names `{"x": x, "y": y}`;
+        or a function of the wrapped model, `lambda model: loss(model, batch)`. Raises if a product
+        is not quantized though no rule says so.
       kv_cache: The format of `MultiHeadAttention`'s KV cache: "e4m3fn", with a scale for each token
         and head, or a format with blocks along the features. Each token is rounded once, when it is
         written; steps compute with the dequantized cache. The wrapped model then has caches of its
@@ -124,8 +128,12 @@ def wrap(
     """
     wrapped = rewired("wrap", model, training_rules(recipe), kv_cache)
     if strict is not None:
-        inputs, options = strict_inputs(strict)
-        check_all_quantized(type(wrapped).__name__, report(wrapped, *inputs, **options))
+        if callable(strict):
+            found = report(strict, wrapped)
+        else:
+            inputs, options = strict_inputs(strict)
+            found = report(wrapped, *inputs, **options)
+        check_all_quantized(type(wrapped).__name__, found)
     return wrapped
 
 
@@ -249,19 +257,23 @@ def attach(
     found = FoundModule(layer, [""]) if found is None else found
     site = Site(recipe, found.paths[0])
     states = product_states(layer)
+    adapters = foreign(layer)
     for kind, (attribute, original, name) in _HOOKS.items():
         if not isinstance(layer, kind):
             continue
-        call: Any = Replacement(site, name)
+        call: Any = Replacement(site, name, original)
         if original is _ANYTHING:
             call = Attention(site, _original_attention(getattr(layer, attribute)))
         else:
             known = (Replacement, StatefulProducts)
             _check_attribute(where, found, attribute, (original, None), known)
+        if adapters:  # then the whole method is traced, and all products in it are quantized
+            setattr(layer, attribute, nnx.static(original))
+            continue
         setattr(layer, attribute, _stateful(call, layer, recipe, site))
     if isinstance(layer, _KERNEL_HOOKS):
         _check_attribute(where, found, "promote_dtype", (dtypes.promote_dtype, keep_kernel_dtype))
-        layer.promote_dtype = keep_kernel_dtype
+        layer.promote_dtype = dtypes.promote_dtype if adapters else keep_kernel_dtype
     if isinstance(layer, nnx.LinearGeneral):
         _check_attribute(where, found, "dot_general_cls", (None,))
     methods = methods_of(layer)
@@ -277,8 +289,11 @@ def attach(
 
 def _keep(layer: Any, recipe: Recipe, site: Site, names: Sequence[str]) -> None:
     """Gives a layer the states of the products in its methods."""
-    hooked = {*_hooked_states(layer), "dot"}
+    hooked = {*hooked_states(layer), "dot"}
     own = next((own for kind, own in _REWRITTEN.items() if isinstance(layer, kind)), ())
+    if adapters := foreign(layer):
+        prefix = prefix_of(original_class(type(layer)), "__call__")
+        own = tuple(f"{prefix}{name}" for name in ("kernel", *adapters))
     found = dict.fromkeys([*own, *(name for name in names if name not in hooked)])
     if found:
         states = {name: _state(layer, recipe, name, site) for name in found}
@@ -310,17 +325,6 @@ def _reset(layer: Any, methods: tuple[str, ...]) -> None:
 
 
 _KERNEL_HOOKS: Any = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
-
-
-def product_states(layer: Any) -> dict[str, ProductState]:
-    """The states of a layer's products, by name."""
-    return {**named_states(layer), **_hooked_states(layer)}
-
-
-def _hooked_states(layer: Any) -> dict[str, ProductState]:
-    """The states in the layer's attribute: "0", and for attention also "1"."""
-    hooks = (value for value in vars(layer).values() if isinstance(value, StatefulProducts))
-    return {str(i): kept for hook in hooks for i, kept in enumerate(hook.products)}
 
 
 def needs_no_scale(layer: Any) -> bool:

@@ -101,8 +101,7 @@ def _of_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
     return differentiable_widened(first), differentiable_widened(second)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def native(
+def native_constant(
     function: Forward | Transposed,
     first: Rounded,
     second: Rounded,
@@ -113,12 +112,17 @@ def native(
     Args:
       contracted: Which axes of both operands are summed; None unless `function` is a plain
         `dot_general`.
+
+    It has no derivative; `native` has one.
     """
     native = native_operands(first, second, contracted)
     if native is None:
         return combined(function, first, second)
     out = function(native.first, native.second)
     return _times_scales(out, *native.scales) if native.scales else out
+
+
+native = jax.custom_jvp(native_constant, nondiff_argnums=(3,))
 
 
 @native.defjvp

@@ -14,6 +14,12 @@ import opt_einsum
 from jax import lax
 
 from qtoolkit.casts.internal import varying_alike
+from qtoolkit.products._intercepted import (
+    conv_general_dilated,
+    dot_general,
+    einsum,
+    ragged_dot,
+)
 
 Places = tuple[int, ...]
 
@@ -156,7 +162,7 @@ class DotGeneral:
     def _dot(self, lhs: Any, rhs: Any, numbers: Any, out_sharding: Any = None) -> jax.Array:
         if isinstance(lhs, Blocked):
             return _scaled_dot(lhs, rhs, numbers)
-        return lax.dot_general(
+        return dot_general(
             lhs,
             rhs,
             numbers,
@@ -214,7 +220,7 @@ class Einsum:
             # In "ij,k->i" the labels j and k are summed over one operand alone, before the product.
             # XLA cannot sum 8-bit floats, which operands are in "native" arithmetic.
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-        return jnp.einsum(
+        return einsum(
             self.subscripts,
             lhs,
             rhs,
@@ -293,7 +299,7 @@ class ConvGeneralDilated:
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if lhs.dtype != rhs.dtype:  # "native" E4M3 and E5M2: a convolution takes one dtype
             lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-        return lax.conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
+        return conv_general_dilated(lhs, rhs, preferred_element_type=jnp.float32, **options)
 
     def transposed(self, *arguments: Any) -> None:
         # A transposed convolution of 16-bit operands has a result of 16 bits in JAX.
@@ -320,7 +326,7 @@ class RaggedDot:
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
         (group_sizes,) = extra
-        return lax.ragged_dot(
+        return ragged_dot(
             lhs,
             rhs,
             group_sizes,

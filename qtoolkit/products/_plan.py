@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from qtoolkit.formats.internal import hashed_once
-from qtoolkit.products._arithmetic import Forward, Transposed, combined, native
+from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
@@ -119,12 +119,18 @@ class Plan:
         first: Rounded,
         second: Rounded,
         contracted: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        is_constant: bool = False,
     ) -> Array:
-        """`function(first, second)` in float32, emulated or native as the recipe says."""
+        """`function(first, second)` in float32, emulated or native as the recipe says.
+
+        If `is_constant`, it has no derivative, and its product stands in no `custom_jvp`.
+        """
         if self.recipe.arithmetic != "native":
             return combined(function, first, second)
         is_dot = isinstance(self.function, DotGeneral) and self.function.out_sharding is None
-        return native(function, first, second, contracted if is_dot else None)
+        multiply = native_constant if is_constant else native
+        return multiply(function, first, second, contracted if is_dot else None)
 
 
 def operand_of(x: Given, amax: Array | None, key: Array | None, how: Cut) -> Rounded:

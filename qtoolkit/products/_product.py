@@ -180,7 +180,8 @@ def qtoolkit_product(
     lhs: Given, rhs: Given, state: State, extra: tuple[Array, ...], plan: Plan
 ) -> Array:
     operands = _forward_operands(lhs, rhs, state, plan)
-    return _product((lhs, rhs), operands, state, extra, plan)
+    out = _multiplied(operands, extra, plan)
+    return _product((lhs, rhs), operands, state, extra, out, plan)
 
 
 def _forward_operands(lhs: Given, rhs: Given, state: State, plan: Plan) -> tuple[Rounded, Rounded]:
@@ -189,17 +190,31 @@ def _forward_operands(lhs: Given, rhs: Given, state: State, plan: Plan) -> tuple
     return operand_of(lhs, amax_l, state.key, first), operand_of(rhs, amax_r, state.key, second)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _multiplied(operands: tuple[Rounded, Rounded], extra: tuple[Array, ...], plan: Plan) -> Array:
+    """The result; its derivative is that of `_product`.
+
+    It is computed outside of `_product`, because a policy of `jax.checkpoint` such as
+    `dots_saveable` looks at primitives, and never into a `custom_jvp`.
+    """
+    operands = lax.stop_gradient(operands)
+    function = Forward(plan.function, extra)
+    contracted = plan.contracted(None, *(operand.q for operand in operands))
+    out = plan.combined(function, *operands, contracted, is_constant=True)
+    return differentiable_in_dtype(out, plan.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def _product(
     given: tuple[Given, Given],
     operands: tuple[Rounded, Rounded],
     state: State,
     extra: tuple[Array, ...],
+    out: Array,
     plan: Plan,
 ) -> Array:
-    function = Forward(plan.function, extra)
-    contracted = plan.contracted(None, *(operand.q for operand in operands))
-    return differentiable_in_dtype(plan.combined(function, *operands, contracted), plan.dtype)
+    """`out`, the product of the operands, with the derivative of a product of what was given."""
+    del given, operands, state, extra, plan
+    return out
 
 
 def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -216,13 +231,14 @@ def _product_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[Array, Array]
     are rounded again here, with current scales.
     """
     given: tuple[Given, Given]
-    (given, operands, state, extra), (dots, _, state_dots, _) = primals, tangents
+    (given, operands, state, extra, out), (dots, _, state_dots, *_) = primals, tangents
     is_observed = state.probe is not None and not isinstance(state_dots.probe, SymbolicZero)
     is_tapped = state.zeros is not None and not isinstance(state_dots.zeros, SymbolicZero)
     if state.probe is not None and not is_observed and not is_tapped:
         state = State(key=state.key)
         operands = _forward_operands(given[0], given[1], state, plan)
-    out = _product(given, operands, State(key=state.key), extra, plan)
+        out = _multiplied(operands, extra, plan)
+    out = _product(given, operands, State(key=state.key), extra, out, plan)
     sides = tuple(side for side in (0, 1) if is_moving(given[side], dots[side]))
     xs = [dots[side] for side in sides]
     xs += [state_dots.probe] if is_observed else []

@@ -4,13 +4,22 @@ import collections
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from qtoolkit.products._multiplications import (
+    is_native,
+    multiplications_of,
+    multiplications_of_gradient,
+    native_gradients,
+    runs_of,
+)
 from qtoolkit.products._operand import Learned
 from qtoolkit.products._rewrite import MARKER, PRODUCTS, SCALED, inner_jaxprs, with_values
 from qtoolkit.products._site import Scope, place_of
@@ -41,6 +50,7 @@ class Product:
       reason: Why it is not quantized; empty if it is.
       where: The line of the program, "model.py:17".
       count: How many such products there are. One in a loop counts once.
+      multiplications: Of numbers, in all of them together; those in `lax.scan` in each iteration.
     """
 
     path: str
@@ -49,6 +59,7 @@ class Product:
     reason: str = ""
     where: str = ""
     count: int = 1
+    multiplications: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Report:
     @property
     def unexplained(self) -> tuple[Product, ...]:
         """The products that are not quantized, though neither a rule nor a recipe says so."""
-        known = (BY_RULE, BY_RECIPE)
+        known = (BY_RULE, BY_RECIPE, INTEGERS)
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
     def __str__(self) -> str:
@@ -84,19 +95,36 @@ class Report:
             rows.append((path or "-", *cells, str(sum(p.count for p in products))))
         lines = text_table(rows)
         if self.left:
-            rows = [("left", "product", "operands", "reason", "where", "products")]
+            rows = [("left", "product", "operands", "reason", "where", "products", "share")]
             rows += [
-                (p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count))
+                (
+                    *(p.path or "-", p.part, p.operands, p.reason, p.where, str(p.count)),
+                    f"{p.multiplications / self._multiplications:.1%}",
+                )
                 for p in self.left
             ]
             lines += ["", *text_table(rows)]
-        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
-        lines.append(f"{done} of {done + left} products quantized")
+        lines.append(self._summary())
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
             lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
         return "\n".join(lines)
+
+    @property
+    def _multiplications(self) -> int:
+        return max(1, sum(p.multiplications for p in (*self.quantized, *self.left)))
+
+    def _summary(self) -> str:
+        done, left = (sum(p.count for p in part) for part in (self.quantized, self.left))
+        text = f"{done} of {done + left} products quantized"
+        if done and left:
+            share = sum(p.multiplications for p in self.quantized) / self._multiplications
+            text += f", {share:.1%} of all multiplications"
+        emulated = sum(p.count for p in self.quantized if p.operands.endswith(_EMULATED))
+        if emulated:
+            text += f"; {emulated} of them emulated, though the recipe says native"
+        return text
 
 
 _PARTS = ("forward", "dgrad", "wgrad")
@@ -115,17 +143,26 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 BY_RULE, BY_RECIPE = "left by a rule", "left wide by the recipe"
+INTEGERS = "integers are not rounded"
+# End the operands of products whose recipe says `arithmetic="native"`.
+_NATIVE, _EMULATED = " (native)", " (emulated)"
 _WIDE = "wide x wide"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
-def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ...] = ()) -> Report:
+def report_of(
+    function: Callable[..., Any],
+    arguments: Any,
+    paths: tuple[str, ...] = (),
+    unstarted: Collection[str] = (),
+) -> Report:
     """Reports on a pure function of pytrees and its derivatives by all floats in its arguments.
 
     Args:
       paths: The paths of the layers that have a recipe.
+      unstarted: The paths of those whose histories are empty, see `lacks_history`.
     """
-    forward = jax.make_jaxpr(function)(*arguments)
+    forward, axes = _traced(function, arguments)
     # A QArray counts as one leaf, so its float scales are not differentiated by.
     leaves, structure = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, QArray))
     places = [i for i, leaf in enumerate(leaves) if _is_float(leaf)]
@@ -141,13 +178,13 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     if places:
         floats = [leaves[place] for place in places]
         try:
-            backward = jax.make_jaxpr(jax.grad(total))(floats)
+            backward, _ = _traced(jax.grad(total), (floats,), axes)
             found += _without(list(_products(backward.jaxpr, "backward")), found)
         except ValueError as error:
             is_forward_only = has_no_derivative(error)
             if not is_forward_only:
                 raise
-    products = _counted(found)
+    products = _counted(_as_of_now(product, unstarted) for product in found)
     quantized = tuple(product for product in products if not product.reason)
     left = tuple(product for product in products if product.reason)
     reached = {product.path for product in products}
@@ -155,10 +192,55 @@ def report_of(function: Callable[..., Any], arguments: Any, paths: tuple[str, ..
     return Report(quantized, left, unreached, is_forward_only)
 
 
+def lacks_history(histories: Iterable[Any]) -> bool:
+    """Whether a layer has delayed scales, and no step has given it a history yet."""
+    known = list(histories)
+    return bool(known) and all(
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.is_fully_addressable
+        and not np.any(x)
+        for x in known
+    )
+
+
+def _as_of_now(product: Product, unstarted: Collection[str]) -> Product:
+    if product.path not in unstarted:
+        return product
+    now = product.operands.replace(", delayed", ", current: no history yet")
+    return dataclasses.replace(product, operands=now)
+
+
+_Axes = tuple[tuple[str, int], ...]
+
+
+def _traced(
+    function: Callable[..., Any], arguments: Any, axes: _Axes = ()
+) -> tuple[ClosedJaxpr, _Axes]:
+    """The jaxpr of a function, in an axis of size 1 for each axis name that it asks for.
+
+    `nnx.BatchNorm(axis_name="batch")` asks for one, and so does a recipe with `axis_names`.
+    """
+    try:
+        return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
+    except (NameError, ValueError) as error:
+        unbound = re.search(r"unbound axis name: (\w+)", str(error))
+        if unbound is None or unbound[1] in dict(axes):
+            raise
+    return _traced(function, arguments, (*axes, (unbound[1], 1)))
+
+
 def _counted(products: Iterable[Product]) -> tuple[Product, ...]:
-    """Each product once, with its count."""
-    counts = collections.Counter(products).items()
-    return tuple(dataclasses.replace(product, count=count) for product, count in counts)
+    """Each product once, with the count and the multiplications of all that are equal to it."""
+    counts: dict[Product, tuple[int, int]] = {}
+    for product in products:
+        name = dataclasses.replace(product, multiplications=0)
+        count, multiplications = counts.get(name, (0, 0))
+        counts[name] = count + 1, multiplications + product.multiplications
+    return tuple(
+        dataclasses.replace(product, count=count, multiplications=multiplications)
+        for product, (count, multiplications) in counts.items()
+    )
 
 
 def _is_float(x: Any) -> bool:
@@ -226,8 +308,9 @@ def _products(
     marked: Scope | None = None,
     around: str = "",
     line: str = "",
+    times: int = 1,
 ) -> Iterator[Product]:
-    """The products of a jaxpr.
+    """The products of a jaxpr, but for those of empty arrays.
 
     Args:
       part: The part to which its plain products belong: "forward" or "backward".
@@ -235,21 +318,29 @@ def _products(
       marked: The scope of the quantized product inside of which it lies, or None.
       around: The entry of `_OPAQUE` inside of which it lies, or "".
       line: The line of the user's program that made the equation in which it lies, or "".
+      times: How often it runs.
     """
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}"
         name = eqn.primitive.name
         place = marked or place_of(here)
         if name == "linear_with_transpose":
-            yield from _derivatives(eqn, place)
+            yield from _derivatives(eqn, place, times)
         elif name in (*PRODUCTS, SCALED):
+            number = times * multiplications_of(eqn)
+            if not number:
+                continue  # `lax.associative_scan` makes products of empty arrays
             if marked is not None:
-                reason = BY_RECIPE if marked.label == _WIDE else ""
-                yield Product(marked.path, "forward", marked.label, reason)
+                label = marked.label
+                reason = BY_RECIPE if label == _WIDE else ""
+                if marked.is_native and not reason:
+                    label += _NATIVE if is_native(eqn) else _EMULATED
+                found = Product(marked.path, "forward", label, reason)
             else:
                 part_here = part if "transpose(" in here else "forward"
                 where = _users_line(eqn) or line or _librarys_line(eqn)
-                yield _left(eqn, place, part_here, around, where)
+                found = _left(eqn, place, part_here, around, where)
+            yield dataclasses.replace(found, multiplications=number)
         else:
             inside = marked
             if eqn.params.get("name") == MARKER:
@@ -258,8 +349,9 @@ def _products(
             # JAX keeps some twenty frames of a traceback, and `jnp.linalg.solve` and others use all
             # of them: there the line of an equation around it says where the user called it.
             outer_line = _users_line(eqn) or line
+            again = times * runs_of(eqn)
             for inner in inner_jaxprs(eqn):
-                yield from _products(inner, part, here, inside, outer, outer_line)
+                yield from _products(inner, part, here, inside, outer, outer_line, again)
 
 
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or
@@ -272,7 +364,7 @@ _OPAQUE = {
 }
 
 
-def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
+def _derivatives(eqn: Any, place: Scope | None, times: int) -> Iterator[Product]:
     """The products dgrad and wgrad in the equation that computes both.
 
     The parameter `forward` of the equation is a `Cotangent`; its plan says how operands are
@@ -284,9 +376,14 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
     facts = getattr(function, "facts", None)
     if facts is None or hasattr(function, "out"):  # a tangent, or rounding alone
         return
+    number = times * multiplications_of_gradient(eqn, facts)
+    if not number:
+        return
     recipe = facts.plan.recipe
+    is_asked = recipe.arithmetic == "native"
+    native = native_gradients(eqn, recipe.axis_names) if is_asked else []
     forward = [] if place is None else place.label.split(" x ")
-    for side in facts.sides:
+    for index, side in enumerate(facts.sides):
         pair = recipe.wgrad if side else recipe.dgrad
         part = "wgrad" if side else "dgrad"
         labels = ["wide" if operand is None else str(operand) for operand in pair]
@@ -297,7 +394,10 @@ def _derivatives(eqn: Any, place: Scope | None) -> Iterator[Product]:
             labels[other] = forward[other]
         label = " x ".join(labels)
         reason = BY_RECIPE if label == _WIDE else ""
-        yield Product("" if place is None else place.path, part, label, reason)
+        if is_asked and not reason:
+            label += _NATIVE if native[index] else _EMULATED
+        path = "" if place is None else place.path
+        yield Product(path, part, label, reason, multiplications=number)
 
 
 def _left(eqn: Any, place: Scope | None, part: str, around: str, where: str) -> Product:
@@ -308,7 +408,7 @@ def _left(eqn: Any, place: Scope | None, part: str, around: str, where: str) -> 
     elif any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
         reason = "complex numbers are not rounded: multiply real and imaginary parts"
     elif not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        reason = f"{BY_RULE}: integers are not rounded"
+        reason = INTEGERS
     elif around:
         reason = f"inside of {around}: call qtoolkit.dot_general there, with a recipe"
     elif part == "backward":

@@ -58,6 +58,7 @@ def rewritten(
     multiply: Multiply,
     parameters: Callable[..., Any] | None = None,
     made: Callable[[Any], Any] | None = None,
+    captured: Mapping[int, str] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """`function` with `multiply(found)` in place of each product.
 
@@ -70,6 +71,7 @@ def rewritten(
         parameters.
       made: Called with the shapes of the results, it returns such a pytree for these, with names
         for parameters that the function creates. None: it creates none.
+      captured: Names of parameters that the function closes over, by the ids of their arrays.
     """
 
     def rewriting(*args: Any) -> Any:
@@ -79,7 +81,7 @@ def rewritten(
         given = [""] * len(leaves) if parameters is None else jax.tree.leaves(parameters(*args))
         inputs = [_input(leaf, one) for leaf, one in zip(leaves, given, strict=True)]
         names = {} if made is None else _names(closed.jaxpr.outvars, made(shapes))
-        outs = _evaluate(closed, inputs, multiply, names)
+        outs = _evaluate(closed, inputs, multiply, names, captured)
         for out in outs:
             _is_used_otherwise(out)
         arrays = [_widened(out).array for out in outs]
@@ -161,6 +163,7 @@ def _evaluate(
     inputs: Sequence[_Value],
     multiply: Multiply,
     names: Mapping[Any, str] = types.MappingProxyType({}),
+    captured: Mapping[int, str] = types.MappingProxyType({}),
 ) -> list[_Value]:
     """Evaluates a jaxpr with its products replaced; `names` are those that `_names` found."""
     jaxpr = closed.jaxpr
@@ -176,8 +179,11 @@ def _evaluate(
             name = names.get(variable)
             values[variable] = value._replace(parameter=name, is_constant=False) if name else value
 
-    consts = (_Value(x, is_constant=not isinstance(x, jax.core.Tracer)) for x in closed.consts)
-    write(jaxpr.constvars, consts)
+    def const(x: Any) -> _Value:
+        name = captured.get(id(x), "")
+        return _Value(x, name, is_constant=not name and not isinstance(x, jax.core.Tracer))
+
+    write(jaxpr.constvars, map(const, closed.consts))
     write(jaxpr.invars, inputs)
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]

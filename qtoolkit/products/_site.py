@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, Einsum
 from qtoolkit.products._context import held
 from qtoolkit.products._features import LAST, following
-from qtoolkit.products._found import Found, Names
+from qtoolkit.products._found import Found, Names, Standing
 from qtoolkit.products._plan import State
 from qtoolkit.products._product import quantized_product
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply
+from qtoolkit.products._rewrite import LEFT, SCOPE, Multiply, rewritten
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import MODEL, Place
 from qtoolkit.scaling import QArray
@@ -40,6 +40,7 @@ class _Enclosing(NamedTuple):
     trace: Any = None
 
 
+_KERNEL = "kernel"  # what `Site.intercepted` calls it, whatever its name in the layer
 _PLAINLY = _Enclosing()
 _enclosing: contextvars.ContextVar[_Enclosing] = contextvars.ContextVar("site", default=_PLAINLY)
 
@@ -142,6 +143,40 @@ class Site:
             kernel=found.kernel,
             features=found.features,
         )
+
+    def intercepted(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, state: State | None
+    ) -> jax.Array:
+        """`function(*args, **kwargs)`, a product of JAX that an interceptor such as qwix replaces.
+
+        The interceptor sees the call that the plain layer would make. Whatever products it computes
+        then, the layer's own and those of an adapter, are quantized by this recipe. Only the
+        layer's own, which multiplies its kernel, has the state.
+        """
+        at = 1 if isinstance(args[0], str) else 0  # einsum takes its subscripts first
+        kernel = args[at + 1]
+        stored = (Standing(kernel),) if isinstance(kernel, QArray) else ()
+
+        def plain(lhs: jax.Array, *arrays: jax.Array) -> Any:
+            # An interceptor finds the layer's parameters by identity, so close over the kernel.
+            rhs = (arrays[0] if arrays else kernel).astype(lhs.dtype)
+            return function(*args[:at], lhs, rhs, *args[at + 2 :], **kwargs)
+
+        names = Names("intercepted.")
+
+        def multiply(found: Found) -> jax.Array:
+            name = names(found)
+            is_own = name == f"intercepted.{_KERNEL}"
+            return self.multiplied(found, "0" if is_own else name, state if is_own else None)
+
+        rewriting = rewritten(
+            plain,
+            multiply,
+            lambda lhs, *arrays: ("", *(_KERNEL for _ in arrays)),
+            captured={id(kernel): _KERNEL},
+        )
+        out: jax.Array = rewriting(args[at], *stored)
+        return out
 
     def dot_general(
         self,
@@ -272,11 +307,13 @@ class Scope(NamedTuple):
       path: The path of the layer.
       label: The formats to which its operands are rounded.
       is_left: Whether a rule leaves the layer as it is.
+      is_native: Whether its recipe says `arithmetic="native"`.
     """
 
     path: str
     label: str
     is_left: bool = False
+    is_native: bool = False
 
 
 _ESCAPES = {"/": ".", ".": "%2E", "%": "%25", "|": "%7C", "(": "%28"}
@@ -295,7 +332,7 @@ def scope(path: str, recipe: Recipe | None, stored: Sequence[str] = ("", "")) ->
         return f"{LEFT}{named}|"
     pairs = zip(stored, recipe.forward, strict=True)
     label = " x ".join(what or ("wide" if o is None else str(o)) for what, o in pairs)
-    return f"{SCOPE}{named}|{label}|"
+    return f"{SCOPE}{named}|{label}|{recipe.arithmetic}|"
 
 
 def place_of(name_stack: str) -> Scope | None:
@@ -304,6 +341,6 @@ def place_of(name_stack: str) -> Scope | None:
     if at < 0:
         return None
     is_left = name_stack.startswith(LEFT, at)
-    path, label, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "")
+    path, label, arithmetic, *_ = (*name_stack[at + len(SCOPE) :].split("|"), "", "")
     path = MODEL if path == "." else urllib.parse.unquote(path.replace(".", "/"))
-    return Scope(path, "" if is_left else label, is_left)
+    return Scope(path, "", True) if is_left else Scope(path, label, False, arithmetic == "native")

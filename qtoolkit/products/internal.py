@@ -13,13 +13,20 @@ from qtoolkit.products._inspection import (
     product_attributes,
     returns_later,
 )
+from qtoolkit.products._intercepted import is_intercepted
 from qtoolkit.products._json import spec_from_json, spec_to_json
 from qtoolkit.products._matching import Module, check_rules, training_rules, unused_rules
 from qtoolkit.products._numerics import HEADER as NUMERICS_HEADER
 from qtoolkit.products._numerics import Sums, check_loss, sums_of
 from qtoolkit.products._plan import State
 from qtoolkit.products._recipe import check_recipe
-from qtoolkit.products._report import BY_RULE, check_all_quantized, report_of, strict_inputs
+from qtoolkit.products._report import (
+    BY_RULE,
+    check_all_quantized,
+    lacks_history,
+    report_of,
+    strict_inputs,
+)
 from qtoolkit.products._rewrite import rewritten, with_values
 from qtoolkit.products._sensitivity import sensitivity_of
 from qtoolkit.products._site import Site, enclosing, rewritten_later, scope

@@ -256,7 +256,12 @@ def test_native_blocks_train_and_every_product_is_reported(name):
     assert tuple(counted(jaxpr.jaxpr, names=("scaled_dot",))) == (count, 0)
     report, of_emulated = (qt.nnx.report(model, batch) for model in (native, emulated))
     assert report.left == ()
-    assert sorted(map(repr, report.quantized)) == sorted(map(repr, of_emulated.quantized))
+    # Native products of small arrays take more multiplications: whole blocks, padded with zeros.
+    found, expected = (
+        sorted((p.path, p.part, p.operands + end, p.count) for p in report.quantized)
+        for report, end in ((report, ""), (of_emulated, " (native)"))
+    )
+    assert found == expected
 
     @nnx.jit
     def step(model):

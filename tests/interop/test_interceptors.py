@@ -1,0 +1,244 @@
+"""Models in which others intercept JAX's products: adapters and quantizers of qwix, a user's own.
+
+Oracles: the same model before `wrap`, and the adapter's formula written out.
+"""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import linen as nn
+from flax import nnx
+
+import qtoolkit as qt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix", "ignore:The 'm.iter_")
+
+CONTRACT = (((2,), (0,)), ((), ()))
+WIDE = qt.Recipe(None, gradient=None)
+# bfloat16 rounds by 2**-9, E4M3 by 2**-4, E5M2 by 2**-3; layers and a softmax multiply that.
+RECIPES = [(qt.Recipe("bfloat16", gradient="bfloat16"), 0.05), (qt.recipes.te_delayed_hybrid, 0.9)]
+ADAPTERS = nnx.DiffState(0, nnx.LoRAParam)
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
+        self.einsum = nnx.Einsum("btd,df->btf", (16, 16), rngs=rngs)
+        self.own = nnx.Param(0.2 * jax.random.normal(rngs.params(), (16, 16)))
+        self.conv = nnx.Conv(16, 16, (3,), rngs=rngs)
+        self.last = nnx.Linear(16, 4, rngs=rngs)  # as wide as the rank: kernel and A look alike
+
+    def __call__(self, x):
+        h = self.einsum(nnx.relu(self.first(x)))
+        h = jax.lax.dot_general(h + self.attention(h), self.own[...], CONTRACT)
+        return self.last(self.conv(h))
+
+
+class Module(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.relu(nn.Dense(16)(x))
+        h = h + nn.MultiHeadDotProductAttention(2)(h)
+        own = self.param("own", nn.initializers.normal(0.2), (16, 16))
+        return nn.Dense(4)(jax.lax.dot_general(h, own, CONTRACT))
+
+
+def data():
+    return jax.random.normal(jax.random.key(1), (2, 8, 16))
+
+
+def adapted(model, **options):
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0, **options)
+    model = qwix.apply_lora_to_model(model, provider, data(), rngs=nnx.Rngs(3, dropout=4))
+    for path, value in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if str(path[-1]).endswith("lora_b"):  # they start as zeros
+            value[...] = 0.1 * jax.random.normal(jax.random.key(5), value.shape)
+    return model
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def error(got, expected):
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("recipe", "bound"), RECIPES)
+def test_qwix_adapters_train_as_before_wrap(recipe, bound):
+    model, x = adapted(Model()), data()
+    differentiate = nnx.jit(nnx.grad(loss, argnums=ADAPTERS))
+    expected = leaves(differentiate(model, x))
+    assert len(expected) == 18
+
+    wide = qt.nnx.wrap(model, WIDE)
+    np.testing.assert_allclose(wide(x), model(x), rtol=1e-5, atol=1e-6)
+    for got, plain in zip(leaves(differentiate(wide, x)), expected, strict=True):
+        np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-7)
+
+    wrapped = qt.nnx.wrap(model, recipe)
+    assert error(wrapped(x), model(x)) < bound
+    np.testing.assert_array_equal(wrapped(x), nnx.jit(lambda model, x: model(x))(wrapped, x))
+    for got, plain in zip(leaves(differentiate(wrapped, x)), expected, strict=True):
+        assert error(got, plain) < bound
+    found = qt.nnx.report(wrapped, x)
+    # Nine kernels with two matmuls of an adapter each, and two products of attention.
+    assert sum(p.count for p in found.quantized) == 3 * (3 * 9 + 2)
+    assert not found.left
+    assert not found.unreached
+
+
+def test_an_adapter_is_the_formula_written_out():
+    layer, x = adapted(nnx.Linear(16, 8, rngs=nnx.Rngs(0))), data()
+    a, b, kernel = layer.kernel_lora_a[...], layer.kernel_lora_b[...], layer.kernel[...]
+
+    def product(x, w):
+        return qt.dot_general(x, w, CONTRACT, recipe=qt.recipes.te_current)
+
+    expected = product(x, kernel) + product(product(x, a), b) * 2 + layer.bias[...]
+    wrapped = qt.nnx.wrap(layer, qt.recipes.te_current)
+    np.testing.assert_allclose(wrapped(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_delayed_scales_of_adapters_have_histories():
+    wrapped, x = qt.nnx.wrap(adapted(Model()), qt.recipes.te_delayed_hybrid), data()
+    _, grads = qt.nnx.value_and_grad(loss, wrt=nnx.LoRAParam)(wrapped, x)
+    assert all(np.any(grad) for grad in leaves(grads))
+    for layer, width in ((wrapped.first, x), (wrapped.einsum, None)):
+        history = vars(layer.qtoolkit_products)["__call__.kernel"].history[:, 0]
+        assert np.all(history > 0)
+        if width is not None:  # histories hold magnitudes to 12.5 %
+            assert abs(history[0] / jnp.max(jnp.abs(width)) - 1) < 0.125
+
+
+def test_dropout_of_an_adapter_works():
+    plain, model, x = adapted(Model(), dropout=0.5), adapted(Model(), dropout=0.5), data()
+    wrapped = qt.nnx.wrap(model, WIDE)
+    for one in (plain, wrapped):
+        one.set_attributes(qwix_rngs=nnx.Rngs(dropout=1))
+    for _ in range(2):  # the stream of keys goes on
+        np.testing.assert_allclose(wrapped(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_after_wrap_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"first: an interceptor of dot_general.*before wrap"):
+        adapted(qt.nnx.wrap(Model(), qt.recipes.te_current))
+
+
+@pytest.mark.parametrize(("recipe", "bound"), RECIPES)
+def test_qwix_adapters_of_linen_train_as_before_wrap(recipe, bound):
+    x = data()
+    module = qwix.apply_lora_to_model(
+        Module(), qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
+    )
+    variables = module.init(jax.random.key(0), x)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, w: (
+            0.1 * jax.random.normal(jax.random.key(5), w.shape) if "lora_b" in str(path) else w
+        ),
+        variables["params"],
+    )
+
+    def differentiated(module, rest):
+        def loss(params):
+            return jnp.mean(module.apply({**rest, "params": params}, x) ** 2)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    expected = differentiated(module, {})
+    wide = differentiated(qt.linen.wrap(module, WIDE), {})
+    for got, plain in zip(leaves(wide), leaves(expected), strict=True):
+        np.testing.assert_allclose(got, plain, rtol=1e-4, atol=1e-7)
+
+    wrapped = qt.linen.wrap(module, recipe)
+    started = wrapped.init(jax.random.key(0), x)
+    state = {name: held for name, held in started.items() if name != "params"}
+    pairs = jax.tree.map(error, differentiated(wrapped, state), expected)
+    of_adapters = [
+        value for path, value in jax.tree_util.tree_leaves_with_path(pairs) if "lora" in str(path)
+    ]
+    assert len(of_adapters) == 14
+    assert max(of_adapters) < bound
+    found = qt.linen.report(wrapped, {**state, "params": params}, x)
+    assert sum(p.count for p in found.quantized) == 3 * (3 * 7 + 2)
+    assert not found.left
+
+
+def test_what_qwix_quantizes_stays_so_and_leaves_no_trace():
+    x, model = data(), Model()
+    rule = qwix.QtRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
+    quantized = qwix.quantize_model(model, qwix.QtProvider([rule]), x)
+    wrapped = qt.nnx.wrap(quantized, qt.recipes.te_current)
+    np.testing.assert_array_equal(wrapped(x), quantized(x))
+    found = qt.nnx.report(wrapped, x)
+    assert not found.quantized
+    assert any(p.operands.startswith("int8") for p in found.left)
+    # The attention function of Flax is jitted, once for all models: not with what qwix made of it.
+    np.testing.assert_allclose(qt.nnx.wrap(model, WIDE)(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_put_in_place_of_jaxs_is_called(monkeypatch):
+    layer, x = nnx.LinearGeneral(16, 8, rngs=nnx.Rngs(0)), data()
+    original = jax.lax.dot_general
+    delta = 0.1 * jax.random.normal(jax.random.key(7), (16, 8))
+
+    def adapting(lhs, rhs, *args, **kwargs):
+        return original(lhs, rhs, *args, **kwargs) + original(lhs, delta, *args, **kwargs)
+
+    wrapped = qt.nnx.wrap(layer, WIDE)
+    plain = layer(x)
+    np.testing.assert_array_equal(wrapped(x), plain)
+    monkeypatch.setattr(jax.lax, "dot_general", adapting)
+    assert np.any(layer(x) != plain)
+    np.testing.assert_allclose(wrapped(x), layer(x), rtol=1e-6, atol=1e-6)
+    assert len(qt.nnx.report(wrapped, x).left) == 3  # all wide: forward, dgrad, wgrad
+
+
+@pytest.mark.parametrize("name", ["einsum", "conv_general_dilated", "ragged_dot", "dot_general"])
+def test_a_product_is_not_intercepted_inside(monkeypatch, name):
+    """Code is replaced, as qwix does: the product inside ours must not run it."""
+    module = jnp if name == "einsum" else jax.lax
+    function = getattr(module, name)
+
+    def refusing(*args, **kwargs):
+        raise AssertionError("intercepted")
+
+    x = data()
+    call = {
+        "dot_general": lambda: qt.dot_general(x[0], x[1].T, (((1,), (0,)), ((), ()))),
+        "einsum": lambda: qt.einsum("bij,bkj->bik", x, x),
+        "conv_general_dilated": lambda: qt.products.conv_general_dilated(x, x, (1,), "SAME"),
+        "ragged_dot": lambda: qt.products.ragged_dot(
+            x[0], x.transpose(0, 2, 1), jnp.asarray([3, 5])
+        ),
+    }[name]
+    jax.clear_caches()
+    monkeypatch.setattr(function, "__code__", refusing.__code__)
+    with pytest.raises(AssertionError, match="intercepted"):
+        function(x, x)
+    got = call()
+    monkeypatch.undo()
+    jax.clear_caches()
+    np.testing.assert_array_equal(got, call())
+
+
+def test_an_import_while_code_is_replaced_says_so():
+    program = """
+import jax
+def other(*args, **kwargs): pass
+jax.lax.dot_general.__code__ = other.__code__
+import qtoolkit.products
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: qtoolkit.products: imported while dot_general of JAX runs" in result.stderr

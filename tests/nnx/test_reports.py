@@ -1,0 +1,243 @@
+"""Reports of the whole: multiplications, native products, methods, losses, axis names, histories.
+
+Oracles: multiplications counted by hand; the dtypes of the operands in the compiled program.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType
+
+import qtoolkit as qt
+
+NATIVE = ("te_current", "mxfp8", "nvfp4", "deepseek_v3", "token_scaled", "te_delayed_hybrid")
+
+
+class Model(nnx.Module):
+    """A product of 8 x 64 x 32 and, in each of five iterations, one of 8 x 32 x 32."""
+
+    def __init__(self, axis_name=None):
+        rngs = nnx.Rngs(0)
+        self.up, self.mix = nnx.Linear(64, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, axis_name=axis_name, rngs=rngs)
+
+    def encode(self, x):
+        return self.up(x)
+
+    def __call__(self, x):
+        def step(h, _):
+            return self.mix(h), None
+
+        return self.norm(jax.lax.scan(step, self.encode(x), length=5)[0])
+
+
+class Module(nn.Module):
+    def setup(self):
+        self.up, self.down = nn.Dense(32), nn.Dense(4)
+        self.norm = nn.BatchNorm(use_running_average=False, axis_name="batch")
+
+    def encode(self, x):
+        return self.up(x)
+
+    def __call__(self, x):
+        return self.norm(self.down(self.encode(x)))
+
+
+X = jnp.ones((8, 64))
+UP, MIX = 8 * 64 * 32, 5 * 8 * 32 * 32
+
+
+def summary(report):
+    return next(line for line in str(report).splitlines() if "products quantized" in line)
+
+
+def parts(report):
+    return [(p.path, p.part) for p in report.quantized]
+
+
+def test_multiplications_are_counted_by_hand():
+    wrapped = qt.nnx.wrap(Model(), qt.Rules({"mix": None}, default=qt.recipes.te_current))
+    found = qt.nnx.report(wrapped, X)
+    assert [p.multiplications for p in found.quantized] == [UP] * 3
+    assert [p.multiplications for p in found.left] == [MIX] * 3
+    share = f"{UP / (UP + MIX):.1%}"
+    assert summary(found) == f"3 of 6 products quantized, {share} of all multiplications"
+    assert f"{MIX / (UP + MIX) / 3:.1%}" in str(found)  # of each line that is left
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "multiplications"),
+    [
+        (lambda x, w: jnp.einsum("bti,io->bto", x, w), [(2, 3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (lambda x, w: jnp.einsum("bij,bkj->bik", x, w), [(2, 3, 4), (2, 5, 4)], 2 * 3 * 4 * 5),
+        # A kernel of 3 x 4 features for each of 2 x 8 positions and 5 features.
+        (
+            lambda x, w: jax.lax.conv_general_dilated(
+                x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+            ),
+            [(2, 8, 4), (3, 4, 5)],
+            2 * 8 * 5 * 3 * 4,
+        ),
+        (
+            lambda x, w: jax.lax.ragged_dot(x, w, jnp.asarray([2, 4])),
+            [(6, 4), (2, 4, 5)],
+            6 * 4 * 5,
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", [qt.recipes.te_current, qt.Recipe(None, gradient=None)])
+def test_multiplications_of_every_kind(function, shapes, multiplications, recipe):
+    class Own(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones(shapes[1]))
+
+        def __call__(self, x):
+            return function(x, self.kernel[...])
+
+    found = qt.nnx.report(qt.nnx.wrap(Own(), recipe), jnp.ones(shapes[0]))
+    products = found.quantized + found.left
+    assert [p.multiplications for p in products] == [multiplications] * 3
+
+
+def test_products_in_a_shard_map_run_in_each_shard():
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def loss(model, x):
+        return jax.shard_map(
+            lambda x: x @ x.T, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+        )(model.encode(x)).sum()
+
+    wrapped = qt.nnx.wrap(Model(), qt.Rules({"up": qt.recipes.te_current}))
+    left = qt.nnx.report(loss, wrapped, jnp.ones((8 * mesh.size, 64))).left
+    assert next(p.multiplications for p in left if p.part == "forward") == 8 * 8 * 32 * mesh.size
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_product_that_is_emulated_says_so(name):
+    recipe = dataclasses.replace(getattr(qt.recipes, name), arithmetic="native")
+    wrapped = qt.nnx.wrap(nnx.Linear(256, 256, rngs=nnx.Rngs(0)), recipe)
+    x = jnp.ones((256, 256))
+    found = qt.nnx.report(wrapped, x)
+    says = [p.operands.rsplit(" ", 1)[1] for p in found.quantized]
+    assert set(says) <= {"(native)", "(emulated)"}
+
+    # The oracle: what the program multiplies, by the dtypes in its text.
+    def loss(model, x):
+        return model(x).sum()
+
+    def step(state, x):
+        return nnx.grad(loss, argnums=(0, 1))(nnx.merge(graph, state), x)
+
+    graph, state = nnx.split(wrapped)
+    text = jax.jit(step).lower(state, x).as_text()
+    narrow = re.findall(r"(?:dot_general|scaled_dot).*?: \(tensor<[^>]*f(?:8|4)E", text)
+    assert bool(narrow) == ("(native)" in says)
+    emulated = says.count("(emulated)")
+    assert (f"{emulated} of them emulated" in summary(found)) == bool(emulated)
+    assert emulated == (3 if name in ("deepseek_v3", "token_scaled") else 0)
+
+
+def test_emulated_recipes_say_nothing_of_it():
+    found = qt.nnx.report(qt.nnx.wrap(Model(), qt.recipes.deepseek_v3), X)
+    assert "emulated" not in str(found)
+
+
+def test_methods_losses_and_strict():
+    wrapped = qt.nnx.wrap(Model(), qt.Rules({"up": qt.recipes.te_current}))
+    assert parts(qt.nnx.report(wrapped, X, method="encode")) == [
+        ("up", part) for part in ("forward", "dgrad", "wgrad")
+    ]
+    assert not qt.nnx.report(wrapped, X, method="encode").left
+
+    def loss(model, batch):
+        return jnp.mean(model.encode(batch) ** 2) + jnp.sum(batch @ batch.T), {"aux": batch}
+
+    found = qt.nnx.report(loss, wrapped, X)
+    assert len(found.quantized) == 3
+    assert {p.operands for p in found.left if p.part == "forward"} == {
+        "float32[8, 64] x float32[64, 8]"
+    }
+    rules = qt.Rules({"up": qt.recipes.te_current, "mix": None})
+    qt.nnx.wrap(Model(), rules, strict=lambda model: model(X))
+    qt.nnx.wrap(Model(), rules, strict={"x": X, "method": "encode"})
+    with pytest.raises(ValueError, match=r"1 products of Model are left that no rule leaves"):
+        qt.nnx.wrap(Model(), rules, strict=lambda model: loss(model, X))
+    with pytest.raises(TypeError, match=r"after a function comes nothing.*report\(loss, model"):
+        qt.nnx.report(loss)
+    with pytest.raises(TypeError, match="method='encode' beside a function"):
+        qt.nnx.report(loss, wrapped, X, method="encode")
+
+
+def test_models_that_need_an_axis_name():
+    wrapped = qt.nnx.wrap(Model("batch"), qt.recipes.te_current)
+    assert len(qt.nnx.report(wrapped, X).quantized) == 6
+    recipe = dataclasses.replace(qt.recipes.te_current, axis_names=("data",))
+    assert len(qt.nnx.report(qt.nnx.wrap(Model(), recipe), X).quantized) == 6
+    with pytest.raises(NameError, match="mine"):
+        qt.nnx.report(lambda model, x: mine(model(x)), wrapped, X)  # noqa: F821
+
+
+def test_linen_methods_losses_and_axis_names():
+    module = qt.linen.wrap(Module(), qt.recipes.te_delayed_hybrid)
+    init = jax.vmap(lambda x: module.init(jax.random.key(0), x), axis_name="batch")
+    variables = jax.tree.map(lambda x: x[0], init(X[None]))
+    found = qt.linen.report(module, variables, X)
+    assert len(found.quantized) == 6
+    assert all("no history yet" in p.operands for p in found.quantized)
+    assert {p.path for p in qt.linen.report(module, variables, X, method="encode").quantized} == {
+        "up"
+    }
+
+    def loss(variables, x):
+        return module.apply(variables, x, method="encode").sum()
+
+    assert len(qt.linen.report(loss, variables, X).quantized) == 3
+    with pytest.raises(TypeError, match="method is given for a function"):
+        qt.linen.report(loss, variables, X, method="encode")
+
+
+def test_empty_products_are_no_lines():
+    """`lax.associative_scan` multiplies arrays without elements."""
+
+    class Scan(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((3, 4, 4)))
+
+        def __call__(self, x):
+            return jax.lax.associative_scan(jnp.matmul, x * self.kernel)
+
+    x = jnp.ones((3, 4, 4))
+    jaxpr = str(jax.make_jaxpr(Scan())(x))
+    real = jaxpr.count("dot_general") - len(re.findall(r"f32\[0,\d+,\d+\] = dot_general", jaxpr))
+    found = qt.nnx.report(qt.nnx.wrap(Scan(), qt.recipes.te_current), x)
+    assert sum(p.count for p in found.quantized if p.part == "forward") == real
+    assert not found.left
+
+
+def test_integers_are_the_reason():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones((64, 4)))
+
+        def __call__(self, x):
+            return x @ self.kernel + jnp.ones((8, 2), int) @ jnp.ones((2, 4), int)
+
+    wrapped = qt.nnx.wrap(Own(), qt.recipes.te_current, strict=(X,))
+    (left,) = qt.nnx.report(wrapped, X).left
+    assert left.reason == "integers are not rounded"
+
+
+def test_a_layer_without_a_history_says_so():
+    wrapped = qt.nnx.wrap(Model(), qt.recipes.te_delayed_hybrid)
+    assert all("current: no history yet" in p.operands for p in qt.nnx.report(wrapped, X).quantized)
+    qt.nnx.value_and_grad(lambda model: model.encode(X).sum())(wrapped)
+    labels = {p.path: p.operands for p in qt.nnx.report(wrapped, X).quantized}
+    assert "delayed" in labels["up"]
+    assert "no history" not in labels["up"]
+    assert "current: no history yet" in labels["mix"]
