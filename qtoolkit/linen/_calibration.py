@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import ROOT, key_of
+from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
@@ -204,7 +204,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
     def begun(path: Any, scale: jax.Array) -> jax.Array:
         *around, layer, product, name = (key.key for key in path)
         side, kind = name.split("_")
-        shown = ".".join(around if layer == ROOT else [*around, layer])
+        shown = ".".join(filter(None, (*around, path_of(layer))))
         value = values.get((shown, product, ("lhs", "rhs").index(side)))
         first = np.float32(np.nan) if value is None else value[("scale", "offset").index(kind)]
         if jnp.any(jnp.isnan(scale)) and jnp.isnan(first):

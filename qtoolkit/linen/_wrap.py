@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
+from qtoolkit.linen._arguments import converting
 from qtoolkit.linen._report import check_strict
 from qtoolkit.linen._run import run, visiting
 from qtoolkit.products import Recipe
@@ -143,7 +144,15 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "qtoolkit_cache": cache,
         "__reduce_ex__": _reduced,
     }
+    # Flax makes a dataclass of every subclass, and would replace the class's own methods by
+    # generated ones: what its `__init__` sets would be gone.
+    body |= {"__init__": kind.__init__, "__hash__": kind.__hash__, "__eq__": _equal_to(kind)}
     return type(kind.__name__, (kind,), body)
+
+
+def _equal_to(kind: Any) -> Callable[..., bool]:
+    """`__eq__` of the subclass: modules wrapped by other recipes, or not at all, are not equal."""
+    return lambda self, other: type(other) is type(self) and kind.__eq__(self, other)
 
 
 @nn.nowrap
@@ -182,8 +191,8 @@ def entered(
 ) -> Callable[..., Any]:
     """A method of a module that runs by its rules."""
 
-    def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
+    def entering(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return run(self, rules_of(self), method, args, kwargs, cache)
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
     return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
@@ -197,16 +206,17 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
     """
 
     @functools.wraps(call)
-    def calling(self: Any, first: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def called(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if isinstance(method, str):
             if callable(getattr(self, method)):
                 method = entered(_named(method), _rules_of, cache)
         elif callable(method):
             unbound = method.__func__ if inspect.ismethod(method) else method
             method = entered(unbound, _rules_of, cache)
-        return call(self, first, *args, method=method, **kwargs)
+        calling = functools.partial(call, self, *args, method=method, **kwargs)
+        return converting(calling, (args[1:], kwargs))
 
-    return nn.nowrap(calling)
+    return nn.nowrap(called)
 
 
 def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,7 +226,7 @@ def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(init)
-    def checking(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def checking(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if method is not None:
             return init(self, *args, method=method, **kwargs)
         with visiting() as visited:

@@ -246,7 +246,7 @@ METHODS = {
 def test_methods(how):
     wrapped = wrap(Setup(), recipes.te_delayed_hybrid)
     variables = shapes(wrapped, X, **METHODS[how])
-    assert list(variables["qtoolkit"]) == ["first"]
+    assert list(variables["qtoolkit"]) == ["self.first"]
     assert count(lambda v: wrapped.apply(v, X, **METHODS[how]), variables) == (1, 0)
 
 
@@ -298,7 +298,7 @@ class OuterSetup(nn.Module):
 def test_a_wrapped_module_inside_of_another():
     variables = shapes(Outer(), X)
     assert set(variables["params"]) == {"Setup_0", "Dense_0"}
-    assert set(variables["qtoolkit"]["Setup_0"]) == {"first", "last"}
+    assert set(variables["qtoolkit"]["Setup_0"]) == {"self.first", "self.last"}
     assert count(Outer().apply, variables, X) == (2, 1)
     # Its own recipe stays where the model around it is wrapped by another.
     found = report(wrap(Outer(), Recipe("mxfp8")), variables, X)
@@ -308,7 +308,7 @@ def test_a_wrapped_module_inside_of_another():
         "Setup_0/first": False,
         "Setup_0/last": False,
     }
-    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"first", "last"}
+    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"self.first", "self.last"}
 
 
 def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():

@@ -195,3 +195,35 @@ def test_a_module_that_a_call_makes_is_refused_with_what_to_do():
     assert len(model.layers) == 0
     model(x)
     assert qt.nnx.wrap(model)(x).shape == x.shape
+
+
+class Scores(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(0.3 * jnp.eye(16))
+
+    def __call__(self, batch, shape=None, mask=None):
+        first, second = batch["inputs"]
+        scores = (first @ self.kernel) @ second.T
+        scores = scores if mask is None else scores[mask]
+        return scores if shape is None else scores.reshape(tuple(int(side) for side in shape))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_numpy_arrays_are_inputs(jit):
+    """Oracle: the same call with JAX arrays; the model itself takes the shape and the mask."""
+    model = Scores()
+    wrapped = qt.nnx.wrap(model)
+    arrays = {"inputs": [np.float64(X) / 3, np.float32(X)]}
+    given = {"inputs": [jnp.asarray(x) for x in arrays["inputs"]]}
+    numbers = np.array([-1, 2]), np.array([True, False, True, True])
+
+    def call(model, *args):  # NumPy arrays in it are constants of the compiled program
+        return nnx.jit(lambda model: model(*args))(model) if jit else model(*args)
+
+    expected = call(wrapped, given)
+    got = call(wrapped, arrays)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, expected)
+    got = call(wrapped, arrays, *numbers)
+    np.testing.assert_array_equal(got, expected[numbers[1]].reshape(-1, 2))
+    assert got.shape == call(model, arrays, *numbers).shape
