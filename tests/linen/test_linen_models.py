@@ -4,8 +4,10 @@ Oracles: the unquantized model, layers' formulas in NumPy with operands rounded 
 for NumPy arrays the same call with JAX arrays.
 """
 
+import dataclasses
 import functools
 import pickle
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -244,3 +246,57 @@ def test_what_is_not_converted_is_the_object_that_was_given():
     notes, names = {}, np.array(["a"])
     wrap(Noting()).apply({}, X, notes, names)
     assert notes["seen"] is names
+
+
+class Scaled(nn.Module):
+    """Keeps what does not hash: a list, or an array."""
+
+    features: Sequence[int]
+    factor: object = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        for count in self.features:
+            x = self.factor * nn.Dense(count)(x)
+        return x
+
+
+UNHASHED = {
+    "list": Scaled([4, 4]),
+    "array": Scaled((4, 4), np.ones(4, np.float32)),
+    "JAX array": Scaled((4, 4), jnp.ones(4)),
+}
+
+
+@dataclasses.dataclass
+class Loss:
+    """A loss that does not hash, either."""
+
+    module: nn.Module
+
+    def __call__(self, variables, x):
+        return jnp.mean(self.module.apply(variables, x) ** 2)
+
+
+@pytest.mark.parametrize("what", UNHASHED)
+def test_a_module_that_does_not_hash(what):
+    """Oracle: the same module with a tuple or a number."""
+    modules = Scaled((4, 4)), UNHASHED[what]
+    variables = jax.jit(modules[0].init)(KEY, X)
+
+    def same(function):
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, map(function, modules)))
+
+    def frozen(module):
+        module = wrap(module)
+        found = qt.linen.calibrate(module, variables, [X, X])
+        return qt.linen.freeze(module, variables, found)[1]
+
+    def started(module):
+        return qt.linen.start_scales(wrap(module, recipes.int4_lsq), variables, X)
+
+    same(frozen)
+    same(started)
+    if what == "list":
+        for measure in (qt.linen.numerics, qt.linen.sensitivity):
+            same(lambda module, of=measure: of(wrap(module), variables, X, Loss(wrap(module))))
