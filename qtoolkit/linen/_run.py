@@ -126,6 +126,10 @@ def visiting() -> AbstractContextManager[Visited]:
     return held(_visited, Visited())
 
 
+def is_visited() -> bool:
+    return _visited.get() is not None
+
+
 def run(
     module: nn.Module,
     rules: Rules[Recipe],
@@ -157,7 +161,9 @@ def run(
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
     intercepting = nn.intercept_methods(this.intercept)
-    with held(_active, this), intercepting, _traced_for((rules, cache, starting)):
+    # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
+    observed = None if visited is None and _kernels.get() is None else object()
+    with held(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
         try:
             out = method(module, *args, **kwargs)
         except TypeError as error:
