@@ -39,8 +39,10 @@ def wrap(
     It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
     `Embed.attend`, attention with the products of queries and keys and of scores and values, and
     recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
-    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products.
-    `report` lists every product and whether it is quantized.
+    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products. NumPy
+    arrays that the module is called with become JAX arrays; those of integers and booleans do not
+    where Python needs the numbers in them, for a shape or a mask. `report` lists every product and
+    whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
