@@ -11,12 +11,13 @@ from flax import linen as nn
 
 from qtoolkit.formats import Rules
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import ROOT, key_of
+from qtoolkit.linen._run import key_of, path_of
 from qtoolkit.linen._state import AMAX, COLLECTION, SCALES
 from qtoolkit.linen._wrap import wrap
 from qtoolkit.products import Calibration, Recipe
 from qtoolkit.products.internal import (
     Batch,
+    Constant,
     Tapped,
     calibration_of,
     check_calibrated,
@@ -66,24 +67,13 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_arguments("calibrate", wrapped, variables)
-    _check_hashable("calibrate", wrapped)
-    summarize = functools.partial(_summary, wrapped, variables)
+    summarize = functools.partial(_summary, Constant(wrapped), variables)
     return calibration_of(summarize, batches, observer, options)
 
 
-def _check_hashable(where: str, module: nn.Module) -> None:
-    try:
-        hash(module)
-    except TypeError as error:
-        raise TypeError(
-            f"{where}: {type(module).__name__} has an attribute that is no constant ({error}), "
-            "expected a module that hashes; give it a tuple in place of an array or a list"
-        ) from None
-
-
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(module: nn.Module, variables: Any, bins: Bins | None, batch: Batch) -> Tapped:
-    return summary_of(bins, functools.partial(_applied, module), variables, batch)
+def _summary(module: Constant, variables: Any, bins: Bins | None, batch: Batch) -> Tapped:
+    return summary_of(bins, functools.partial(_applied, module.value), variables, batch)
 
 
 def _applied(module: nn.Module, variables: Any, batch: Batch) -> Any:
@@ -174,8 +164,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       The variables with scales; everything else in them is unchanged.
 
     Raises:
-      TypeError: `wrapped` is no linen module or has an attribute that does not hash; `variables` is
-        no dictionary with "params".
+      TypeError: `wrapped` is no linen module, or `variables` no dictionary with "params".
       ValueError: There is no learned scale; or the batch does not reach one.
 
     Source: arXiv:1902.08153, section 2.1; arXiv:2004.09576, section 3.2, without its search.
@@ -188,14 +177,13 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
       {'self': {'__call__.kernel': {'lhs_scale': '1.512', 'rhs_scale': '0.463'}}}
     """
     check_arguments("start_scales", wrapped, variables)
-    _check_hashable("start_scales", wrapped)
     scales = variables.get(SCALES) or _unstarted(wrapped, batch)
     if not scales:
         raise ValueError(
             f"start_scales: {type(wrapped).__name__} has no learned scale, expected a module from "
             "wrap and a recipe with Learned scaling such as qtoolkit.recipes.int4_lsq"
         )
-    first = _first_jitted(wrapped, {**variables, SCALES: scales}, Batch.of(batch))
+    first = _first_jitted(Constant(wrapped), {**variables, SCALES: scales}, Batch.of(batch))
     values = {
         (path.replace("/", "."), name, side): value for (path, name, side), value in first.items()
     }
@@ -204,7 +192,7 @@ def start_scales(wrapped: nn.Module, variables: Any, batch: Any) -> Any:
     def begun(path: Any, scale: jax.Array) -> jax.Array:
         *around, layer, product, name = (key.key for key in path)
         side, kind = name.split("_")
-        shown = ".".join(around if layer == ROOT else [*around, layer])
+        shown = ".".join(filter(None, (*around, path_of(layer))))
         value = values.get((shown, product, ("lhs", "rhs").index(side)))
         first = np.float32(np.nan) if value is None else value[("scale", "offset").index(kind)]
         if jnp.any(jnp.isnan(scale)) and jnp.isnan(first):
@@ -228,5 +216,5 @@ def _unstarted(module: nn.Module, batch: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first_jitted(module: nn.Module, variables: Any, batch: Batch) -> Any:
-    return first_scales(functools.partial(_applied, module), variables, batch)
+def _first_jitted(module: Constant, variables: Any, batch: Batch) -> Any:
+    return first_scales(functools.partial(_applied, module.value), variables, batch)

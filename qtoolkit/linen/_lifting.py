@@ -48,7 +48,9 @@ def run_rewritten(
         if not isinstance(value, Mapping)
     }
 
-    def inside(module: Module, *args: Any, **kwargs: Any) -> Any:
+    # The arguments of the method are passed as two: by their names they would meet those of Flax's
+    # own functions, which have parameters `module` and `scopes`.
+    def inside(module: Module, args: Any, kwargs: Any) -> Any:
         return method(module, *args, **kwargs)
 
     # With `capture_intermediates` Flax stores the result of every method named "__call__". The
@@ -57,7 +59,7 @@ def run_rewritten(
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
     lifted = decorator_lift_transform(_lifted_rewriting, inside, multiply, own, other_uses)
-    return lifted(module, *args, **kwargs)
+    return lifted(module, args, kwargs)
 
 
 def _lifted_rewriting(
@@ -69,22 +71,20 @@ def _lifted_rewriting(
     """A lifted transformation in the sense of `flax.core.lift`, such as `lift.checkpoint`.
 
     Args:
-      function: A function of (scopes, *args, **kwargs).
+      function: A function of (scopes, args, kwargs).
       multiply, other_uses: As in `run_rewritten`.
       own: The path of each of the module's own parameters, by the `_identity` of its value.
     """
 
-    def run(
-        scope_of: Any, repacked: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
+    def run(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         outside: list[Any] = []
 
         def pure(variables: Any, rngs: Any, arrays: list[jax.Array]) -> Any:
             scopes = scope_of(variables, rngs)
-            args, kwargs = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
-            outs, out_structure = jax.tree.flatten(function(scopes, *args, **kwargs))
+            arguments = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
+            outs, out_structure = jax.tree.flatten(function(scopes, *arguments))
             out_places = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
             # A traced function can only return arrays. Other results, such as None or strings,
             # are passed out through `outside`.
@@ -109,7 +109,7 @@ def _lifted_rewriting(
         out_structure, rest, out_places = outside
         return jax.tree.unflatten(out_structure, with_values(rest, out_places, arrays)), written
 
-    return lift.pack(run, (True,), (True,), (True,), "qtoolkit", enable_kwargs=True)
+    return lift.pack(run, (True,), (True,), (True,), "qtoolkit")
 
 
 def _names(

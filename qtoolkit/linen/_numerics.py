@@ -1,5 +1,6 @@
 """`numerics` and `sensitivity` of wrapped modules."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from flax import linen as nn
 
 from qtoolkit.linen._state import SCALES, check_variables
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
+from qtoolkit.products.internal import Constant, Sums, check_loss, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -51,11 +52,13 @@ def numerics(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> N
     """
     check_arguments("numerics", wrapped, variables)
     check_loss("numerics", loss_fn, "wrapped, variables")
-    sums: Sums = _sums_jitted(loss_fn, variables, batch)
+    sums: Sums = _measured(sums_of, Constant(loss_fn), variables, batch)
     return sums.numerics()
 
 
-_sums_jitted = jax.jit(sums_of, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measured(measure: Callable[..., Any], loss_fn: Constant, variables: Any, batch: Any) -> Any:
+    return measure(loss_fn.value, variables, batch)
 
 
 def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -> Sensitivity:
@@ -90,11 +93,8 @@ def sensitivity(wrapped: nn.Module, variables: Any, batch: Any, loss_fn: Loss) -
             "sensitivity: a learned scale has not been started, expected numbers; write "
             "variables = qtoolkit.linen.start_scales(wrapped, variables, batch)"
         )
-    found: Sensitivity = _sensitivity_jitted(loss_fn, variables, batch)
+    found: Sensitivity = _measured(sensitivity_of, Constant(loss_fn), variables, batch)
     return found
-
-
-_sensitivity_jitted = jax.jit(sensitivity_of, static_argnums=0)
 
 
 def check_arguments(where: str, module: Any, variables: Any) -> None:

@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from qtoolkit.casts.internal import FLOATS
 from qtoolkit.formats import BlockFormat, Rules
+from qtoolkit.linen._arguments import arguments_of, explain_reserved_name
 from qtoolkit.linen._cache import narrow_cache
 from qtoolkit.linen._lifting import REWRITING, Multiply, run_rewritten
 from qtoolkit.linen._state import COLLECTION, SCALES, Kept, started, state_of, unstarted
@@ -48,7 +49,7 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.OptimizedLSTMCell: "__call__",
 }
 _CACHING = nn.MultiHeadDotProductAttention
-ROOT = "self"  # the key of the wrapped module itself in the collection; others have their path
+_ROOT = "self"  # the wrapped module
 
 
 class Visited(dict[Rules[Recipe], dict[str, Module]]):
@@ -125,24 +126,32 @@ def visiting() -> AbstractContextManager[Visited]:
     return held(_visited, Visited())
 
 
+def is_visited() -> bool:
+    return _visited.get() is not None
+
+
 def run(
     module: nn.Module,
     rules: Rules[Recipe],
-    call: Callable[[], Any],
+    method: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
     cache: BlockFormat | None = None,
 ) -> Any:
-    """`call()`, a method of `module`, with the products that `rules` give to its layers.
+    """`method(module, *args, **kwargs)` with the products that `rules` give to its layers.
 
     Attention's cache is kept in the format `cache`. While the module is initialized no product is
     quantized; its state is put into the collection "qtoolkit", if that can be written.
     """
     active = _active.get()
     if module.scope is None or (active is not None and active.is_of(module, rules)):
-        return call()  # not bound, then Flax raises; or called by another method of this module
+        # Not bound, then Flax raises; or called by another method of this module.
+        return method(module, *args, **kwargs)
     starting, visited = module.is_initializing(), _visited.get()
     keeps = cache is not None or any(map(moves_state, _recipes(rules)))
+    args, kwargs = arguments_of(method, module, args, kwargs)
     if starting and not keeps and visited is None:
-        return call()
+        return method(module, *args, **kwargs)
     kept, scales = (
         {} if starting else module.variables.get(name, {}) for name in (COLLECTION, SCALES)
     )
@@ -152,8 +161,14 @@ def run(
         rng = jax.random.key_data(module.make_rng(COLLECTION)).reshape(-1)[:2]
     this = _Run(rules, cache, type(module), module.path, starting, kept, scales, rng)
     intercepting = nn.intercept_methods(this.intercept)
-    with held(_active, this), intercepting, _traced_for((rules, cache, starting)):
-        out = call()
+    # Whoever records what runs needs a trace of his own: in one that exists nothing runs again.
+    observed = None if visited is None and _kernels.get() is None else object()
+    with held(_active, this), intercepting, _traced_for((rules, cache, starting, observed)):
+        try:
+            out = method(module, *args, **kwargs)
+        except TypeError as error:
+            explain_reserved_name(error)
+            raise
     # Only now, after the call: state made inside of a nested trace would leak out of it.
     for (path, recipe), products in this.counts.items():
         states = {name: started(recipe, f"{path}:{name}") for name in products}
@@ -171,7 +186,17 @@ def _put(module: nn.Module, collection: str, path: str, states: dict[str, Any]) 
 
 
 def key_of(path: str) -> str:
-    return path.replace("/", ".") or ROOT
+    """The key of a layer in the collections: "self.mlp.Dense_0", or "self" for the wrapped module.
+
+    It is no name of a submodule. Under the key "Dense_0" the state would be in the scope of that
+    layer, and a `nn.vmap` around it that maps the collection would cut it into slices.
+    """
+    return f"{_ROOT}/{path}".strip("/").replace("/", ".")
+
+
+def path_of(key: str) -> str:
+    """The path of a layer, with dots, from its key."""
+    return key.removeprefix(_ROOT).removeprefix(".")
 
 
 def _recipes(rules: Rules[Recipe]) -> list[Recipe]:

@@ -1,7 +1,7 @@
 """What wrapped modules keep from step to step: histories of magnitudes, keys, learned scales.
 
 The collection "qtoolkit" holds, in the scope of the wrapped module, a dictionary for each layer
-with products, by its path with dots; that holds one for each product, "__call__.kernel", with
+with products, "self.mlp.Dense_0"; that holds one for each product, "__call__.kernel", with
 
   history: float32[..., 3, steps], the largest magnitudes of lhs, rhs and the cotangent, the newest
     step first; 0 where there was none yet;

@@ -4,20 +4,22 @@ import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
 
 from qtoolkit.formats import BlockFormat, Rules, SpecLike
+from qtoolkit.linen._arguments import converting
 from qtoolkit.linen._report import check_strict
-from qtoolkit.linen._run import run, visiting
+from qtoolkit.linen._run import is_visited, run, visiting
 from qtoolkit.products import Recipe
-from qtoolkit.products.internal import cache_format, check_rules, training_rules
+from qtoolkit.products.internal import Module, cache_format, check_rules, training_rules
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _FRAMEWORK = set(dir(nn.Module)) - {"__call__"}
+_CHECKED = "qtoolkit_checked"  # an attribute: whether each rule has matched something
 _rules_of = operator.attrgetter("qtoolkit_rules")
 
 
@@ -37,8 +39,10 @@ def wrap(
     It quantizes Flax's layers (`Dense`, `DenseGeneral`, `Einsum`, `Conv`, `ConvTranspose`,
     `Embed.attend`, attention with the products of queries and keys and of scores and values, and
     recurrent cells), and modules whose methods compute products by themselves (`x @ kernel`,
-    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products.
-    `report` lists every product and whether it is quantized.
+    `jnp.einsum`): such a method is traced, and the trace evaluated with quantized products. NumPy
+    arrays that the module is called with become JAX arrays; those of integers and booleans do not
+    where Python needs the numbers in them, for a shape or a mask. `report` lists every product and
+    whether it is quantized.
 
     Two activations, such as queries and keys, are both rounded as an input is. Normalization,
     softmax, look-up of embeddings and everything else stays as it is. Recipes with `Delayed`
@@ -59,8 +63,9 @@ def wrap(
       recipe: What to round; None for `Recipe()`, E4M3 forward and E5M2 for gradients. Or `Rules`
         of recipes, over paths such as "blocks_0/Dense_0" and types; None leaves a layer as it is,
         and so does a missing default. A type means layers of that type and layers inside of modules
-        of that type. Which layers there are is known only when the module runs: `init` raises for a
-        rule that matches nothing, unless it is given a `method`, and `report` names such rules.
+        of that type. Which layers there are is known only when the module runs: `init` and the
+        first `apply` raise for a rule that matches nothing, unless they are given a `method`, and
+        `report` names such rules.
       strict: Inputs of the module, to trace it with: `(x, y)`, or by their names
         `{"x": x, "y": y}`. Raises if a product is not quantized though no rule says so, if no
         product is quantized, or if a rule matches nothing.
@@ -82,7 +87,8 @@ def wrap(
         rule for a class that is no module; `strict` is neither inputs nor a mapping. When the
         module runs: an operand of float64 or of 8 bits.
       ValueError: `module` is bound; `kv_cache` has no negative numbers, or scales that tokens
-        share; `strict` raises. In `init`: a rule matches no layer (a rule with None: no module).
+        share; `strict` raises. In `init` and the first `apply`: a rule matches no layer (a rule
+        with None: no module).
         When the module runs: a layer under `nn.jit` or `nn.custom_vjp` has learned scales.
 
     Examples:
@@ -132,8 +138,8 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
     body: dict[str, Any] = {
         name: entered(method, _rules_of, cache) for name, method in _public_methods(kind).items()
     }
-    body["apply"] = _with_method(kind.apply, cache)
-    body["init_with_output"] = _checking(_with_method(kind.init_with_output, cache))
+    for name in ("apply", "init_with_output"):
+        body[name] = _checking(_with_method(getattr(kind, name), cache))
     body |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -141,9 +147,18 @@ def _wrapped_class(kind: Any, rules: Rules[Recipe], cache: BlockFormat | None) -
         "qtoolkit_original": kind,
         "qtoolkit_rules": property(nn.nowrap(lambda _: rules)),
         "qtoolkit_cache": cache,
+        _CHECKED: False,
         "__reduce_ex__": _reduced,
     }
+    # Flax makes a dataclass of every subclass, and would replace the class's own methods by
+    # generated ones: what its `__init__` sets would be gone.
+    body |= {"__init__": kind.__init__, "__hash__": kind.__hash__, "__eq__": _equal_to(kind)}
     return type(kind.__name__, (kind,), body)
+
+
+def _equal_to(kind: Any) -> Callable[..., bool]:
+    """`__eq__` of the subclass: modules wrapped by other recipes, or not at all, are not equal."""
+    return lambda self, other: type(other) is type(self) and kind.__eq__(self, other)
 
 
 @nn.nowrap
@@ -182,8 +197,8 @@ def entered(
 ) -> Callable[..., Any]:
     """A method of a module that runs by its rules."""
 
-    def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, rules_of(self), lambda: method(self, *args, **kwargs), cache)
+    def entering(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return run(self, rules_of(self), method, args, kwargs, cache)
 
     # updated=() leaves out the attributes by which Flax marks functions: `method` has them.
     return nn.nowrap(functools.update_wrapper(entering, method, updated=()))
@@ -197,35 +212,55 @@ def _with_method(call: Callable[..., Any], cache: BlockFormat | None) -> Callabl
     """
 
     @functools.wraps(call)
-    def calling(self: Any, first: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def called(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if isinstance(method, str):
             if callable(getattr(self, method)):
                 method = entered(_named(method), _rules_of, cache)
         elif callable(method):
             unbound = method.__func__ if inspect.ismethod(method) else method
             method = entered(unbound, _rules_of, cache)
-        return call(self, first, *args, method=method, **kwargs)
+        calling = functools.partial(call, self, *args, method=method, **kwargs)
+        return converting(calling, (args[1:], kwargs))
 
-    return nn.nowrap(calling)
+    return nn.nowrap(called)
 
 
-def _checking(init: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_with_output` that raises if a rule matches nothing.
+def _checking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply` or `init_with_output` that raises if a rule matches nothing, until a call has passed.
 
     Which layers there are is known only now. With another `method` some of them may not run.
     """
 
-    @functools.wraps(init)
-    def checking(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        if method is not None:
-            return init(self, *args, method=method, **kwargs)
+    @functools.wraps(call)
+    def checking(self: Any, /, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        if method is not None or getattr(self, _CHECKED) or is_visited():
+            return call(self, *args, method=method, **kwargs)
         with visiting() as visited:
-            out = init(self, *args, **kwargs)
+            out = call(self, *args, **kwargs)
         rules = self.qtoolkit_rules
-        check_rules("wrap", rules, visited.modules(rules))
+        ran = visited.modules(rules)
+        idle = _idle(args[0] if args else kwargs.get("variables"), ran)
+        if idle:  # their types are not known
+            rules = Rules([(key, value) for key, value in rules.rules if isinstance(key, str)])
+        check_rules("wrap", rules, [*ran, *idle])
+        object.__setattr__(self, _CHECKED, True)
         return out
 
     return nn.nowrap(checking)
+
+
+def _idle(variables: Any, ran: Sequence[Module]) -> list[Module]:
+    """The modules with parameters that did not run in a call of `apply`, as an auxiliary head."""
+    paths = {path for module in ran for path in module.paths}
+
+    def found(node: Any, path: str) -> Iterator[Module]:
+        if isinstance(node, Mapping):
+            if path not in paths:
+                yield Module([path], (), "", True)
+            for name, child in node.items():
+                yield from found(child, f"{path}/{name}".strip("/"))
+
+    return list(found(variables.get("params"), "")) if isinstance(variables, Mapping) else []
 
 
 def _named(name: str) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from qtoolkit.nnx._wrap import (
 from qtoolkit.products import Calibration
 from qtoolkit.products.internal import (
     Batch,
+    Constant,
     Tapped,
     calibration_of,
     check_calibrated,
@@ -74,18 +75,19 @@ def calibrate(
       (AbsMax(e4m3fn by tensor, scales[1]: 2 seen, 0 bad), Array([2.], dtype=float32))
     """
     check_wrapped("calibrate", wrapped)
-    summarize = functools.partial(_summary, *nnx.split(wrapped))
+    graph, state = nnx.split(wrapped)
+    summarize = functools.partial(_summary, Constant(graph), state)
     return calibration_of(summarize, batches, observer, options)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _summary(graph: Any, state: Any, bins: Bins | None, batch: Batch) -> Tapped:
+def _summary(graph: Constant, state: Any, bins: Bins | None, batch: Batch) -> Tapped:
     return summary_of(bins, functools.partial(_called, graph), state, batch)
 
 
-def _called(graph: Any, state: Any, batch: Batch) -> Any:
+def _called(graph: Constant, state: Any, batch: Batch) -> Any:
     # A copy: the model may write its state, which `jax.grad` closes over.
-    model: Any = nnx.merge(graph, state, copy=True)
+    model: Any = nnx.merge(graph.value, state, copy=True)
     return batch.given_to(model)
 
 
@@ -201,7 +203,8 @@ def start_scales(wrapped: nnx.Module, batch: Any) -> None:
       ('dot_general', 'products', 0, 'scales', 1) 0.545
     """
     check_wrapped("start_scales", wrapped)
-    values = _first_jitted(*nnx.split(wrapped), Batch.of(batch))
+    graph, state = nnx.split(wrapped)
+    values = _first_jitted(Constant(graph), state, Batch.of(batch))
     if not values:
         raise ValueError(
             "start_scales: no learned scale was used, expected a recipe with Learned scaling such "
@@ -235,5 +238,5 @@ def _start(kept: ProductState, side: int, value: jax.Array | None) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first_jitted(graph: Any, state: Any, batch: Batch) -> Any:
+def _first_jitted(graph: Constant, state: Any, batch: Batch) -> Any:
     return first_scales(functools.partial(_called, graph), state, batch)

@@ -12,7 +12,7 @@ from qtoolkit.nnx._report import check_module, site_of
 from qtoolkit.nnx._state import LsqScale
 from qtoolkit.nnx._wrap import needs_no_scale, product_states
 from qtoolkit.products import Numerics, Sensitivity
-from qtoolkit.products.internal import Sums, check_loss, sensitivity_of, sums_of
+from qtoolkit.products.internal import Constant, Sums, check_loss, sensitivity_of, sums_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -53,16 +53,17 @@ def numerics(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Numerics:
     """
     check_wrapped("numerics", wrapped)
     check_loss("numerics", loss_fn, "wrapped")
-    sums: Sums = _measured(sums_of, *nnx.split(wrapped), loss_fn, batch)
+    graph, state = nnx.split(wrapped)
+    sums: Sums = _measured(sums_of, Constant(graph), state, Constant(loss_fn), batch)
     return sums.numerics()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def _measured(
-    measure: Callable[..., Any], graph: Any, state: Any, loss_fn: Loss, batch: Any
+    measure: Callable[..., Any], graph: Constant, state: Any, loss_fn: Constant, batch: Any
 ) -> Any:
     def loss(state: Any, batch: Any) -> Any:
-        return loss_fn(nnx.merge(graph, state, copy=True), batch)
+        return loss_fn.value(nnx.merge(graph.value, state, copy=True), batch)
 
     return measure(loss, state, batch)
 
@@ -108,7 +109,8 @@ def sensitivity(wrapped: nnx.Module, batch: Any, loss_fn: Loss) -> Sensitivity:
                 f"sensitivity: {where} has a learned scale that has not been started, expected a "
                 "number; write qtoolkit.nnx.start_scales(wrapped, batch)"
             )
-    found: Sensitivity = _measured(sensitivity_of, *nnx.split(wrapped), loss_fn, batch)
+    graph, state = nnx.split(wrapped)
+    found: Sensitivity = _measured(sensitivity_of, Constant(graph), state, Constant(loss_fn), batch)
     return found
 
 

@@ -21,6 +21,7 @@ from qtoolkit.nnx._state import ProductState
 from qtoolkit.products.internal import (
     Site,
     State,
+    as_jax,
     computes_product,
     enclosing,
     overridden,
@@ -29,6 +30,7 @@ from qtoolkit.products.internal import (
     rewritten,
     rewritten_later,
     scope,
+    with_numbers,
     with_values,
 )
 
@@ -245,13 +247,18 @@ def _entered(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         kept = getattr(self, "qtoolkit_dot", None)
         within = dataclasses.replace(site, recipe=site.recipe.without_state())
         with enclosing(within, None if kept is None else kept.state()):
-            return _run(site, method, name, self, args, kwargs)
+            running = functools.partial(_run, site, method, name, self, args, kwargs)
+            return with_numbers(running, (args, kwargs))
 
     return entering
 
 
-def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any) -> Any:
+def _run(
+    site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any, integers: bool
+) -> Any:
     """Runs `method` as a pure function of the module's state and of the arrays in its arguments.
+
+    NumPy's integers among them stay as they are if `integers` is false.
 
     Modules and variables among the arguments, such as a cache, count as state, too, and so do
     attributes that are constants, `self.calls += 1` or `self.shape = x.shape`. Afterwards only
@@ -259,7 +266,8 @@ def _run(site: Site, method: Any, name: str, module: Any, args: Any, kwargs: Any
     model, and nnx then forbids writing to it.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    at_arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    leaves = [leaf if _is_node(leaf) else as_jax(leaf, integers) for leaf in leaves]
+    at_arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     at_nodes = [i for i, leaf in enumerate(leaves) if _is_node(leaf)]
     nodes = [leaves[i] for i in at_nodes]
     graph, state = nnx.split((module, nodes))

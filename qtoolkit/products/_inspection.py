@@ -85,12 +85,19 @@ def _is_product(value: Any) -> bool:
 
 
 def _undecorated(x: Any) -> Any:
-    """What `jax.jit`, `nnx.jit`, `functools.partial` and the like have made a callable of."""
-    while callable(x):
-        inner = x.func if isinstance(x, functools.partial) else inspect.unwrap(x)
-        if inner is x:
-            break
-        x = inner
+    """What `jax.jit`, `nnx.jit`, `functools.partial` and the like have made a callable of.
+
+    It looks into `__dict__`: `hasattr(x, "__wrapped__")`, as `inspect.unwrap` asks, would run the
+    `setup` of a bound linen module, in the wrong place if the module is under `nn.vmap`.
+    """
+    seen: list[Any] = []
+    while callable(x) and all(x is not known for known in seen):
+        seen.append(x)
+        if isinstance(x, functools.partial):
+            x = x.func
+        else:
+            holder = x.__func__ if isinstance(x, types.MethodType) else x
+            x = getattr(holder, "__dict__", {}).get("__wrapped__", x)
     return x
 
 

@@ -5,8 +5,10 @@
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
+from qtoolkit.products._constant import Constant
 from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing
+from qtoolkit.products._inputs import as_jax, with_numbers
 from qtoolkit.products._inspection import (
     computes_product,
     overridden,

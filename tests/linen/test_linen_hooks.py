@@ -7,7 +7,6 @@ and red without.
 import functools
 
 import jax
-import jax.numpy as jnp
 import layer_formulas
 import numpy as np
 import pytest
@@ -76,7 +75,7 @@ def is_green(kind):
     rules = qt.Rules({"query|key|value|out": None}, qt.recipes.te_current)
     recipe = rules if kind is nn.MultiHeadDotProductAttention else qt.recipes.te_current
     wrapped = qt.linen.wrap(layer, recipe)
-    got = wrapped.apply(variables, *jax.tree.map(jnp.asarray, arguments), method=method)
+    got = wrapped.apply(variables, *arguments, method=method)
     got = got[1] if kind is nn.OptimizedLSTMCell else got
     params = jax.tree.map(np.asarray, variables["params"])
     expected = formula(params, X)

@@ -68,7 +68,7 @@ def test_parameters_are_those_of_the_plain_model():
     assert jax.tree.structure(made[SCALES]) == jax.tree.structure(
         {
             layer: {"__call__.kernel": {"lhs_scale": 0, "rhs_scale": 0}}
-            for layer in ("self", "shared")
+            for layer in ("self", "self.shared")
         }
     )
     assert all(np.isnan(scale) for scale in jax.tree.leaves(made[SCALES]))
@@ -79,7 +79,7 @@ def test_scales_start_as_lsq_has_it(variables):
     """Of inputs that come twice the mean of both; a plain model's parameters have none yet."""
     params = variables["params"]
     np.testing.assert_allclose(
-        kept(variables, "shared")["rhs_scale"],
+        kept(variables, "self.shared")["rhs_scale"],
         first_scale(params["shared"]["kernel"]),
         rtol=1e-5,
     )
@@ -97,7 +97,8 @@ def test_scales_start_as_lsq_has_it(variables):
 
 def by_hand(variables, x):
     """The network in plain JAX, with `lsq` around the operands."""
-    params, (own, shared) = variables["params"], (kept(variables, p) for p in ("self", "shared"))
+    params = variables["params"]
+    own, shared = kept(variables), kept(variables, "self.shared")
 
     def product(x, kernel, scales):
         return lsq(x, scales["lhs_scale"], "int4") @ lsq(kernel, scales["rhs_scale"], "int4")
@@ -156,11 +157,11 @@ def test_both_operands_of_attention_are_rounded_as_inputs():
     kernels = qt.linen.wrap(plain, Recipe((None, INT4), gradient=None))
     kernels = jax.eval_shape(kernels.init, KEY, x)
     assert "self" not in kernels[SCALES]
-    assert set(kept(kernels, "query")) == {"rhs_scale"}
+    assert set(kept(kernels, "self.query")) == {"rhs_scale"}
     inputs = qt.linen.wrap(plain, Recipe((INT4, None), gradient=None))
     inputs = jax.eval_shape(inputs.init, KEY, x)
     assert set(inputs[SCALES]["self"]["__call__.0"]) == {"lhs_scale", "rhs_scale"}
-    assert set(kept(inputs, "query")) == {"lhs_scale"}
+    assert set(kept(inputs, "self.query")) == {"lhs_scale"}
 
 
 class Block(nn.Module):
@@ -192,11 +193,11 @@ def test_layers_that_scan_stacks_share_a_scale():
     variables = qt.linen.start_scales(module, jax.jit(module.init)(KEY, X), X)
     dense = variables["params"]["blocks"]["dense"]
     np.testing.assert_allclose(
-        kept(variables, "blocks.dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
+        kept(variables, "self.blocks.dense")["rhs_scale"], first_scale(dense["kernel"]), rtol=1e-5
     )
 
     def hand(variables):
-        learned = kept(variables, "blocks.dense")
+        learned = kept(variables, "self.blocks.dense")
         return stack_by_hand(variables["params"]["blocks"]["dense"], lambda _: learned, X)
 
     close(
@@ -206,7 +207,7 @@ def test_layers_that_scan_stacks_share_a_scale():
     got, expected = (jax.jit(m.apply)(v, X) for m, v in ((served, weights), (module, variables)))
     np.testing.assert_array_equal(got, expected)
     array = weights["params"]["blocks"]["dense"]["kernel"]
-    scale = kept(variables, "blocks.dense")["rhs_scale"]
+    scale = kept(variables, "self.blocks.dense")["rhs_scale"]
     np.testing.assert_array_equal(array.scale, jnp.broadcast_to(scale, (3, 1, 1)))
 
 
@@ -371,7 +372,7 @@ def test_what_cannot_be(variables):
     with pytest.raises(ValueError, match="start_scales: not calibrated: b; expected every"):
         qt.linen.start_scales(branch, branch.init(KEY, X), (X, False))
     started = qt.linen.start_scales(branch, {"params": branch.init(KEY, X)["params"]}, (X, False))
-    assert set(started[SCALES]) == {"a"}
+    assert set(started[SCALES]) == {"self.a"}
     served, weights = qt.linen.quantize(branch, started, None, {"x": X, "both": False})
     np.testing.assert_array_equal(
         served.apply(weights, X, both=False), branch.apply(started, X, both=False)

@@ -135,15 +135,15 @@ def test_zeros_leave_the_history_of_an_operand(variables):
 def test_a_layer_used_twice_keeps_the_larger_and_a_skipped_one_its_own():
     module = wrap(Two(), RECIPE)
     variables = jax.jit(module.init)(KEY, X)
-    assert set(variables["qtoolkit"]) == {"twice", "last"}
+    assert set(variables["qtoolkit"]) == {"self.twice", "self.last"}
     graded = value_and_grad(lambda v: loss(v, X, module, both=False))
     _, grads, state = jax.jit(graded)(variables)
     rolled = {"qtoolkit": state}
-    assert kept(rolled, "last")["history"].max() == 0
+    assert kept(rolled, "self.last")["history"].max() == 0
     hidden = Two().apply(variables, X, both=False, capture_intermediates=True)[1]
     inputs = np.abs(2 * hidden["intermediates"]["twice"]["__call__"][0]).max()
     largest = max(inputs, np.abs(X).max())
-    got = kept(rolled, "twice")["history"][0, 0]
+    got = kept(rolled, "self.twice")["history"][0, 0]
     np.testing.assert_allclose(got, largest, rtol=0.2)  # a bucket, and E4M3 in the layer before
     assert got > np.abs(X).max() or inputs < np.abs(X).max()
     np.testing.assert_array_equal(grads["last"]["kernel"], 0)

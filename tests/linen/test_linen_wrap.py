@@ -246,7 +246,7 @@ METHODS = {
 def test_methods(how):
     wrapped = wrap(Setup(), recipes.te_delayed_hybrid)
     variables = shapes(wrapped, X, **METHODS[how])
-    assert list(variables["qtoolkit"]) == ["first"]
+    assert list(variables["qtoolkit"]) == ["self.first"]
     assert count(lambda v: wrapped.apply(v, X, **METHODS[how]), variables) == (1, 0)
 
 
@@ -298,7 +298,7 @@ class OuterSetup(nn.Module):
 def test_a_wrapped_module_inside_of_another():
     variables = shapes(Outer(), X)
     assert set(variables["params"]) == {"Setup_0", "Dense_0"}
-    assert set(variables["qtoolkit"]["Setup_0"]) == {"first", "last"}
+    assert set(variables["qtoolkit"]["Setup_0"]) == {"self.first", "self.last"}
     assert count(Outer().apply, variables, X) == (2, 1)
     # Its own recipe stays where the model around it is wrapped by another.
     found = report(wrap(Outer(), Recipe("mxfp8")), variables, X)
@@ -308,7 +308,7 @@ def test_a_wrapped_module_inside_of_another():
         "Setup_0/first": False,
         "Setup_0/last": False,
     }
-    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"first", "last"}
+    assert set(shapes(OuterSetup(), X)["qtoolkit"]["inner"]) == {"self.first", "self.last"}
 
 
 def test_inside_a_loop_of_the_users_with_an_axis_for_the_state():
@@ -569,13 +569,57 @@ class Optional(nn.Module):
     ],
 )
 @pytest.mark.parametrize("recipe", [A, qt.recipes.te_delayed_hybrid], ids=["current", "delayed"])
-def test_init_refuses_rules_that_match_nothing(rules, message, recipe):
+def test_init_and_apply_refuse_rules_that_match_nothing(rules, message, recipe):
     module = wrap(Optional(), Rules({key: r and recipe for key, r in rules.items()}, recipe))
     for init in (module.init, module.init_with_output):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(init, KEY, X)
+    variables = shapes(Optional(), X)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(module.apply, variables, X)
     # Another method may not run every layer.
     jax.eval_shape(lambda key: module.init(key, X, method="both"), KEY)
+    jax.eval_shape(lambda v: module.apply(v, X, method=lambda m, x: m.first(x)), variables)
+
+
+def test_apply_takes_rules_for_layers_that_it_does_not_run():
+    """They have parameters; their types are not known. A misspelt path is refused none the less."""
+    variables = shapes(Optional(), X, method="both")
+    for key in ("second", nn.Conv):
+        jax.eval_shape(wrap(Optional(), Rules({key: B}, A)).apply, variables, X)
+    with pytest.raises(ValueError, match="rule 'secnod' matches nothing"):
+        jax.eval_shape(wrap(Optional(), Rules({"secnod": B, nn.Conv: B}, A)).apply, variables, X)
+    # Once every rule has matched, a call may run fewer layers.
+    module = wrap(Optional(), Rules({"second": B}, A))
+    jax.eval_shape(module.apply, variables, X)
+    jax.eval_shape(module.apply, shapes(Optional(), X), X)
+
+
+class Block8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x)
+
+
+JittedBlock = nn.jit(Block8)
+
+
+class Compiled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return JittedBlock(name="block")(x)
+
+
+def test_who_records_what_runs_sees_layers_under_jit_every_time():
+    """Flax keeps the trace of such a class: in the second call its layers do not run again."""
+    module = wrap(Compiled(), Rules({"block/Dense_0": A}, None))
+    for _ in range(2):
+        variables = jax.jit(module.init)(KEY, X)
+        assert not report(module, variables, X).unreached
+        wrap(Compiled(), Rules({"block/Dense_0": A}, None)).apply(variables, X)
+        served, weights = qt.linen.quantize(Compiled(), variables, "int8", X)
+        assert served.apply(weights, X).shape == (*X.shape[:-1], 8)
 
 
 @pytest.mark.sample(1)

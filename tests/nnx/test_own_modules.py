@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,3 +196,92 @@ def test_a_module_that_a_call_makes_is_refused_with_what_to_do():
     assert len(model.layers) == 0
     model(x)
     assert qt.nnx.wrap(model)(x).shape == x.shape
+
+
+class Scores(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(0.3 * jnp.eye(16))
+
+    def __call__(self, batch, shape=None, mask=None):
+        first, second = batch["inputs"]
+        scores = (first @ self.kernel) @ second.T
+        scores = scores if mask is None else scores[mask]
+        return scores if shape is None else scores.reshape(tuple(int(side) for side in shape))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_numpy_arrays_are_inputs(jit):
+    """Oracle: the same call with JAX arrays; the model itself takes the shape and the mask."""
+    model = Scores()
+    wrapped = qt.nnx.wrap(model)
+    arrays = {"inputs": [np.float64(X) / 3, np.float32(X)]}
+    given = {"inputs": [jnp.asarray(x) for x in arrays["inputs"]]}
+    numbers = np.array([-1, 2]), np.array([True, False, True, True])
+
+    def call(model, *args):  # NumPy arrays in it are constants of the compiled program
+        return nnx.jit(lambda model: model(*args))(model) if jit else model(*args)
+
+    expected = call(wrapped, given)
+    got = call(wrapped, arrays)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, expected)
+    got = call(wrapped, arrays, *numbers)
+    np.testing.assert_array_equal(got, expected[numbers[1]].reshape(-1, 2))
+    assert got.shape == call(model, arrays, *numbers).shape
+
+
+@dataclasses.dataclass
+class Config:
+    """Compares, and has no hash."""
+
+    sizes: list[int]
+    scale: float = 2.0
+
+
+class OfConfig(nnx.Module):
+    def __init__(self, config):
+        self.config = config
+        self.layers = nnx.List([nnx.Linear(16, n, rngs=nnx.Rngs(n)) for n in config.sizes])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.config.scale * layer(x)
+        return x
+
+
+def scaled_loss(model, x):
+    scaled_loss.traces += 1
+    return jnp.mean(model(x) ** 2)
+
+
+def test_a_model_with_an_unhashable_config():
+    """Oracle: the same model with a frozen config, which hashes."""
+    frozen_config = dataclasses.make_dataclass(
+        "F", [("sizes", tuple), ("scale", float)], frozen=True
+    )
+    configs = frozen_config((16, 16), 2.0), Config([16, 16])
+    hashed, unhashed = (qt.nnx.wrap(OfConfig(config)) for config in configs)
+
+    def same(function):
+        jax.tree.map(np.testing.assert_array_equal, *map(leaves(function), (hashed, unhashed)))
+
+    def leaves(function):
+        return lambda model: jax.tree.leaves(function(model))
+
+    same(lambda model: qt.nnx.numerics(model, X, scaled_loss))
+    same(lambda model: qt.nnx.sensitivity(model, X, scaled_loss))
+    same(lambda model: qt.nnx.calibrate(model, [X, X]))
+    same(lambda model: qt.nnx.freeze(model, qt.nnx.calibrate(model, [X]))(X))
+    # Compiled once for equal models, and again for another one.
+    scaled_loss.traces = 0
+    qt.nnx.numerics(unhashed, X, scaled_loss)
+    qt.nnx.numerics(qt.nnx.wrap(OfConfig(Config([16, 16]))), X, scaled_loss)
+    assert scaled_loss.traces == 0
+    qt.nnx.numerics(qt.nnx.wrap(OfConfig(Config([16, 16], 3.0))), X, scaled_loss)
+    assert scaled_loss.traces > 0
+    learned = qt.nnx.wrap(OfConfig(Config([16])), qt.recipes.int4_lsq)
+    qt.nnx.start_scales(learned, X)
+    assert np.isfinite(learned(X)).all()
+
+
+scaled_loss.traces = 0
