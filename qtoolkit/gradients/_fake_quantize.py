@@ -50,7 +50,8 @@ def fake_quantize(
         clamping it is just rounding.
 
     Returns:
-      Shape and dtype of `x`.
+      Shape and dtype of `x`. Where a rounded number lies beyond the largest of that dtype, it is
+      that largest one: 65,504 in float16, which MXFP4 rounds to 65,536.
 
     Raises:
       TypeError, ValueError: As `quantize`; unknown `gradient`.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -352,7 +353,7 @@ def _codes(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array
 
 def _values(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return in_dtype(multiply(q), x.dtype)
+    return _saturated(multiply(q), q, spec, x.dtype)
 
 
 def _operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -396,7 +397,21 @@ def _unrounded(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> A
 def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return in_dtype(multiply(q), x.dtype)
+    return _saturated(multiply(q), q, spec, x.dtype)
+
+
+def _saturated(y: Array, q: Array, spec: BlockFormat, dtype: np.dtype) -> Array:
+    """The products `y` of the elements `q` and their scales, rounded to `dtype`.
+
+    The last values of a block may lie beyond the largest number of its dtype: float16's 65,504 is
+    rounded to 4 * 2**14 in MXFP4. They become that number; only an infinite element is infinite.
+    """
+    rounded = in_dtype(y, dtype)
+    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
+    if spec.element.has_inf:
+        overflows &= jnp.isfinite(q)
+    largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
+    return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
 
 
 def _scaled(x: _Elements, divide: Map) -> Array:
