@@ -19,8 +19,8 @@ from qtoolkit.casts._sources import (
     check_source,
     check_table,
     check_target,
-    check_value_source,
     codes_of,
+    kept_dtype,
     round_values,
     values_of,
 )
@@ -45,7 +45,7 @@ def round_to_format(
 
     Args:
       x: An array of any float, integer or bool dtype up to 64 bits, any shape. Subnormals count
-        like any other value. Python's numbers are 64-bit ones.
+        like any other value. Python's numbers are 64-bit ones, as in NumPy.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding: "nearest_even", "nearest_away", "toward_zero", "toward_positive",
         "toward_negative", "to_odd" (what is inexact becomes the neighbour with the odd code), or
@@ -66,11 +66,13 @@ def round_to_format(
         it, an array that is rounded in chunks gives the same result as the whole.
 
     Returns:
-      Shape and dtype of `x`.
+      Shape and dtype of `x`. Where JAX has 64-bit types off, 64-bit arrays of NumPy and Python's
+      numbers are rounded from their exact values, and the result has the dtype that JAX gives them:
+      float32, int32 or uint32.
 
     Raises:
-      TypeError: `x` has another dtype, or one of 64 bits where JAX has them off; `key` is no key;
-        or a derivative is asked for: use `fake_cast`.
+      TypeError: `x` has another dtype; `key` is no key; or a derivative is asked for: use
+        `fake_cast`.
       ValueError: Unknown format, rounding or saturation; the dtype of `x` does not hold every
         finite value of `fmt`; `key` and `random_bits` do not fit the rounding.
 
@@ -83,13 +85,20 @@ def round_to_format(
       >>> qt.round_to_format(x, "e4m3fn", rounding="toward_positive", saturation="none")
       Array([18., 20., 22., nan], dtype=float32)
     """
-    source = check_value_source("round_to_format", x)
+    source = check_source("round_to_format", x)
     fmt, projection = check_arguments(
         "round_to_format", source, fmt, rounding, saturation, key, random_bits, index_offset
     )
-    check_holds("round_to_format", fmt, source.dtype)
+    check_holds("round_to_format", fmt, kept_dtype(source))
     source = without_derivative(source, _NO_DERIVATIVE.format("round_to_format", fmt.name))
-    return _round_to_format(source, projection, fmt)
+    return rounded(source, projection, fmt)
+
+
+def rounded(x: jax.Array | np.ndarray, projection: Projection, fmt: Format) -> jax.Array:
+    """The values of `fmt` as `kept_dtype(x)`, which holds them; without checks or derivative."""
+    dtype = kept_dtype(x)
+    with types_of(x):
+        return _round_to_format(x, projection, fmt, dtype)
 
 
 def encode(
@@ -332,9 +341,14 @@ _NO_DERIVATIVE_FROM = (
 )
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _round_to_format(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
-    return round_values(x, fmt, projection.drawn(x.shape))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _round_to_format(
+    x: jax.Array | np.ndarray, projection: Projection, fmt: Format, dtype: np.dtype
+) -> jax.Array:
+    x, projection = jnp.asarray(x), projection.drawn(x.shape)
+    if x.dtype == dtype:
+        return round_values(x, fmt, projection)
+    return values_of(codes_of(x, fmt, projection), fmt, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)

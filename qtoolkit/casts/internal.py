@@ -12,7 +12,14 @@ from qtoolkit.casts._affine import (
     unmerged,
 )
 from qtoolkit.casts._bits import check_holds, dtype_from_codes, exact_float32, holds
-from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
+from qtoolkit.casts._casts import (
+    cast_for,
+    check_arguments,
+    encode_for,
+    rounded,
+    types_of,
+    without_derivative,
+)
 from qtoolkit.casts._compact import (
     codes_through_float16,
     has_unlimited_values,
@@ -68,9 +75,11 @@ from qtoolkit.casts._sources import (
     check_differentiable,
     check_source,
     check_target,
+    check_unnarrowed,
     check_value_source,
     codes_of,
     is_array,
+    kept_dtype,
     round_values,
     values_of,
 )

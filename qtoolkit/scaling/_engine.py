@@ -1,7 +1,8 @@
 """The engine that quantizes: finds scales, divides elements by them, rounds, and dequantizes.
 
-x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`).
-q is x / scale, rounded: one IEEE division by the scale as it is stored, then one rounding.
+x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`), or
+float64, whose scales follow from its float32. q is x / scale, rounded: one IEEE division by the
+scale as it is stored, then one rounding.
 `quantize`, `fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of
 checkpoints all call these functions.
 """
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts import Projection, pack
 from qtoolkit.casts.internal import (
     NEAREST,
+    Rounding,
     codes_of,
     elementwise,
     exact_float32,
@@ -36,6 +38,7 @@ from qtoolkit.casts.internal import (
     times_to_subnormal,
     unlimited_values,
     values_of,
+    widened,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
 from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
@@ -116,6 +119,9 @@ def _found(
     """
     if spec.scale is None or given.scale is not None:
         return given, None
+    if x.dtype == jnp.float64:
+        # To odd for powers of two: an amax above 448, by however little, is still above it then.
+        x = in_float32(x, "to_odd" if spec.has_powers else "nearest_even")
     blocks = blocks_of(x, spec)
     view = blocks.split(x)
     if spec.zero_point:
@@ -128,6 +134,14 @@ def _found(
         found = _amax_of_all(largest, x.dtype) if holds_nan else _tensor_amax(x, amax)
         tensor_scale = tensor_scale_from(found, spec)
     return Scales(blocks.gather(scale_from(amax, spec, tensor_scale)), tensor_scale), largest
+
+
+@elementwise
+def in_float32(x: Array, rounding: Rounding = "nearest_even") -> Array:
+    """float64, or a narrower float, as float32; what is beyond float32 becomes its largest."""
+    if x.dtype != jnp.float64:
+        return exact_float32(x)
+    return values_of(codes_of(x, FLOAT32, Projection(rounding, "propagate")), FLOAT32, jnp.float32)
 
 
 def block_codes(
@@ -311,8 +325,8 @@ def _with_zero_point(
     """Rounded to integers, moved by the zero point, clamped to the element format."""
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     clamping = Projection(projection.rounding, "finite", projection.draw)
-    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(jnp.float32)
-    return jnp.clip(moved, np.float32(first), np.float32(last))
+    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
+    return jnp.clip(moved, u.dtype.type(first), u.dtype.type(last))
 
 
 class _Elements(NamedTuple):
@@ -390,8 +404,8 @@ def _scaled_and_unscaled(
 
 
 def _unrounded(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    u = divide(exact_float32(x.view))
-    return u if x.zero_point is None else u + x.zero_point.astype(jnp.float32)
+    u = divide(widened(x.view))
+    return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
 
 
 def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -420,9 +434,10 @@ def _scaled(x: _Elements, divide: Map) -> Array:
     XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
     toward positive, is E4M3FN's least value, 2**-9.
     """
-    wide = exact_float32(x.view)
+    wide = widened(x.view)
     u = divide(wide)
-    return kept_from_zero(u, wide) if x.projection.rounding in _DIRECTED else u
+    may_vanish = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
+    return kept_from_zero(u, wide) if may_vanish else u
 
 
 def _of_elements(
@@ -479,12 +494,17 @@ def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
 
 @elementwise
 def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
-    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: product(q, scale))
+    return compute(
+        elements,
+        spec,
+        lambda x: quotient(x, scale.astype(x.dtype)),
+        lambda q: product(q, scale),
+    )
 
 
 @elementwise
 def _by_factors(compute: Any, elements: Any, spec: BlockFormat, down: Array, up: Array) -> Any:
-    return compute(elements, spec, lambda x: x * down, lambda q: q * up)
+    return compute(elements, spec, lambda x: x * down.astype(x.dtype), lambda q: q * up)
 
 
 @elementwise

@@ -24,6 +24,7 @@ from qtoolkit.casts.internal import (
     power_of_two,
     settled,
     times_power_of_two,
+    types_of,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.scaling._blocks import explicit_spec
@@ -33,6 +34,7 @@ from qtoolkit.scaling._engine import (
     blocks_of,
     dequantized,
     find_scales,
+    in_float32,
     scaled_values,
 )
 from qtoolkit.scaling._quantize import check_quantize
@@ -135,7 +137,9 @@ def metrics(
         "metrics", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
-    return _metrics(lax.stop_gradient(x), lax.stop_gradient(given), projection, spec)
+    x = x if isinstance(x, np.ndarray) else lax.stop_gradient(x)
+    with types_of(x):
+        return _metrics(x, lax.stop_gradient(given), projection, spec)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -181,12 +185,15 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat) -> Metrics:
+def _metrics(
+    x: jax.Array | np.ndarray, given: Scales, projection: Projection, spec: BlockFormat
+) -> Metrics:
+    x = jnp.asarray(x)
     scales, nonzero = find_scales(x, spec, given)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)
-    found = comparison(exact_float32(x), y, saturated)
+    found = comparison(in_float32(x), y, saturated)
     return Metrics(
         sqnr_db=found.sqnr_db(),
         max_error=found.max_error(),
@@ -200,9 +207,9 @@ def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFor
 
 def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
     """Which elements of `x` rounding to nearest clamps; `u` are its `scaled_values`."""
-    lowest, highest = kept_range(spec)
-    is_beyond = (u < np.float32(lowest)) | (u > np.float32(highest))
-    return is_beyond | (jnp.abs(exact_float32(x)) == np.inf)
+    lowest, highest = map(u.dtype.type, kept_range(spec))
+    is_beyond = (u < lowest) | (u > highest)
+    return is_beyond | jnp.isinf(x)
 
 
 class Comparison(NamedTuple):

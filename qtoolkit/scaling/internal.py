@@ -9,6 +9,7 @@ from qtoolkit.scaling._engine import (
     block_codes,
     block_values,
     blocks_of,
+    dequantized,
     element_values,
     find_scales,
     operand_values,
