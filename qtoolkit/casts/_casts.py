@@ -24,6 +24,7 @@ from qtoolkit.casts._sources import (
     round_values,
     values_of,
 )
+from qtoolkit.casts._tables import check_stochastic
 from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
 
 
@@ -49,7 +50,8 @@ def round_to_format(
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding: "nearest_even", "nearest_away", "toward_zero", "toward_positive",
         "toward_negative", "to_odd" (what is inexact becomes the neighbour with the odd code), or
-        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes.
+        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes. In tables, stochastic
+        rounding measures distances between values in float32.
       saturation: What happens to infinities, and to numbers that after rounding exceed the largest
         finite value. "finite": both become the largest finite value of their sign. "propagate":
         numbers do, but infinities become what `fmt.overflow` says. "none": both become what
@@ -275,10 +277,7 @@ def _target(
     check_target(where, resolved)
     check_table(where, resolved, x.dtype)
     if isinstance(projection.rounding, Stochastic) and isinstance(resolved, TableFormat):
-        raise ValueError(
-            f"{where}: stochastic rounding of table formats is not defined here, got "
-            f"{resolved.name}; use another rounding"
-        )
+        check_stochastic(where, resolved)
     return resolved
 
 

@@ -62,6 +62,7 @@ from qtoolkit.formats._names import (
     format,
 )
 from qtoolkit.formats._p3109 import p3109
+from qtoolkit.formats._posit import posit
 from qtoolkit.formats._promote import promote
 from qtoolkit.formats._rules import Rules
 from qtoolkit.formats._spec import SpecLike, spec
@@ -131,6 +132,7 @@ __all__ = [
     "TableFormat",
     "format",
     "p3109",
+    "posit",
     "promote",
     "spec",
 ]
