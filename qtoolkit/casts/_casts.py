@@ -50,8 +50,8 @@ def round_to_format(
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding: "nearest_even", "nearest_away", "toward_zero", "toward_positive",
         "toward_negative", "to_odd" (what is inexact becomes the neighbour with the odd code), or
-        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes. In tables, stochastic
-        rounding measures distances between values in float32.
+        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes. Between the values
+        of tables, stochastic rounding measures distances in float32.
       saturation: What happens to infinities, and to numbers that after rounding exceed the largest
         finite value. "finite": both become the largest finite value of their sign. "propagate":
         numbers do, but infinities become what `fmt.overflow` says. "none": both become what

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qtoolkit.formats._derived import check_fields
 from qtoolkit.formats._float import FloatFormat, plain_number
 from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
@@ -157,6 +158,22 @@ class BlockFormat:
     def token(cls, element: FormatLike, axis: int = -1, **fields: Any) -> "BlockFormat":
         """One scale for each vector along `axis`. Arguments and errors: as `tensor`."""
         return cls(element=element, block=(None,), axes=(axis,), **fields)
+
+    def with_(self, **fields: Any) -> "BlockFormat":
+        """The same with other values of some fields; a rule that was the default one follows them.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `BlockFormat`.
+
+        Examples:
+          >>> qt.spec("mxfp4").with_(block=(16,)).name
+          'e2m1fn by blocks of 16, scale=e8m0fnu'
+        """
+        check_fields(self, fields)
+        if self.rule == self._default_rule():
+            fields.setdefault("rule", None)
+        return dataclasses.replace(self, **fields)
 
     def along(self, *axes: int) -> "BlockFormat":
         """The same blocks along other axes, one for each length: `spec("mxfp4").along(0)`.

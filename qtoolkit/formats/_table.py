@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.formats._derived import derived
 from qtoolkit.formats._float import (
     Overflow,
     check_name,
@@ -105,6 +106,21 @@ class TableFormat:
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
+
+    def with_(self, **fields: Any) -> "TableFormat":
+        """The same format with other values of some fields, and without a dtype of its own.
+
+        Its name is made of this one's, "nf4(overflow=MAX)", if you give none.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `TableFormat`; or the name is that of another format.
+
+        Examples:
+          >>> qt.format("posit8").with_(ties=None).name  # midpoints
+          'posit8(ties=None)'
+        """
+        return derived(self, fields)
 
     @functools.cached_property
     def finite(self) -> tuple[float, ...]:
