@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -29,9 +29,12 @@ from qtoolkit.formats._names import (
 )
 
 POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
-QUOTIENT_RULES = ("amax", "range")
+QUOTIENT_RULES = ("amax", "range", "four_over_six")
 RULES = (*POWER_RULES, *QUOTIENT_RULES)
 _WIDEST = Fraction(2) ** 100
+
+# The scales that are tried for a block, from its amax and the largest element: see `BlockFormat`.
+ScaleRule: TypeAlias = Callable[[Any, float], Any]
 
 
 @hashed_once
@@ -55,7 +58,7 @@ class BlockFormat:
       rule: How the scale of a block follows from amax, the largest finite `|x|` in it, and from
         `largest`, the largest element; see below. None chooses "amax" where scales have a mantissa,
         else "floor" for integers, "even" for floats of one or two exponent bits and "rceil" for all
-        other elements.
+        other elements. Or a function of your own, see below.
       tensor_scale: The format of a second scale, one for the whole tensor, or any spelling. It is
         the amax of the tensor over `largest` and the largest scale: amax / (6 * 448) in NVFP4. What
         the rule gives is divided by it before it is rounded to `scale`, so the block with that amax
@@ -81,6 +84,16 @@ class BlockFormat:
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
 
+    "four_over_six" is a rule for E2M1: amax / 6 or amax / 4, so that the largest element becomes 6
+    or 4, whichever has the smaller squared error in the block; of equal ones amax / 6. A second
+    scale is amax / (6 * 256), so that E4M3 holds the scale of either. `spec("nvfp4").with_(
+    rule="four_over_six")` is what was published. Source: arXiv:2512.02010.
+
+    A function `rule(amax, largest)` gets float32 amaxes above 0 and a float, and returns the scale,
+    or a tuple of scales to choose from in the same way, elementwise by operations of JAX: `lambda
+    amax, largest: (amax / largest, 0.8 * amax / largest)`. It must be hashable, as functions are.
+    What knows amax alone, such as static and delayed scaling, takes the first scale.
+
     Examples:
       >>> spec = qt.BlockFormat(element="e4m3fn", block=(2,), scale="e8m0fnu")
       >>> q = qt.quantize(jnp.asarray([300.0, 1.0, 460.0, 500.0]), spec)
@@ -97,7 +110,7 @@ class BlockFormat:
     axes: tuple[int, ...] | None = None
     other_axes: int | None = 1
     scale: FloatFormat | None = FLOAT32
-    rule: str | None = None
+    rule: str | ScaleRule | None = None
     tensor_scale: FloatFormat | None = None
     tensor_scale_divides: bool = False
     zero_point: bool = False
@@ -115,7 +128,7 @@ class BlockFormat:
             axes: Sequence[int] | None = None,
             other_axes: int | None = 1,
             scale: FormatLike | None = FLOAT32,
-            rule: str | None = None,
+            rule: str | ScaleRule | None = None,
             tensor_scale: FormatLike | None = None,
             tensor_scale_divides: bool = False,
             zero_point: bool = False,
@@ -196,6 +209,18 @@ class BlockFormat:
         return self.element.max_finite * Fraction(2) ** self.element_exponent
 
     @property
+    def tries_scales(self) -> bool:
+        """Whether the elements of a block, not its amax alone, decide on its scale."""
+        return self.rule == "four_over_six" or callable(self.rule)
+
+    @property
+    def largest_scale(self) -> Fraction:
+        """What the scale of a block with the amax of the tensor becomes beside a second scale."""
+        assert self.scale is not None
+        # 256 and 1.5 * 256 are both in E4M3: the block may be divided by 6 or by 4.
+        return Fraction(256) if self.rule == "four_over_six" else self.scale.max_finite
+
+    @property
     def has_powers(self) -> bool:
         """Whether the format of the scales holds nothing but powers of two, as E8M0."""
         return self.scale is not None and self.scale.mantissa_bits == 0
@@ -267,7 +292,7 @@ class BlockFormat:
             and (value := getattr(self, field.name)) != field.default
         ]
         if self.rule != self._default_rule():
-            changes.append(f"rule={self.rule}")
+            changes.append(f"rule={getattr(self.rule, '__name__', self.rule)}")
         return ", ".join([f"{self.element.name} by {by}{at}", *changes])
 
     def _error(self, message: str) -> ValueError:
@@ -317,8 +342,13 @@ class BlockFormat:
     def _check_rule(self) -> None:
         if self.rule is None:
             object.__setattr__(self, "rule", self._default_rule())
-        if self.rule not in RULES:
-            raise self._error(f"rule={self.rule!r}, expected one of {', '.join(RULES)}")
+        if callable(self.rule):
+            self._check_function()
+        elif self.rule not in RULES:
+            raise self._error(
+                f"rule={self.rule!r}, expected one of {', '.join(RULES)}, or a function of amax "
+                "and the largest element"
+            )
         if self.rule in QUOTIENT_RULES and self.has_powers:
             raise self._error(
                 f"rule={self.rule!r} with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
@@ -332,8 +362,16 @@ class BlockFormat:
             raise self._error("rule='range' needs signed elements: the scales are symmetric")
         if self.tensor_scale_divides and self.tensor_scale is None:
             raise self._error("tensor_scale_divides needs a tensor_scale")
-        if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
-            raise self._error("tensor_scale needs a scale with rule='amax'")
+        is_plain = self.rule in ("amax", "four_over_six") or callable(self.rule)
+        if self.tensor_scale is not None and (self.scale is None or not is_plain):
+            raise self._error(
+                "tensor_scale needs a scale with rule='amax', 'four_over_six' or a function"
+            )
+        if self.rule == "four_over_six" and not self._has_four_and_six():
+            raise self._error(
+                "rule='four_over_six' needs elements of e2m1fn, whose largest two are 4 and 6, and "
+                "scales that reach 384, as those of nvfp4"
+            )
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
             raise self._error(
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
@@ -342,6 +380,18 @@ class BlockFormat:
         is_number = isinstance(self.amax_epsilon, int | float)
         if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
             raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
+
+    def _has_four_and_six(self) -> bool:
+        return self.element == E2M1FN and self.scale is not None and self.scale.max_finite >= 384
+
+    def _check_function(self) -> None:
+        try:
+            hash(self.rule)
+        except TypeError:
+            raise TypeError(
+                f"BlockFormat of {self.element.name}: rule={self.rule!r} is not hashable, expected "
+                "a function, or a frozen dataclass with __call__(self, amax, largest)"
+            ) from None
 
     def _default_rule(self) -> str:
         if not self.has_powers:

@@ -269,19 +269,7 @@ def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounde
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _unscaled(q: Array, scales: Scales, fmt: BlockFormat) -> Array:
-    return _within_range(unscaled_values(q, fmt, scales), q)
-
-
-@elementwise
-def _within_range(y: Array, q: Array) -> Array:
-    """`y = q * scale` with the largest float32 number for overflow.
-
-    Elements above 2**127 may be rounded up to 2**128: MXFP8 rounds 3.3e38 to 256 * 2**120. An
-    infinity would make sums of the product NaN, through `0 * inf`, though x is finite. int8 rounds
-    float32's largest number to 127 scales, which is infinite, too.
-    """
-    largest = np.float32(np.finfo(np.float32).max)
-    return jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
+    return unscaled_values(q, fmt, scales)
 
 
 @_unscaled.defjvp

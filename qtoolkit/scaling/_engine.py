@@ -48,9 +48,9 @@ from qtoolkit.scaling._scales import (
     effective,
     exponents,
     factors,
-    scale_from,
     tensor_scale_from,
 )
+from qtoolkit.scaling._trials import best_scale
 
 Array = jax.Array
 Map = Callable[[Array], Array]
@@ -133,7 +133,8 @@ def _found(
     if spec.tensor_scale is not None and tensor_scale is None:
         found = _amax_of_all(largest, x.dtype) if holds_nan else _tensor_amax(x, amax)
         tensor_scale = tensor_scale_from(found, spec)
-    return Scales(blocks.gather(scale_from(amax, spec, tensor_scale)), tensor_scale), largest
+    scale = best_scale(view, blocks.places, amax, spec, tensor_scale)
+    return Scales(blocks.gather(scale), tensor_scale), largest
 
 
 @elementwise
@@ -367,7 +368,7 @@ def _codes(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array
 
 def _values(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return _saturated(multiply(q), q, spec, x.dtype)
+    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
 
 
 def _operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -393,7 +394,8 @@ def _unlimited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: 
 
 
 def _unscaled(q: Array, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    return multiply(exact_float32(q))
+    wide = exact_float32(q)
+    return _saturated(multiply(wide), wide, jnp.float32)
 
 
 def _scaled_and_unscaled(
@@ -411,10 +413,10 @@ def _unrounded(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> A
 def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return _saturated(multiply(q), q, spec, x.dtype)
+    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
 
 
-def _saturated(y: Array, q: Array, spec: BlockFormat, dtype: np.dtype) -> Array:
+def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
     """The products `y` of the elements `q` and their scales, rounded to `dtype`.
 
     The last values of a block may lie beyond the largest number of its dtype: float16's 65,504 is
@@ -422,7 +424,7 @@ def _saturated(y: Array, q: Array, spec: BlockFormat, dtype: np.dtype) -> Array:
     """
     rounded = in_dtype(y, dtype)
     overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
-    if spec.element.has_inf:
+    if not is_finite:
         overflows &= jnp.isfinite(q)
     largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
     return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
