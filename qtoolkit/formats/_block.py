@@ -14,15 +14,7 @@ from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     E2M1FN,
-    E2M3FN,
-    E3M2FN,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
     FLOAT32,
-    INT4,
-    INT8,
-    NF4,
     Format,
     FormatLike,
     format,
@@ -199,7 +191,7 @@ class BlockFormat:
     @functools.cached_property
     def name(self) -> str:
         """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
-        published = _NAMES.get(dataclasses.replace(self, axes=None))
+        published = NAMES.get(dataclasses.replace(self, axes=None))
         at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
         return self._description(at) if published is None else published + at
 
@@ -444,40 +436,5 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-_NAMES: dict[BlockFormat, str] = {}
-
-
-def _published(name: str, **fields: Any) -> BlockFormat:
-    fmt = BlockFormat(**fields)
-    _NAMES[fmt] = name
-    return fmt
-
-
-def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
-    """Source: OCP Microscaling Formats (MX) Specification v1.0; rules: see `BlockFormat`."""
-    return _published(name, element=element, block=(32,), scale=E8M0FNU, **fields)
-
-
-def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
-    """Source: arXiv:2412.19437, section 3.3; `amax_epsilon` is that of its published kernels."""
-    name = f"deepseek_{block[0]}x{block[1]}{'_e8m0' if fields else ''}"
-    return _published(name, element=E4M3FN, block=block, amax_epsilon=1e-4, **fields)
-
-
-MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3FN)
-MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2)
-MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3FN)
-MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2FN)
-MXFP4 = _mx("mxfp4", E2M1FN)
-MXINT8 = _mx("mxint8", INT8, element_exponent=-6, narrow_range=True)
-# Source: arXiv:2509.25149; the scale is E4M3 without its sign, the second one float32.
-NVFP4 = _published("nvfp4", element=E2M1FN, block=(16,), scale=E4M3FN, tensor_scale=FLOAT32)
-DEEPSEEK_1X128, DEEPSEEK_128X128 = _deepseek((1, 128)), _deepseek((128, 128))
-DEEPSEEK_1X128_E8M0 = _deepseek((1, 128), scale=E8M0FNU)
-DEEPSEEK_128X128_E8M0 = _deepseek((128, 128), scale=E8M0FNU)
-INT8_GROUP128 = _published("int8_group128", element=INT8, block=(128,))
-INT4_GROUP32 = _published("int4_group32", element=INT4, block=(32,))
-INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
-NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
-
-BLOCK_FORMATS = tuple(_NAMES)
+# Of the published formats, which `_published` adds.
+NAMES: dict[BlockFormat, str] = {}
