@@ -191,8 +191,11 @@ class BlockFormat:
     @functools.cached_property
     def name(self) -> str:
         """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
-        published = NAMES.get(dataclasses.replace(self, axes=None))
         at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
+        published = NAMES.get(dataclasses.replace(self, axes=None))
+        if published is None and self.tries_scales:
+            published = NAMES.get(dataclasses.replace(self, axes=None, rule=None))
+            at += f", rule={self._rule_name}"
         return self._description(at) if published is None else published + at
 
     @property
@@ -270,6 +273,10 @@ class BlockFormat:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def _rule_name(self) -> str:
+        return str(getattr(self.rule, "__name__", self.rule))
+
     def _description(self, at: str) -> str:
         if self.scale is None:
             return f"{self.element.name}, unscaled"
@@ -284,7 +291,7 @@ class BlockFormat:
             and (value := getattr(self, field.name)) != field.default
         ]
         if self.rule != self._default_rule():
-            changes.append(f"rule={getattr(self.rule, '__name__', self.rule)}")
+            changes.append(f"rule={self._rule_name}")
         return ", ".join([f"{self.element.name} by {by}{at}", *changes])
 
     def _error(self, message: str) -> ValueError:

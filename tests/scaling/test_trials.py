@@ -130,6 +130,7 @@ def block_errors(x, q):
 
 def test_recipes_with_the_rule_are_trained_stored_and_read_back():
     recipe = qt.Recipe(forward=FOUR_OVER_SIX)
+    assert FOUR_OVER_SIX.along(0).name == "nvfp4@0, rule=four_over_six"
     text = qt.recipes.to_json(recipe)
     assert '"rule": "four_over_six"' in text
     assert qt.recipes.from_json(text) == recipe
