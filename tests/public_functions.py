@@ -52,6 +52,7 @@ def counted(kind):
 
 
 MODES = ("nearest_even", "nearest_away", "toward_positive", "to_odd")
+FOUR_OVER_SIX = qt.spec("nvfp4").with_(rule="four_over_six")
 ZERO_POINT = qt.BlockFormat.tensor("uint8", zero_point=True)
 RULES = (
     *(gradients.Clipped(), gradients.Identity(), gradients.Zero(), gradients.DSQ()),
@@ -65,6 +66,8 @@ CASTS = {
         if not (f is qt.fake_cast and fmt == "e8m0fnu")
     },
     "encode nf4": lambda x: qt.encode(x, "nf4"),
+    "encode nf4 stochastic": lambda x: qt.encode(x, "nf4", rounding="stochastic", key=KEY),
+    "encode posit16 stochastic": lambda x: qt.encode(x, "posit16", rounding="stochastic", key=KEY),
     "encode e4m3fn stochastic": lambda x: qt.encode(x, "e4m3fn", rounding="stochastic", key=KEY),
     "decode": lambda x: wide(qt.decode(qt.encode(x, "e4m3fn"), "e4m3fn", x.dtype)),
     "round_to_format e5m2": lambda x: wide(qt.round_to_format(x, "e5m2", saturation="none")),
@@ -80,6 +83,7 @@ SCALING = {
     "quantize mxfp8_e4m3": with_spec(qt.quantize, "mxfp8_e4m3"),
     "quantize mxfp4 packed": with_spec(qt.quantize, "mxfp4", packed=True),
     "quantize nvfp4": with_spec(qt.quantize, "nvfp4"),
+    "quantize four over six": with_spec(qt.quantize, FOUR_OVER_SIX),
     "quantize zero point": with_spec(qt.quantize, ZERO_POINT),
     "quantize given scale": with_spec(qt.quantize, "e4m3fn", scale=1.1),
     "QArray dequantized": lambda x: wide(qt.QArray(
@@ -440,7 +444,9 @@ EXCLUDED = {
     "checkpoints": "of files",
     "plots": "draws",
     **dict.fromkeys(("Projection", "Stochastic", "Bins", "Observer"), DATA),
-    **dict.fromkeys(("Metrics", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD),
+    **dict.fromkeys(
+        ("Metrics", "MetricsTable", "Tally", "Product", "Report", "Numerics", "Sensitivity"), HELD
+    ),
     **dict.fromkeys(("CotangentEstimator", "Estimator"), "a type, for annotations"),
     **dict.fromkeys(("Current", "Delayed", "Static", "Learned", "Hadamard"), DATA),
     **dict.fromkeys(("Operand", "Recipe"), DATA),

@@ -19,11 +19,12 @@ from qtoolkit.casts._sources import (
     check_source,
     check_table,
     check_target,
-    check_value_source,
     codes_of,
+    kept_dtype,
     round_values,
     values_of,
 )
+from qtoolkit.casts._tables import check_stochastic
 from qtoolkit.formats import FloatFormat, Format, FormatLike, TableFormat, format
 
 
@@ -45,11 +46,12 @@ def round_to_format(
 
     Args:
       x: An array of any float, integer or bool dtype up to 64 bits, any shape. Subnormals count
-        like any other value. Python's numbers are 64-bit ones.
+        like any other value. Python's numbers are 64-bit ones, as in NumPy.
       fmt: A format or any spelling of one, see `qtoolkit.format`.
       rounding: "nearest_even", "nearest_away", "toward_zero", "toward_positive",
         "toward_negative", "to_odd" (what is inexact becomes the neighbour with the odd code), or
-        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes.
+        "stochastic", which is `qtoolkit.Stochastic()`. Even and odd are codes. Between the values
+        of tables, stochastic rounding measures distances in float32.
       saturation: What happens to infinities, and to numbers that after rounding exceed the largest
         finite value. "finite": both become the largest finite value of their sign. "propagate":
         numbers do, but infinities become what `fmt.overflow` says. "none": both become what
@@ -66,11 +68,13 @@ def round_to_format(
         it, an array that is rounded in chunks gives the same result as the whole.
 
     Returns:
-      Shape and dtype of `x`.
+      Shape and dtype of `x`. Where JAX has 64-bit types off, 64-bit arrays of NumPy and Python's
+      numbers are rounded from their exact values, and the result has the dtype that JAX gives them:
+      float32, int32 or uint32.
 
     Raises:
-      TypeError: `x` has another dtype, or one of 64 bits where JAX has them off; `key` is no key;
-        or a derivative is asked for: use `fake_cast`.
+      TypeError: `x` has another dtype; `key` is no key; or a derivative is asked for: use
+        `fake_cast`.
       ValueError: Unknown format, rounding or saturation; the dtype of `x` does not hold every
         finite value of `fmt`; `key` and `random_bits` do not fit the rounding.
 
@@ -83,13 +87,20 @@ def round_to_format(
       >>> qt.round_to_format(x, "e4m3fn", rounding="toward_positive", saturation="none")
       Array([18., 20., 22., nan], dtype=float32)
     """
-    source = check_value_source("round_to_format", x)
+    source = check_source("round_to_format", x)
     fmt, projection = check_arguments(
         "round_to_format", source, fmt, rounding, saturation, key, random_bits, index_offset
     )
-    check_holds("round_to_format", fmt, source.dtype)
+    check_holds("round_to_format", fmt, kept_dtype(source))
     source = without_derivative(source, _NO_DERIVATIVE.format("round_to_format", fmt.name))
-    return _round_to_format(source, projection, fmt)
+    return rounded(source, projection, fmt)
+
+
+def rounded(x: jax.Array | np.ndarray, projection: Projection, fmt: Format) -> jax.Array:
+    """The values of `fmt` as `kept_dtype(x)`, which holds them; without checks or derivative."""
+    dtype = kept_dtype(x)
+    with types_of(x):
+        return _round_to_format(x, projection, fmt, dtype)
 
 
 def encode(
@@ -266,10 +277,7 @@ def _target(
     check_target(where, resolved)
     check_table(where, resolved, x.dtype)
     if isinstance(projection.rounding, Stochastic) and isinstance(resolved, TableFormat):
-        raise ValueError(
-            f"{where}: stochastic rounding of table formats is not defined here, got "
-            f"{resolved.name}; use another rounding"
-        )
+        check_stochastic(where, resolved)
     return resolved
 
 
@@ -332,9 +340,14 @@ _NO_DERIVATIVE_FROM = (
 )
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _round_to_format(x: jax.Array, projection: Projection, fmt: Format) -> jax.Array:
-    return round_values(x, fmt, projection.drawn(x.shape))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _round_to_format(
+    x: jax.Array | np.ndarray, projection: Projection, fmt: Format, dtype: np.dtype
+) -> jax.Array:
+    x, projection = jnp.asarray(x), projection.drawn(x.shape)
+    if x.dtype == dtype:
+        return round_values(x, fmt, projection)
+    return values_of(codes_of(x, fmt, projection), fmt, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)

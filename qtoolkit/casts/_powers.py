@@ -61,13 +61,16 @@ def times_from_subnormal(x: jax.Array, exponent: jax.Array, is_nan: jax.Array) -
     pattern, times 2**-149.
 
     Args:
-      x: float32, any shape.
+      x: float32, or float64, whose own subnormals count as zeros; any shape.
       exponent: int32, from -252 to 252, shape of `x`.
       is_nan: Where the result is NaN.
 
     Returns:
-      float32, shape of `x`: exact where it is 2**-100 or more. Others are below 2**-100, too.
+      Shape and dtype of `x`: exact where it is 2**-100 or more. Others are below 2**-100, too.
     """
+    if x.dtype == jnp.float64:
+        first, second = _halves(exponent, is_nan)
+        return x * first.astype(x.dtype) * second.astype(x.dtype)
     bits = pattern(x)
     magnitude = bits & u32(MAGNITUDE)
     is_subnormal = magnitude < u32(_HIDDEN)

@@ -151,6 +151,25 @@ def check_differentiable(
     return check_value_source(where, x, name)
 
 
+def check_unnarrowed(
+    where: str, x: ArrayLike, name: str = "x", *, wide: bool = True
+) -> jax.Array | np.ndarray:
+    """As `check_differentiable`; float64 of NumPy and Python's floats, which JAX would narrow where
+    its 64-bit types are off, as an array of NumPy, to be rounded from its exact values.
+    """
+    on_host = isinstance(x, float | np.ndarray | np.generic) and not x64_enabled()
+    if on_host and np.asarray(x).dtype.newbyteorder("=") == np.float64:
+        return check_source(where, x, name)
+    return check_differentiable(where, x, name, wide=wide)
+
+
+def kept_dtype(x: jax.Array | np.ndarray) -> np.dtype:
+    """The dtype of results that keep that of `x`; for an array of NumPy, which has 64 bits that
+    JAX has not, the same kind of 32.
+    """
+    return x.dtype if isinstance(x, jax.Array) else np.dtype(x.dtype.name.replace("64", "32"))
+
+
 def check_target(where: str, fmt: Format) -> None:
     """TypeError where JAX's 64-bit types are off and codes of `fmt` need them."""
     wide = fmt.bits > 32 or (isinstance(fmt, FloatFormat) and needs_64_bits(fmt))

@@ -2,35 +2,43 @@
 
 The threshold between two neighbours is the least number that is rounded to the upper one, so every
 deterministic mode is a list of thresholds, made here with exact numbers. Numbers are compared by
-integer keys in their order: patterns, with the sign turned into that of the integer.
+integer keys in their order: patterns, with the sign turned into that of the integer. Stochastic
+rounding finds the two neighbours in the same way and measures where between them a number lies.
 """
 
 import functools
 import itertools
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from qtoolkit.casts._affine import quotient, settled
+from qtoolkit.casts._bits import holds
 from qtoolkit.casts._elementwise import look_up
+from qtoolkit.casts._modes import Stochastic
 from qtoolkit.casts._projection import Projection
-from qtoolkit.formats import Overflow, TableFormat
+from qtoolkit.formats import FLOAT32, Overflow, TableFormat
+
+_LEAST_GAP = Fraction(1, 2**126)  # XLA's CPU reads less as zero
 
 
 def table_codes(x: jax.Array, fmt: TableFormat, projection: Projection) -> jax.Array:
     """Rounds float32 or float64 numbers to the codes of `fmt`, as `fmt.code_dtype`."""
     rounding, saturation = projection.rounding, projection.saturation
-    assert isinstance(rounding, str)
     dtype = np.dtype(x.dtype)
     bits = 8 * dtype.itemsize
     unsigned, signed = np.dtype(f"uint{bits}"), np.dtype(f"int{bits}")
     pattern = lax.bitcast_convert_type(x, unsigned)
     magnitude = (pattern & unsigned.type(2 ** (bits - 1) - 1)).astype(signed)
     key = jnp.where(pattern >> unsigned.type(bits - 1) == 0, magnitude, -magnitude)
-    thresholds, codes = _ladder(fmt, rounding, saturation, dtype)
-    code = _code_at(key, thresholds, codes)
+    if isinstance(rounding, Stochastic):
+        code = _stochastic_codes(x, key, fmt, projection)
+    else:
+        code = _entry_at(key, *_ladder(fmt, rounding, saturation, dtype))
     infinity = _key(np.inf, dtype)
     if saturation != "finite" and fmt.overflow is not Overflow.MAX:
         for end in (np.inf, -np.inf):
@@ -44,7 +52,77 @@ def table_values(codes: jax.Array, fmt: TableFormat, dtype: np.dtype) -> jax.Arr
     return look_up(fmt.values().astype(dtype), codes.astype(jnp.int32))
 
 
-def _code_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
+def _stochastic_codes(
+    x: jax.Array, key: jax.Array, fmt: TableFormat, projection: Projection
+) -> jax.Array:
+    """Codes of `x`, rounded away from zero with a probability that grows linearly between values.
+
+    The fraction v of the distance between two values is an IEEE difference divided by one.
+    """
+    assert isinstance(projection.rounding, Stochastic)
+    assert projection.random is not None
+    thresholds, gaps = _gaps(fmt, projection.saturation, np.dtype(x.dtype))
+    gap = _entry_at(key, thresholds, np.arange(len(gaps.start), dtype=np.int32))
+    start, width = look_up(gaps.start, gap), look_up(gaps.width, gap)
+    v = quotient(jnp.abs(settled(x) - start), width)
+    bits = projection.rounding.bits + 2
+    scaled = jnp.minimum(v, v.dtype.type(1)) * v.dtype.type(2.0**bits)
+    fraction = scaled.astype(jnp.int32)
+    fraction |= (fraction.astype(scaled.dtype) != scaled).astype(jnp.int32)
+    away = projection.rounding.goes_up(fraction.astype(jnp.uint32), projection.random)
+    return jnp.where(away, look_up(gaps.away, gap), look_up(gaps.toward, gap))
+
+
+class _Gaps(NamedTuple):
+    """The gaps between neighbouring values, and one at each end, in which nothing is rounded.
+
+    Attributes:
+      start: The value at the end of the gap that is nearer to zero, as the dtype of the numbers.
+      width: The distance to the other.
+      toward, away: The codes of the two.
+    """
+
+    start: np.ndarray
+    width: np.ndarray
+    toward: np.ndarray
+    away: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def _gaps(fmt: TableFormat, saturation: str, dtype: np.dtype) -> tuple[np.ndarray, _Gaps]:
+    """The keys at which gaps begin, but for the first, and the gaps in rising order."""
+    values, codes, _, _ = _line(fmt, "stochastic", saturation)
+    gaps = [(values[0], Fraction(1), codes[0], codes[0])]
+    for (lower, upper), (low, high) in zip(
+        itertools.pairwise(values), itertools.pairwise(codes), strict=True
+    ):
+        is_negative = upper <= 0
+        ends = (upper, high, low) if is_negative else (lower, low, high)
+        gaps.append((ends[0], upper - lower, *ends[1:]))
+    gaps.append((values[-1], Fraction(1), codes[-1], codes[-1]))
+    signed = np.dtype(f"int{8 * dtype.itemsize}")
+    keys = [_key_of(value, dtype, included=True) for value in values]
+    start, width, toward, away = zip(*gaps, strict=True)
+    numbers = (np.array([float(n) for n in column], dtype) for column in (start, width))
+    return np.array(keys, signed), _Gaps(
+        *numbers, *(np.array(column, fmt.code_dtype) for column in (toward, away))
+    )
+
+
+def check_stochastic(where: str, fmt: TableFormat) -> None:
+    """ValueError where float32 cannot measure how far a number lies between two values."""
+    values = [Fraction(value) for value in fmt.finite]
+    least = min(upper - lower for lower, upper in itertools.pairwise(values))
+    largest = max(fmt.max_finite, -fmt.lowest, Fraction(fmt.beyond or 0))
+    if not holds(fmt, np.float32) or least < _LEAST_GAP or 2 * largest > FLOAT32.max_finite:
+        raise ValueError(
+            f"{where}: stochastic rounding to {fmt.name}, whose values or gaps float32 does not "
+            "hold, expected float32 values, gaps of 2**-126 and more and values below 2**127; use "
+            "another rounding"
+        )
+
+
+def _entry_at(key: jax.Array, thresholds: np.ndarray, codes: np.ndarray) -> jax.Array:
     """`codes[i]`, i the number of `thresholds` that `key` has reached."""
     width = 8 * thresholds.dtype.itemsize
     # Look up the upper bits of the key, as few as leave one threshold at most to compare with.
@@ -75,6 +153,19 @@ def _ladder(
     fmt: TableFormat, rounding: str, saturation: str, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """The thresholds' keys in rising order, and the codes between them."""
+    values, codes, parities, ties = _line(fmt, rounding, saturation)
+    gaps = zip(itertools.pairwise(values), itertools.pairwise(parities), ties, strict=True)
+    keys = [_threshold(*gap, rounding, dtype) for gap in gaps]
+    signed = np.dtype(f"int{8 * dtype.itemsize}")
+    return np.array(keys, signed), np.array(codes, fmt.code_dtype)
+
+
+def _line(
+    fmt: TableFormat, rounding: str, saturation: str
+) -> tuple[list[Fraction], list[int], list[int], list[Fraction]]:
+    """What numbers may become, in rising order: values, their codes, what makes these even or odd,
+    and the ties between neighbours.
+    """
     values, codes = [Fraction(value) for value in fmt.finite], list(fmt.codes)
     # Codes that are even or odd decide ties. `beyond` has no code in the format, so it counts as
     # the code after the largest: after 0x7E it is odd, and a tie between the two goes down.
@@ -93,10 +184,7 @@ def _ladder(
             values.insert(0, -beyond)
             parities.insert(0, parities[0] + 1)
             codes.insert(0, _overflow(fmt, -np.inf))
-    gaps = zip(itertools.pairwise(values), itertools.pairwise(parities), ties, strict=True)
-    keys = [_threshold(*gap, rounding, dtype) for gap in gaps]
-    signed = np.dtype(f"int{8 * dtype.itemsize}")
-    return np.array(keys, signed), np.array(codes, fmt.code_dtype)
+    return values, codes, parities, ties
 
 
 def _threshold(

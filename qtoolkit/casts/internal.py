@@ -18,7 +18,14 @@ from qtoolkit.casts._bits import (
     exact_float32,
     holds,
 )
-from qtoolkit.casts._casts import cast_for, check_arguments, encode_for, without_derivative
+from qtoolkit.casts._casts import (
+    cast_for,
+    check_arguments,
+    encode_for,
+    rounded,
+    types_of,
+    without_derivative,
+)
 from qtoolkit.casts._compact import (
     codes_through_float16,
     has_unlimited_values,
@@ -75,9 +82,11 @@ from qtoolkit.casts._sources import (
     check_differentiable,
     check_source,
     check_target,
+    check_unnarrowed,
     check_value_source,
     codes_of,
     is_array,
+    kept_dtype,
     round_values,
     values_of,
 )

@@ -158,6 +158,11 @@ def quantized(
 def check_symmetric(spec: BlockFormat) -> None:
     if spec.zero_point:
         raise ValueError(f"{spec.name}: no checkpoint layout has zero points; use symmetric scales")
+    if spec.tries_scales:
+        raise ValueError(
+            f"{spec.name}: checkpoints are converted with scales that amax alone decides; use "
+            "rule='amax', or write the arrays that quantize(x, spec) gives"
+        )
 
 
 def _amaxes(cut: Cut, read: Read, dtype: np.dtype, nan_wins: bool, workers: Workers) -> np.ndarray:

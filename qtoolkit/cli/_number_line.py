@@ -17,7 +17,7 @@ ASCII_BLOCKS = " .:-=+*%#"
 
 def number_line(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:
     """The lines of a picture of `fmt`, at most `width` columns wide."""
-    small = isinstance(fmt, TableFormat) or fmt.finite_count <= 2 * LISTED
+    small = fmt.finite_count <= 2 * LISTED
     values, negatives = _listed(fmt) if small else ({}, "")
     if small and len(values) <= LISTED:
         yield from _rows(fmt, values, negatives, width)
@@ -134,8 +134,9 @@ def _axis(fmt: Format, edges: list[int], wide: int, highest: int, room: int) -> 
 
 def _below(fmt: Format, exponent: int) -> int:
     """Number of values, from zero up, that are less than 2**exponent."""
-    assert not isinstance(fmt, TableFormat)  # those that ship are listed
     bound = Fraction(2) ** exponent
+    if isinstance(fmt, TableFormat):
+        return bisect.bisect_left(fmt.finite, bound) - bisect.bisect_left(fmt.finite, 0)
     if isinstance(fmt, IntFormat):
         return int(min(bound, fmt.max_finite + 1))
     return bisect.bisect_left(range(fmt.max_code + 1), bound, key=fmt.magnitude)

@@ -1,24 +1,6 @@
 """Number formats as frozen data; every property is derived from the fields, exactly. No JAX."""
 
-from qtoolkit.formats._block import (
-    BLOCK_FORMATS,
-    DEEPSEEK_1X128,
-    DEEPSEEK_1X128_E8M0,
-    DEEPSEEK_128X128,
-    DEEPSEEK_128X128_E8M0,
-    INT4_GROUP32,
-    INT4_GROUP128,
-    INT8_GROUP128,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    MXINT8,
-    NF4_BLOCK64,
-    NVFP4,
-    BlockFormat,
-)
+from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
@@ -62,7 +44,26 @@ from qtoolkit.formats._names import (
     format,
 )
 from qtoolkit.formats._p3109 import p3109
+from qtoolkit.formats._posit import posit
 from qtoolkit.formats._promote import promote
+from qtoolkit.formats._published import (
+    BLOCK_FORMATS,
+    DEEPSEEK_1X128,
+    DEEPSEEK_1X128_E8M0,
+    DEEPSEEK_128X128,
+    DEEPSEEK_128X128_E8M0,
+    INT4_GROUP32,
+    INT4_GROUP128,
+    INT8_GROUP128,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    MXINT8,
+    NF4_BLOCK64,
+    NVFP4,
+)
 from qtoolkit.formats._rules import Rules
 from qtoolkit.formats._spec import SpecLike, spec
 from qtoolkit.formats._table import TableFormat
@@ -131,6 +132,7 @@ __all__ = [
     "TableFormat",
     "format",
     "p3109",
+    "posit",
     "promote",
     "spec",
 ]

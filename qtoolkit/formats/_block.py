@@ -2,35 +2,31 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from qtoolkit.formats._derived import check_fields
 from qtoolkit.formats._float import FloatFormat, plain_number
 from qtoolkit.formats._hashing import hashed_once
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._names import (
     E2M1FN,
-    E2M3FN,
-    E3M2FN,
-    E4M3FN,
-    E5M2,
-    E8M0FNU,
     FLOAT32,
-    INT4,
-    INT8,
-    NF4,
     Format,
     FormatLike,
     format,
 )
 
 POWER_RULES = ("floor", "ceil", "rceil", "even", "below")
-QUOTIENT_RULES = ("amax", "range")
+QUOTIENT_RULES = ("amax", "range", "four_over_six")
 RULES = (*POWER_RULES, *QUOTIENT_RULES)
 _WIDEST = Fraction(2) ** 100
+
+# The scales that are tried for a block, from its amax and the largest element: see `BlockFormat`.
+ScaleRule: TypeAlias = Callable[[Any, float], Any]
 
 
 @hashed_once
@@ -54,7 +50,7 @@ class BlockFormat:
       rule: How the scale of a block follows from amax, the largest finite `|x|` in it, and from
         `largest`, the largest element; see below. None chooses "amax" where scales have a mantissa,
         else "floor" for integers, "even" for floats of one or two exponent bits and "rceil" for all
-        other elements.
+        other elements. Or a function of your own, see below.
       tensor_scale: The format of a second scale, one for the whole tensor, or any spelling. It is
         the amax of the tensor over `largest` and the largest scale: amax / (6 * 448) in NVFP4. What
         the rule gives is divided by it before it is rounded to `scale`, so the block with that amax
@@ -80,6 +76,16 @@ class BlockFormat:
 
     Powers of two are exact: exponent bits decide, no logarithm is computed.
 
+    "four_over_six" is a rule for E2M1: amax / 6 or amax / 4, so that the largest element becomes 6
+    or 4, whichever has the smaller squared error in the block; of equal ones amax / 6. A second
+    scale is amax / (6 * 256), so that E4M3 holds the scale of either. `spec("nvfp4").with_(
+    rule="four_over_six")` is what was published. Source: arXiv:2512.02010.
+
+    A function `rule(amax, largest)` gets float32 amaxes above 0 and a float, and returns the scale,
+    or a tuple of scales to choose from in the same way, elementwise by operations of JAX: `lambda
+    amax, largest: (amax / largest, 0.8 * amax / largest)`. It must be hashable, as functions are.
+    What knows amax alone, such as static and delayed scaling, takes the first scale.
+
     Examples:
       >>> spec = qt.BlockFormat(element="e4m3fn", block=(2,), scale="e8m0fnu")
       >>> q = qt.quantize(jnp.asarray([300.0, 1.0, 460.0, 500.0]), spec)
@@ -96,7 +102,7 @@ class BlockFormat:
     axes: tuple[int, ...] | None = None
     other_axes: int | None = 1
     scale: FloatFormat | None = FLOAT32
-    rule: str | None = None
+    rule: str | ScaleRule | None = None
     tensor_scale: FloatFormat | None = None
     tensor_scale_divides: bool = False
     zero_point: bool = False
@@ -114,7 +120,7 @@ class BlockFormat:
             axes: Sequence[int] | None = None,
             other_axes: int | None = 1,
             scale: FormatLike | None = FLOAT32,
-            rule: str | None = None,
+            rule: str | ScaleRule | None = None,
             tensor_scale: FormatLike | None = None,
             tensor_scale_divides: bool = False,
             zero_point: bool = False,
@@ -158,6 +164,22 @@ class BlockFormat:
         """One scale for each vector along `axis`. Arguments and errors: as `tensor`."""
         return cls(element=element, block=(None,), axes=(axis,), **fields)
 
+    def with_(self, **fields: Any) -> "BlockFormat":
+        """The same with other values of some fields; a rule that was the default one follows them.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `BlockFormat`.
+
+        Examples:
+          >>> qt.spec("mxfp4").with_(block=(16,)).name
+          'e2m1fn by blocks of 16, scale=e8m0fnu'
+        """
+        check_fields(self, fields)
+        if self.rule == self._default_rule():
+            fields.setdefault("rule", None)
+        return dataclasses.replace(self, **fields)
+
     def along(self, *axes: int) -> "BlockFormat":
         """The same blocks along other axes, one for each length: `spec("mxfp4").along(0)`.
 
@@ -169,14 +191,29 @@ class BlockFormat:
     @functools.cached_property
     def name(self) -> str:
         """The published name, "mxfp4", else a description, "int8 by channel"; along 0 "mxfp4@0"."""
-        published = _NAMES.get(dataclasses.replace(self, axes=None))
         at = "" if self.axes is None else f"@{','.join(map(str, self.axes))}"
+        published = NAMES.get(dataclasses.replace(self, axes=None))
+        if published is None and self.tries_scales:
+            published = NAMES.get(dataclasses.replace(self, axes=None, rule=None))
+            at += f", rule={self._rule_name}"
         return self._description(at) if published is None else published + at
 
     @property
     def largest(self) -> Fraction:
         """What the largest code stands for, without a scale: 448 for E4M3FN, 127/64 for MXINT8."""
         return self.element.max_finite * Fraction(2) ** self.element_exponent
+
+    @property
+    def tries_scales(self) -> bool:
+        """Whether the elements of a block, not its amax alone, decide on its scale."""
+        return self.rule == "four_over_six" or callable(self.rule)
+
+    @property
+    def largest_scale(self) -> Fraction:
+        """What the scale of a block with the amax of the tensor becomes beside a second scale."""
+        assert self.scale is not None
+        # 256 and 1.5 * 256 are both in E4M3: the block may be divided by 6 or by 4.
+        return Fraction(256) if self.rule == "four_over_six" else self.scale.max_finite
 
     @property
     def has_powers(self) -> bool:
@@ -236,6 +273,10 @@ class BlockFormat:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def _rule_name(self) -> str:
+        return str(getattr(self.rule, "__name__", self.rule))
+
     def _description(self, at: str) -> str:
         if self.scale is None:
             return f"{self.element.name}, unscaled"
@@ -250,7 +291,7 @@ class BlockFormat:
             and (value := getattr(self, field.name)) != field.default
         ]
         if self.rule != self._default_rule():
-            changes.append(f"rule={self.rule}")
+            changes.append(f"rule={self._rule_name}")
         return ", ".join([f"{self.element.name} by {by}{at}", *changes])
 
     def _error(self, message: str) -> ValueError:
@@ -300,8 +341,13 @@ class BlockFormat:
     def _check_rule(self) -> None:
         if self.rule is None:
             object.__setattr__(self, "rule", self._default_rule())
-        if self.rule not in RULES:
-            raise self._error(f"rule={self.rule!r}, expected one of {', '.join(RULES)}")
+        if callable(self.rule):
+            self._check_function()
+        elif self.rule not in RULES:
+            raise self._error(
+                f"rule={self.rule!r}, expected one of {', '.join(RULES)}, or a function of amax "
+                "and the largest element"
+            )
         if self.rule in QUOTIENT_RULES and self.has_powers:
             raise self._error(
                 f"rule={self.rule!r} with {self.scale.name} scales, which are powers of two; "  # type: ignore[union-attr]
@@ -315,8 +361,16 @@ class BlockFormat:
             raise self._error("rule='range' needs signed elements: the scales are symmetric")
         if self.tensor_scale_divides and self.tensor_scale is None:
             raise self._error("tensor_scale_divides needs a tensor_scale")
-        if self.tensor_scale is not None and (self.scale is None or self.rule != "amax"):
-            raise self._error("tensor_scale needs a scale with rule='amax'")
+        is_plain = self.rule in ("amax", "four_over_six") or callable(self.rule)
+        if self.tensor_scale is not None and (self.scale is None or not is_plain):
+            raise self._error(
+                "tensor_scale needs a scale with rule='amax', 'four_over_six' or a function"
+            )
+        if self.rule == "four_over_six" and not self._has_four_and_six():
+            raise self._error(
+                "rule='four_over_six' needs elements of e2m1fn, whose largest two are 4 and 6, and "
+                "scales that reach 384, as those of nvfp4"
+            )
         if self.tensor_scale is not None and self.scale is not None and is_wide(self.scale):
             raise self._error(
                 f"tensor_scale with {self.scale.name} scales, which need none; expected narrower "
@@ -325,6 +379,18 @@ class BlockFormat:
         is_number = isinstance(self.amax_epsilon, int | float)
         if not is_number or not 0 <= self.amax_epsilon <= FLOAT32.max_finite:
             raise self._error(f"amax_epsilon={self.amax_epsilon!r}, expected a float32 from 0 up")
+
+    def _has_four_and_six(self) -> bool:
+        return self.element == E2M1FN and self.scale is not None and self.scale.max_finite >= 384
+
+    def _check_function(self) -> None:
+        try:
+            hash(self.rule)
+        except TypeError:
+            raise TypeError(
+                f"BlockFormat of {self.element.name}: rule={self.rule!r} is not hashable, expected "
+                "a function, or a frozen dataclass with __call__(self, amax, largest)"
+            ) from None
 
     def _default_rule(self) -> str:
         if not self.has_powers:
@@ -377,40 +443,5 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-_NAMES: dict[BlockFormat, str] = {}
-
-
-def _published(name: str, **fields: Any) -> BlockFormat:
-    fmt = BlockFormat(**fields)
-    _NAMES[fmt] = name
-    return fmt
-
-
-def _mx(name: str, element: Format, **fields: Any) -> BlockFormat:
-    """Source: OCP Microscaling Formats (MX) Specification v1.0; rules: see `BlockFormat`."""
-    return _published(name, element=element, block=(32,), scale=E8M0FNU, **fields)
-
-
-def _deepseek(block: tuple[int, int], **fields: Any) -> BlockFormat:
-    """Source: arXiv:2412.19437, section 3.3; `amax_epsilon` is that of its published kernels."""
-    name = f"deepseek_{block[0]}x{block[1]}{'_e8m0' if fields else ''}"
-    return _published(name, element=E4M3FN, block=block, amax_epsilon=1e-4, **fields)
-
-
-MXFP8_E4M3 = _mx("mxfp8_e4m3", E4M3FN)
-MXFP8_E5M2 = _mx("mxfp8_e5m2", E5M2)
-MXFP6_E2M3 = _mx("mxfp6_e2m3", E2M3FN)
-MXFP6_E3M2 = _mx("mxfp6_e3m2", E3M2FN)
-MXFP4 = _mx("mxfp4", E2M1FN)
-MXINT8 = _mx("mxint8", INT8, element_exponent=-6, narrow_range=True)
-# Source: arXiv:2509.25149; the scale is E4M3 without its sign, the second one float32.
-NVFP4 = _published("nvfp4", element=E2M1FN, block=(16,), scale=E4M3FN, tensor_scale=FLOAT32)
-DEEPSEEK_1X128, DEEPSEEK_128X128 = _deepseek((1, 128)), _deepseek((128, 128))
-DEEPSEEK_1X128_E8M0 = _deepseek((1, 128), scale=E8M0FNU)
-DEEPSEEK_128X128_E8M0 = _deepseek((128, 128), scale=E8M0FNU)
-INT8_GROUP128 = _published("int8_group128", element=INT8, block=(128,))
-INT4_GROUP32 = _published("int4_group32", element=INT4, block=(32,))
-INT4_GROUP128 = _published("int4_group128", element=INT4, block=(128,))
-NF4_BLOCK64 = _published("nf4_block64", element=NF4, block=(64,))  # arXiv:2305.14314
-
-BLOCK_FORMATS = tuple(_NAMES)
+# Of the published formats, which `_published` adds.
+NAMES: dict[BlockFormat, str] = {}

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qtoolkit.formats._derived import derived
 from qtoolkit.formats._hashing import hashed_once
 
 
@@ -141,6 +142,22 @@ class FloatFormat:
 
     def _error(self, message: str) -> ValueError:
         return ValueError(f"FloatFormat {self.name!r}: {message}")
+
+    def with_(self, **fields: Any) -> "FloatFormat":
+        """The same format with other values of some fields, and without a dtype of its own.
+
+        Its name is made of this one's, "e4m3fn(bias=5)", if you give none.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `FloatFormat`; or the name is that of another format.
+
+        Examples:
+          >>> fmt = qt.format("e4m3fn").with_(bias=5)
+          >>> fmt.name, float(fmt.max_finite)
+          ('e4m3fn(bias=5)', 1792.0)
+        """
+        return derived(self, fields)
 
     @property
     def bits(self) -> int:
@@ -385,7 +402,7 @@ def check_dtype(fmt: Any) -> None:
         raise ValueError(
             f"{where} has values from {ends[0]} to {ends[1]}, the smallest {ends[2]}; expected "
             f"{float(fmt.lowest)} to {float(fmt.max_finite)}, the smallest "
-            f"{float(fmt.min_positive)}"
+            f"{float(fmt.min_positive)}; dtype_name=None leaves it out, as fmt.with_(...) does"
         )
 
 

@@ -4,9 +4,10 @@ import difflib
 import reprlib
 from typing import Any
 
-from qtoolkit.formats._block import BLOCK_FORMATS, BlockFormat
+from qtoolkit.formats._block import BlockFormat
 from qtoolkit.formats._names import BY_SPELLING, format, name_of
 from qtoolkit.formats._p3109 import NAMES as P3109_NAMES
+from qtoolkit.formats._published import BLOCK_FORMATS
 
 BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # Names that mean two formats. With "E4M3" ONNX, OpenVINO and safetensors mean E4M3FN, whose largest

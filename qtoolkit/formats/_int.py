@@ -2,11 +2,12 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ml_dtypes  # noqa: F401  (registers the sub-byte integer names with numpy)
 import numpy as np
 
+from qtoolkit.formats._derived import derived
 from qtoolkit.formats._float import (
     check_dtype,
     check_name,
@@ -73,6 +74,21 @@ class IntFormat:
                 "expected is_bool=True"
             )
         check_dtype(self)
+
+    def with_(self, **fields: Any) -> "IntFormat":
+        """The same format with other values of some fields, and without a dtype of its own.
+
+        Its name is made of this one's, "int8(bits=5)", if you give none.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `IntFormat`; or the name is that of another format.
+
+        Examples:
+          >>> qt.format("int8").with_(bits=5, name="int5").max_finite
+          Fraction(15, 1)
+        """
+        return derived(self, fields)
 
     @property
     def max_finite(self) -> Fraction:

@@ -8,7 +8,8 @@ import numpy as np
 from qtoolkit.formats._float import FloatFormat, Overflow, Specials
 from qtoolkit.formats._int import IntFormat
 from qtoolkit.formats._p3109 import from_name
-from qtoolkit.formats._table import HIFLOAT8, NF4, POSIT8, TableFormat
+from qtoolkit.formats._posit import POSIT8, posit_from_name
+from qtoolkit.formats._table import HIFLOAT8, NF4, TableFormat
 
 
 class _HasDtype(Protocol):
@@ -184,9 +185,10 @@ def format(spec: FormatLike) -> Format:
     Args:
       spec: A format (returned as it is); a string in any of the spellings of qtoolkit ("e4m3fn"),
         numpy and JAX ("float8_e4m3fn"), PyTorch ("torch.float8_e4m3fn"), ONNX ("FLOAT8E4M3FN"),
-        OpenVINO ("f8e4m3") or safetensors ("F8_E4M3"), IEEE P3109 ("Binary8p3se") or an integer of
-        any width ("int5"), upper or lower case; or a numpy, ml_dtypes or JAX dtype. numpy's type
-        codes are not read: "i8" is OpenVINO's int8, "f4" safetensors' FP4.
+        OpenVINO ("f8e4m3") or safetensors ("F8_E4M3"), IEEE P3109 ("Binary8p3se"), a posit
+        ("posit16") or an integer of any width ("int5"), upper or lower case; or a numpy, ml_dtypes
+        or JAX dtype. numpy's type codes are not read: "i8" is OpenVINO's int8, "f4" safetensors'
+        FP4.
 
     Raises:
       ValueError: No format has that name, several may be meant ("e4m3", "fp8"), or it is a block
@@ -210,7 +212,7 @@ def format(spec: FormatLike) -> Format:
 
 
 def found(spec: Any) -> Format | None:
-    """The format that `spec` names, None where there is none. ValueError as from `p3109`."""
+    """The format that `spec` names, or None. ValueError as from `p3109` and `posit`."""
     if isinstance(spec, FloatFormat | IntFormat | TableFormat):
         return spec
     if isinstance(spec, np.dtype) and spec in _BY_DTYPE:  # every cast asks this: no name is made
@@ -245,4 +247,4 @@ def _family_member(name: str) -> Format | None:
     integer = _INTEGER.fullmatch(name)
     if integer and int(integer[2]) <= 64:
         return _integer(int(integer[2]), integer[1].lower() in ("int", "i"))
-    return from_name(name)
+    return posit_from_name(name) or from_name(name)

@@ -4,9 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
-from qtoolkit.formats._block import NF4_BLOCK64, BlockFormat, is_wide
+from qtoolkit.formats._block import BlockFormat, is_wide
 from qtoolkit.formats._hints import BLOCKS, not_found
 from qtoolkit.formats._names import NF4, Format, FormatLike, found
+from qtoolkit.formats._published import NF4_BLOCK64
 
 # What `spec` resolves: a block format, its name, or what `qtoolkit.format` resolves.
 SpecLike: TypeAlias = BlockFormat | FormatLike

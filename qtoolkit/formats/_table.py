@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.formats._derived import derived
 from qtoolkit.formats._float import (
     Overflow,
     check_name,
@@ -30,7 +31,8 @@ class TableFormat:
       overflow: What overflow and infinities become where they are not clamped.
       ties: For each pair of neighbouring finite values, in rising order, the number between them at
         which rounding to nearest changes from one to the other; None for the midpoints. Posits have
-        other ones: 2**22 between the two largest of POSIT8, 2**20 and 2**24.
+        other ones: 2**22 between the two largest of POSIT8, 2**20 and 2**24. A tie that is one of
+        its neighbours rounds all numbers between them to the other: no positive number to zero.
       beyond: The value that would follow the largest one. What rounds to it overflows: HIFLOAT8
         ends at 32,768 and has `beyond` 49,152, so 40,960, their midpoint, overflows. None: no
         finite number overflows, all beyond the largest value are rounded to that.
@@ -104,6 +106,21 @@ class TableFormat:
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **fields), ()
+
+    def with_(self, **fields: Any) -> "TableFormat":
+        """The same format with other values of some fields, and without a dtype of its own.
+
+        Its name is made of this one's, "nf4(overflow=MAX)", if you give none.
+
+        Raises:
+          TypeError: No such field.
+          ValueError: As `TableFormat`; or the name is that of another format.
+
+        Examples:
+          >>> qt.format("posit8").with_(ties=None).name  # midpoints
+          'posit8(ties=None)'
+        """
+        return derived(self, fields)
 
     @functools.cached_property
     def finite(self) -> tuple[float, ...]:
@@ -261,35 +278,4 @@ HIFLOAT8 = TableFormat(
     overflow=Overflow.INF,
     beyond=1.5 * 2.0**15,  # what 0x6F would stand for, were it not the code of infinity
     spellings=("HIF8", "DT_HIFLOAT8", "DT_HF8"),
-)
-
-
-def _posit(code: int, bits: int, exponent_bits: int = 2) -> float:
-    """Standard for Posit Arithmetic (2022): sign, regime, exponent, fraction."""
-    if code == 0:
-        return 0.0
-    if code == 1 << (bits - 1):
-        return math.nan  # NaR
-    if code >> (bits - 1):
-        return -_posit((1 << bits) - code, bits, exponent_bits)
-    text = f"{code:0{bits}b}"[1:]
-    run = len(text) - len(text.lstrip(text[0]))
-    regime = run - 1 if text[0] == "1" else -run
-    rest = text[run + 1 :]
-    exponent = int(rest[:exponent_bits].ljust(exponent_bits, "0"), 2)
-    fraction = rest[exponent_bits:]
-    significand = 1 + (int(fraction, 2) / (1 << len(fraction)) if fraction else 0)
-    return math.ldexp(significand, (regime << exponent_bits) + exponent)
-
-
-# Where two 8-bit posits tie is the 9-bit posit between them, not their midpoint. No number but zero
-# rounds to zero, hence the ties at 0 on both sides of it, and none overflows: numbers beyond the
-# largest posit become that. Infinities become NaR, as in the standard, unless they are clamped.
-POSIT8 = TableFormat(
-    name="posit8",
-    values_by_code=tuple(_posit(code, 8) for code in range(256)),
-    overflow=Overflow.NAN,
-    ties=tuple(
-        0.0 if code in (-1, 0) else _posit((2 * code + 1) % 512, 9) for code in range(-127, 127)
-    ),
 )

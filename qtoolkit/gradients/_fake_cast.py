@@ -9,9 +9,11 @@ from jax.typing import ArrayLike
 from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     check_arguments,
-    check_differentiable,
     check_holds,
+    check_unnarrowed,
+    kept_dtype,
     round_values,
+    rounded,
 )
 from qtoolkit.formats import Format, FormatLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
@@ -41,7 +43,8 @@ def fake_cast(
         as `qtoolkit.gradients.DSQ()`, see `qtoolkit.gradients.Estimator`.
 
     Returns:
-      Shape and dtype of `x`.
+      Shape and dtype of `x`. Where JAX has 64-bit types off, NumPy's float64 and Python's floats
+      are rounded from their exact values, and the result is float32: `fake_cast(0.3, "e4m3fn")`.
 
     Raises:
       TypeError: `x` has another dtype.
@@ -60,12 +63,15 @@ def fake_cast(
       >>> jax.grad(lambda x: qt.fake_cast(x, "e4m3fn").sum())(x)  # 0 where x is beyond 448
       Array([1., 1., 0., 0.], dtype=float32)
     """
-    x = check_differentiable("fake_cast", x)
+    x = check_unnarrowed("fake_cast", x)
     fmt, projection = check_arguments(
         "fake_cast", x, fmt, rounding, saturation, key, random_bits, index_offset
     )
-    check_holds("fake_cast", fmt, x.dtype)
-    return _fake_cast_jitted(x, projection, fmt, estimator("fake_cast", gradient))
+    check_holds("fake_cast", fmt, kept_dtype(x))
+    rule = estimator("fake_cast", gradient)
+    if not isinstance(x, jax.Array):  # a constant, of 64 bits that JAX has not
+        return rounded(x, projection, fmt)
+    return _fake_cast_jitted(x, projection, fmt, rule)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))

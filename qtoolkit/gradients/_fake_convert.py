@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
@@ -13,9 +14,10 @@ from qtoolkit.casts import Projection, Stochastic
 from qtoolkit.casts.internal import (
     FINITE,
     NONZERO,
+    cast_for,
     check_arguments,
-    check_differentiable,
     check_holds,
+    check_unnarrowed,
     differentiable_quotient,
     differentiable_widened,
     in_dtype,
@@ -31,7 +33,7 @@ from qtoolkit.casts.internal import (
     spread,
     widened,
 )
-from qtoolkit.formats import Format, FormatLike
+from qtoolkit.formats import FLOAT32, Format, FormatLike, format
 from qtoolkit.gradients._estimators import (
     CotangentEstimator,
     Estimator,
@@ -63,7 +65,10 @@ def fake_convert(
     any fusion, for data and scales that are not float32 subnormals.
 
     Args:
-      x: float32, float16, bfloat16 or float64, any shape.
+      x: float32, float16, bfloat16 or float64, any shape. Where JAX has 64-bit types off, NumPy's
+        float64 and Python's floats are rounded to float32 first, inexact ones to the neighbour with
+        an odd pattern: without a shift, and with a scale that is a power of two, `conv` rounds
+        their exact values.
       scale: A finite number other than zero, or an array of the dtype of `x` that broadcasts to its
         shape. Arrays are not checked: zeros, infinities and NaNs follow IEEE.
       shift: None, a finite number, or an array as for `scale`. None leaves the addition out, so
@@ -96,7 +101,8 @@ def fake_convert(
       >>> jax.grad(lambda s: qt.fake_convert(x, s, fmt="e4m3fn")[2])(scale)  # of 448 / s
       Array(-112., dtype=float32)
     """
-    x = check_differentiable("fake_convert", x)
+    source = check_unnarrowed("fake_convert", x)
+    x = source if isinstance(source, jax.Array) else _in_float32(source, format(fmt))
     fmt, projection = check_arguments(
         "fake_convert", x, fmt, rounding, saturation, key, random_bits, index_offset
     )
@@ -106,6 +112,14 @@ def fake_convert(
     scale = check("scale", scale, x, NONZERO)
     shift = None if shift is None else check("shift", shift, x, FINITE)
     return _fake_convert_jitted(x, scale, shift, projection, fmt, rule)
+
+
+def _in_float32(x: np.ndarray, fmt: Format) -> jax.Array:
+    """float64 as float32, which is rounded to `fmt` as the exact number is."""
+    # To odd: two bits beyond those of `fmt` tell on which side of a tie the number lies.
+    to_odd = fmt.mantissa_bits + 2 <= FLOAT32.mantissa_bits
+    projection = Projection("to_odd" if to_odd else "nearest_even", "propagate")
+    return cast_for("fake_convert", x, FLOAT32, projection)
 
 
 @jax.custom_jvp

@@ -10,12 +10,16 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts.internal import kept_dtype, types_of
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.gradients._estimators import Estimator, estimator, tangent
 from qtoolkit.scaling.internal import (
     Scales,
+    block_codes,
     block_values,
+    blocks_of,
     check_quantize,
+    dequantized,
     element_values,
     find_scales,
     kept_range,
@@ -50,7 +54,8 @@ def fake_quantize(
         clamping it is just rounding.
 
     Returns:
-      Shape and dtype of `x`.
+      Shape and dtype of `x`. Where a rounded number lies beyond the largest of that dtype, it is
+      that largest one: 65,504 in float16, which MXFP4 rounds to 65,536.
 
     Raises:
       TypeError, ValueError: As `quantize`; unknown `gradient`.
@@ -70,7 +75,20 @@ def fake_quantize(
         random_bits, index_offset,
     )  # fmt: skip
     rule = estimator("fake_quantize", gradient)
-    return _fake_quantize_jitted(x, given, projection, spec, rule)
+    if isinstance(x, jax.Array):
+        return _fake_quantize_jitted(x, given, projection, spec, rule)
+    with types_of(x):  # a constant, of 64 bits that JAX has not
+        return _through_codes(x, given, projection, spec, kept_dtype(x))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _through_codes(
+    x: np.ndarray, given: Scales, projection: Projection, spec: BlockFormat, dtype: np.dtype
+) -> jax.Array:
+    array = jnp.asarray(x)
+    scales, nonzero = find_scales(array, spec, given)
+    codes = block_codes(array, spec, projection, scales, nonzero)
+    return dequantized(codes, scales, blocks_of(array, spec), spec, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

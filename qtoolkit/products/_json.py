@@ -17,6 +17,7 @@ from qtoolkit.formats import (
     format,
     spec,
 )
+from qtoolkit.formats.internal import RULES
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
 from qtoolkit.products._recipe import Recipe
 
@@ -37,8 +38,8 @@ def to_json(recipe: Recipe | Rules[Recipe]) -> str:
     fields. Fields with their default value are left out.
 
     Raises:
-      TypeError: `recipe` is something else, has a rule whose key is a class, or a custom table
-        format.
+      TypeError: `recipe` is something else, has a rule whose key is a class, a custom table
+        format, or a scale rule that is a function.
     """
     if not isinstance(recipe, Recipe | Rules):
         raise TypeError(f"to_json: got {type(recipe).__name__}, expected a Recipe or Rules of them")
@@ -91,6 +92,11 @@ def _encoded(value: Any) -> Any:
             return name
         if isinstance(value, TableFormat):
             raise TypeError(f"to_json: {value.name} is a table of your own, which has no text form")
+    if isinstance(value, BlockFormat) and callable(value.rule):
+        raise TypeError(
+            f"to_json: {value.name} has a function as its rule, which has no text form; expected a "
+            f"rule with a name, e.g. fmt.with_(rule='four_over_six'): {', '.join(RULES)}"
+        )
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: _encoded(given)

@@ -47,6 +47,7 @@ from qtoolkit.products._rounded import Rounded
 from qtoolkit.products._stored import stored_label
 from qtoolkit.products._taps import Place, Tap, instrument
 from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import TornBlocksError
 
 Array = jax.Array
 
@@ -146,7 +147,10 @@ def _computed(
     plan = Plan(function, recipe, dtype, tap)
     leaves, structure = jax.tree.flatten((lhs, rhs))
     lhs, rhs = jax.tree.unflatten(structure, varying_alike(*leaves))
-    return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
+    try:
+        return qtoolkit_product(lhs, rhs, state or State(), extra, plan)
+    except TornBlocksError as error:
+        raise TornBlocksError(f"{where}: {error}") from None
 
 
 def _check_kept(where: str, recipe: Recipe, state: State | None) -> None:

@@ -48,6 +48,7 @@ from qtoolkit.scaling.internal import (
     Scales,
     amax_of,
     computed_now,
+    may_overflow,
     operand_values,
     scale_from,
     single_scale,
@@ -126,14 +127,7 @@ def _is_exact(spec: BlockFormat, dtype: Any) -> bool:
     if spec.has_powers:  # as large and as small as numbers of float32
         return wide.max_exponent == FLOAT32.max_exponent
     least = element.min_positive * scale.min_positive
-    return wide.min_subnormal <= least and not _may_overflow(spec, dtype)
-
-
-def _may_overflow(spec: BlockFormat, dtype: Any) -> bool:
-    """Whether an element times a scale may be more than the largest number of `dtype`."""
-    assert spec.scale is not None
-    largest = max(spec.element.max_finite, -spec.element.lowest) * spec.scale.max_finite
-    return spec.tensor_scale is not None or largest > format(dtype).max_finite
+    return wide.min_subnormal <= least and not may_overflow(spec, dtype)
 
 
 @hashed_once
@@ -314,22 +308,7 @@ def _rounded_jvp(how: Cut, primals: Any, tangents: Any) -> tuple[Rounded, Rounde
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def _unscaled(q: Array, scales: Scales, spec: BlockFormat, dtype: Any, is_own: bool) -> Array:
-    y = unscaled_values(q, spec, scales, is_own=is_own)
-    if _may_overflow(spec, dtype):
-        y = _within_range(y, q, dtype)
-    return y.astype(dtype)  # exact, so it does not matter whether XLA leaves it out
-
-
-@elementwise
-def _within_range(y: Array, q: Array, dtype: Any) -> Array:
-    """`y = q * scale` with the largest number of `dtype` for overflow.
-
-    Elements above 2**127 may be rounded up to 2**128: MXFP8 rounds 3.3e38 to 256 * 2**120. An
-    infinity would make sums of the product NaN, through `0 * inf`, though x is finite. int8 rounds
-    float32's largest number to 127 scales, which is infinite, too.
-    """
-    largest = np.float32(jnp.finfo(dtype).max)
-    return jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
+    return unscaled_values(q, spec, scales, dtype, is_own=is_own)
 
 
 @_unscaled.defjvp

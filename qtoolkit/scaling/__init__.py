@@ -6,7 +6,8 @@ from qtoolkit.scaling._equalization import cross_layer_factors, equalize, smooth
 from qtoolkit.scaling._hadamard import hadamard_transform
 from qtoolkit.scaling._histogram import MSE, Bins, Entropy, Percentile
 from qtoolkit.scaling._history import AmaxHistory
-from qtoolkit.scaling._metrics import Metrics, metrics, sqnr_db
+from qtoolkit.scaling._metrics import Metrics, sqnr_db
+from qtoolkit.scaling._metrics_table import MetricsTable, metrics
 from qtoolkit.scaling._observer import Observer
 from qtoolkit.scaling._qarray import QArray
 from qtoolkit.scaling._quantize import quantize
@@ -20,6 +21,7 @@ __all__ = [
     "Bins",
     "Entropy",
     "Metrics",
+    "MetricsTable",
     "MinMax",
     "MovingAverage",
     "Observer",

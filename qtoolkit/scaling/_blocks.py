@@ -132,18 +132,52 @@ class Blocks:
                 check_shards("block scaling", x, axis, self.lengths[axis])
 
 
+class TornBlocksError(ValueError):
+    """Shards on an Explicit mesh do not hold whole blocks."""
+
+
 def check_shards(where: str, x: jax.Array, axis: int, length: int) -> None:
     """Raises if an axis is sharded over an Explicit mesh so that blocks of `length` are torn."""
-    entry = explicit_spec(x)[axis]
-    if entry is None:
+    sharded = explicit_spec(x)
+    shards = _count(x, sharded[axis])
+    n = x.shape[axis]
+    if sharded[axis] is None or n % (shards * length) == 0:
         return
-    names = entry if isinstance(entry, tuple) else (entry,)
-    shards = math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
-    if x.shape[axis] % (shards * length):
-        raise ValueError(
-            f"{where}: axis {axis} has {x.shape[axis]} elements in {shards} shards over mesh axes "
-            f"{names}, expected whole blocks of {length} in each; reshard x, or block another axis"
-        )
+    names = _names(sharded[axis])
+    other = _roomy_axis(x, axis, length)
+    moved = [None if place == axis else entry for place, entry in enumerate(sharded)]
+    if other is None:
+        advice = f"keep the axis whole, as no other one holds whole blocks in {shards} shards"
+    else:
+        both = (*_names(sharded[other]), *names)
+        moved[other] = both if len(both) > 1 else both[0]
+        advice = f"move {' and '.join(map(repr, names))} to axis {other}"
+    raise TornBlocksError(
+        f"{where}: axis {axis} has {n} elements in {shards} shards over mesh axes {names}, "
+        f"expected whole blocks of {length} in each, got {n / shards / length:g}; {advice}: x of "
+        f"shape {x.shape} becomes jax.sharding.reshard(x, P({', '.join(map(repr, moved))})); or "
+        f"make the axis {-(-n // (shards * length)) * shards * length} long, or use an Auto mesh"
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _count(x: jax.Array, entry: Any) -> int:
+    """How many shards an axis has whose entry of the sharding is this."""
+    mesh = jax.typeof(x).sharding.mesh
+    return math.prod(mesh.shape[name] for name in _names(entry))
+
+
+def _roomy_axis(x: jax.Array, axis: int, length: int) -> int | None:
+    """The first axis that takes the mesh axes of another one, with whole blocks in each shard."""
+    sharded = explicit_spec(x)
+    shards = _count(x, sharded[axis])
+    for other, n in enumerate(x.shape):
+        if other != axis and n % (shards * _count(x, sharded[other]) * length) == 0:
+            return other
+    return None
 
 
 def _groups(olds: list[int], news: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,8 @@
 """The engine that quantizes: finds scales, divides elements by them, rounds, and dequantizes.
 
-x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`).
-q is x / scale, rounded: one IEEE division by the scale as it is stored, then one rounding.
+x is float32, float16 or bfloat16, read as exact float32 through a view of its blocks (`Blocks`), or
+float64, whose scales follow from its float32. q is x / scale, rounded: one IEEE division by the
+scale as it is stored, then one rounding.
 `quantize`, `fake_quantize`, `metrics`, quantized products, `round_cotangent` and the converter of
 checkpoints all call these functions.
 """
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -18,6 +20,7 @@ from jax.typing import DTypeLike
 from qtoolkit.casts import Projection, pack
 from qtoolkit.casts.internal import (
     NEAREST,
+    Rounding,
     codes_from_dtype,
     codes_of,
     elementwise,
@@ -38,8 +41,17 @@ from qtoolkit.casts.internal import (
     times_to_subnormal,
     unlimited_values,
     values_of,
+    widened,
 )
-from qtoolkit.formats import E8M0FNU, FLOAT32, BlockFormat, FloatFormat, Format, IntFormat
+from qtoolkit.formats import (
+    E8M0FNU,
+    FLOAT32,
+    BlockFormat,
+    FloatFormat,
+    Format,
+    IntFormat,
+    format,
+)
 from qtoolkit.scaling._blocks import Blocks, largest_magnitude, largest_ordinal
 from qtoolkit.scaling._scales import (
     are_safe,
@@ -48,9 +60,9 @@ from qtoolkit.scaling._scales import (
     exponents,
     factors,
     has_normal_powers,
-    scale_from,
     tensor_scale_from,
 )
+from qtoolkit.scaling._trials import best_scale
 
 Array = jax.Array
 Map = Callable[[Array], Array]
@@ -119,6 +131,9 @@ def _found(
     """
     if spec.scale is None or given.scale is not None:
         return given, None
+    if x.dtype == jnp.float64:
+        # To odd for powers of two: an amax above 448, by however little, is still above it then.
+        x = in_float32(x, "to_odd" if spec.has_powers else "nearest_even")
     blocks = blocks_of(x, spec)
     view = blocks.split(x)
     if spec.zero_point:
@@ -130,7 +145,16 @@ def _found(
     if spec.tensor_scale is not None and tensor_scale is None:
         found = _amax_of_all(largest, x.dtype) if holds_nan else _tensor_amax(x, amax)
         tensor_scale = tensor_scale_from(found, spec)
-    return Scales(blocks.gather(scale_from(amax, spec, tensor_scale)), tensor_scale), largest
+    scale = best_scale(view, blocks.places, amax, spec, tensor_scale)
+    return Scales(blocks.gather(scale), tensor_scale), largest
+
+
+@elementwise
+def in_float32(x: Array, rounding: Rounding = "nearest_even") -> Array:
+    """float64, or a narrower float, as float32; what is beyond float32 becomes its largest."""
+    if x.dtype != jnp.float64:
+        return exact_float32(x)
+    return values_of(codes_of(x, FLOAT32, Projection(rounding, "propagate")), FLOAT32, jnp.float32)
 
 
 def block_codes(
@@ -248,17 +272,25 @@ def _zeros_rounded(x: Array, fmt: Format) -> Array:
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
-def unscaled_values(q: Array, spec: BlockFormat, scales: Scales, *, is_own: bool = False) -> Array:
-    """float32 `q * scale`.
+def unscaled_values(
+    q: Array,
+    spec: BlockFormat,
+    scales: Scales,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    is_own: bool = False,
+) -> Array:
+    """`q * scale`, finite where q is: the largest number of `dtype` for overflow.
 
     Args:
+      dtype: Of the result, in which every other product is exact.
       is_own: Whether q and scales are results of `operand_values`, which takes fewer operations.
         Subnormal numbers of float32 may be zero then.
     """
     blocks = blocks_of(q, spec)
-    view = blocks.split(q)
+    elements = _elements(q, blocks, NEAREST, scales, dtype)
     return blocks.join(
-        _of_elements(_unscaled, view, spec, scales, blocks, is_short=True, is_own=is_own)
+        _of_elements(_unscaled, elements, spec, scales, blocks, is_short=True, is_own=is_own)
     )
 
 
@@ -326,8 +358,8 @@ def _with_zero_point(
     """Rounded to integers, moved by the zero point, clamped to the element format."""
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     clamping = Projection(projection.rounding, "finite", projection.draw)
-    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(jnp.float32)
-    return jnp.clip(moved, np.float32(first), np.float32(last))
+    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
+    return jnp.clip(moved, u.dtype.type(first), u.dtype.type(last))
 
 
 class _Elements(NamedTuple):
@@ -368,7 +400,7 @@ def _codes(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array
 
 def _values(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return in_dtype(multiply(q), x.dtype)
+    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
 
 
 def _operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
@@ -403,8 +435,24 @@ def _limited_operands(x: _Elements, spec: BlockFormat, divide: Map, multiply: Ma
     return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
-def _unscaled(q: Array, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    return multiply(exact_float32(q))
+def _unscaled(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+    q = exact_float32(x.view)
+    y = multiply(q)
+    if may_overflow(spec, x.dtype):
+        largest = np.float32(ml_dtypes.finfo(x.dtype).max)
+        y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
+    return y.astype(x.dtype)  # exact: it does not matter whether XLA leaves the narrowing out
+
+
+def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
+    """Whether an element times its scale may be more than the largest number of `dtype`.
+
+    MXFP8 rounds 3.3e38 to 256 * 2**120, int8 rounds float32's largest number to 127 scales: both
+    are infinite in float32, and sums of a product would be NaN, through `0 * inf`.
+    """
+    assert spec.scale is not None
+    largest = max(spec.element.max_finite, -spec.element.lowest) * spec.scale.max_finite
+    return spec.tensor_scale is not None or largest > format(dtype).max_finite
 
 
 def _scaled_and_unscaled(
@@ -415,14 +463,28 @@ def _scaled_and_unscaled(
 
 
 def _unrounded(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    u = divide(exact_float32(x.view))
-    return u if x.zero_point is None else u + x.zero_point.astype(jnp.float32)
+    u = divide(widened(x.view))
+    return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
 
 
 def _dequantized(x: _Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return in_dtype(multiply(q), x.dtype)
+    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+
+
+def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
+    """The products `y` of the elements `q` and their scales, rounded to `dtype`.
+
+    The last values of a block may lie beyond the largest number of its dtype: float16's 65,504 is
+    rounded to 4 * 2**14 in MXFP4. They become that number; only an infinite element is infinite.
+    """
+    rounded = in_dtype(y, dtype)
+    overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
+    if not is_finite:
+        overflows &= jnp.isfinite(q)
+    largest = np.asarray(ml_dtypes.finfo(dtype).max, dtype)
+    return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
 
 
 def _scaled(x: _Elements, divide: Map) -> Array:
@@ -431,9 +493,10 @@ def _scaled(x: _Elements, divide: Map) -> Array:
     XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
     toward positive, is E4M3FN's least value, 2**-9.
     """
-    wide = exact_float32(x.view)
+    wide = widened(x.view)
     u = divide(wide)
-    return kept_from_zero(u, wide) if x.projection.rounding in _DIRECTED else u
+    may_vanish = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
+    return kept_from_zero(u, wide) if may_vanish else u
 
 
 def _of_elements(
@@ -499,7 +562,12 @@ def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> A
     assert spec.scale is not None
     digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2
     multiply = product if spec.tensor_scale or digits > 24 else lax.mul  # which is exact
-    return compute(elements, spec, lambda x: quotient(x, scale), lambda q: multiply(q, scale))
+    return compute(
+        elements,
+        spec,
+        lambda x: quotient(x, scale.astype(x.dtype)),
+        lambda q: multiply(q, scale),
+    )
 
 
 @elementwise
@@ -509,7 +577,7 @@ def _by_e8m0(compute: Any, elements: Any, spec: BlockFormat, codes: Array) -> An
 
 @elementwise
 def _by_factors(compute: Any, elements: Any, spec: BlockFormat, down: Array, up: Array) -> Any:
-    return compute(elements, spec, lambda x: x * down, lambda q: q * up)
+    return compute(elements, spec, lambda x: x * down.astype(x.dtype), lambda q: q * up)
 
 
 @elementwise

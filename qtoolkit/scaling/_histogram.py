@@ -375,7 +375,7 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
 
 def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
     """The factors of amax that make the candidates; 1 comes first."""
-    if spec.rule == "amax":
+    if spec.rule == "amax" or spec.tries_scales:
         exponents = -np.arange(octaves * _STEPS + 1) / _STEPS
     else:
         exponents = np.array([*range(0, -octaves - 1, -1), 1.0])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from qtoolkit.casts import Projection, Stochastic
+from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
     check_differentiable,
     exact_float32,
@@ -24,6 +25,7 @@ from qtoolkit.casts.internal import (
     power_of_two,
     settled,
     times_power_of_two,
+    types_of,
 )
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.scaling._blocks import explicit_spec
@@ -33,6 +35,7 @@ from qtoolkit.scaling._engine import (
     blocks_of,
     dequantized,
     find_scales,
+    in_float32,
     scaled_values,
 )
 from qtoolkit.scaling._quantize import check_quantize
@@ -77,65 +80,36 @@ class Metrics:
         if not known or isinstance(self.sqnr_db, jax.core.Tracer) or np.ndim(self.sqnr_db):
             fields = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
             return f"Metrics({', '.join(fields)})"
-        parts = [
-            f"SQNR {float(self.sqnr_db):.2f} dB",
-            f"max error {float(self.max_error):.4g}",
-            f"cosine {float(self.cosine):.6f}",
-            f"saturated {_percent(self.saturated)}",
-            f"flushed {_percent(self.flushed)}",
-            f"{int(self.nonfinite)} not finite",
-        ]
-        if self.histogram is not None:
-            used = np.count_nonzero(np.asarray(self.histogram))
-            parts.append(f"{used} of {len(self.histogram)} codes used")
+        cells = cells_of(self)
+        last = [f"{cells.pop(name)} {name}".strip() for name in ("not finite", "codes used")]
+        parts = [f"{name} {text}" for name, text in cells.items()]
+        parts += last if self.histogram is not None else last[:1]
         return f"Metrics({', '.join(parts)})"
 
 
-def metrics(
-    x: ArrayLike,
-    spec: SpecLike,
-    *,
-    scale: ArrayLike | None = None,
-    tensor_scale: ArrayLike | None = None,
-    zero_point: ArrayLike | None = None,
-    rounding: str | Stochastic = "nearest_even",
-    saturation: str = "finite",
-    key: jax.Array | None = None,
-    random_bits: ArrayLike | None = None,
-    index_offset: ArrayLike = 0,
+def cells_of(metrics: Metrics) -> dict[str, str]:
+    """What is shown of each field, by its title."""
+    histogram = metrics.histogram
+    used = "" if histogram is None else f"{np.count_nonzero(histogram)} of {len(histogram)}"
+    return {
+        "SQNR": f"{float(metrics.sqnr_db):.2f} dB",
+        "max error": f"{float(metrics.max_error):.4g}",
+        "cosine": f"{float(metrics.cosine):.6f}",
+        "saturated": _percent(metrics.saturated),
+        "flushed": _percent(metrics.flushed),
+        "not finite": str(int(metrics.nonfinite)),
+        "codes used": used,
+    }
+
+
+def metrics_of(
+    x: ArrayLike, spec: SpecLike, scales: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Metrics:
-    """Quantizes `x` and measures what that does to it.
-
-    y is the float32 value of `quantize(x, spec, ...)`, before any rounding to the dtype of `x`.
-    Sums are compensated: right to 1e-6 of their value for up to 2**32 elements of any magnitudes,
-    SQNR to 1e-4 dB; in arrays that reach 2**60, errors below 2**-126 count as 0. Counts are exact.
-
-    Args:
-      x, spec, scale, tensor_scale, zero_point, rounding, saturation, key, random_bits,
-        index_offset: As in `quantize`.
-
-    Returns:
-      `Metrics`: SQNR, largest error, cosine, fractions that saturated and became zero, how many
-      elements are not finite, and the histogram of codes.
-
-    Raises:
-      TypeError, ValueError: As `quantize`.
-
-    Gradient: zero. Under `vmap`, one set of metrics for each array.
-
-    Examples:
-      >>> x = jnp.asarray([0.0005, 0.5, 3.0, 900.0])
-      >>> for scale in (1.0, None):  # given, where 900 saturates; from x
-      ...     found = qt.metrics(x, "e4m3fn", scale=scale)
-      ...     print(f"{found.sqnr_db:.1f} dB, saturated {found.saturated}, flushed {found.flushed}")
-      6.0 dB, saturated 0.25, flushed 0.25
-      96.4 dB, saturated 0.0, flushed 0.25
-    """
-    x, spec, given, projection = check_quantize(
-        "metrics", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
-        random_bits, index_offset,
-    )  # fmt: skip
-    return _metrics(lax.stop_gradient(x), lax.stop_gradient(given), projection, spec)
+    """`metrics` for one spec."""
+    array, spec, given, projection = check_quantize("metrics", x, spec, **scales, **keywords)
+    array = array if isinstance(array, np.ndarray) else lax.stop_gradient(array)
+    with types_of(array):
+        return _metrics(array, lax.stop_gradient(given), projection, spec)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -181,12 +155,15 @@ def _sqnr(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat) -> Metrics:
+def _metrics(
+    x: jax.Array | np.ndarray, given: Scales, projection: Projection, spec: BlockFormat
+) -> Metrics:
+    x = jnp.asarray(x)
     scales, nonzero = find_scales(x, spec, given)
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)
-    found = comparison(exact_float32(x), y, saturated)
+    found = comparison(in_float32(x), y, saturated)
     return Metrics(
         sqnr_db=found.sqnr_db(),
         max_error=found.max_error(),
@@ -200,9 +177,9 @@ def _metrics(x: jax.Array, given: Scales, projection: Projection, spec: BlockFor
 
 def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
     """Which elements of `x` rounding to nearest clamps; `u` are its `scaled_values`."""
-    lowest, highest = kept_range(spec)
-    is_beyond = (u < np.float32(lowest)) | (u > np.float32(highest))
-    return is_beyond | (jnp.abs(exact_float32(x)) == np.inf)
+    lowest, highest = map(u.dtype.type, kept_range(spec))
+    is_beyond = (u < lowest) | (u > highest)
+    return is_beyond | jnp.isinf(x)
 
 
 class Comparison(NamedTuple):

@@ -136,8 +136,8 @@ class QArray:
         Scales that are powers of two multiply exactly, subnormal ones and results included.
 
         Args:
-          dtype: float32, float16 or bfloat16; None for that of the array. Numbers that overflow it
-            become infinite; if scales were rounded up, the largest ones of float32 may, too.
+          dtype: float32, float16 or bfloat16; None for that of the array. Finite numbers beyond its
+            largest become that: scales that were rounded up may take the largest elements there.
 
         Returns:
           `dtype`, in the shape of the array.

@@ -15,13 +15,15 @@ from qtoolkit.casts.internal import (
     WIDTHS,
     Domain,
     check_arguments,
-    check_differentiable,
     check_domain,
     check_dtype,
     check_holds,
+    check_unnarrowed,
     exact_float32,
+    kept_dtype,
     number,
     to_stored,
+    types_of,
     without_derivative,
 )
 from qtoolkit.formats import FLOAT32, BlockFormat, FloatFormat, SpecLike
@@ -56,7 +58,9 @@ def quantize(
     own element's; where elements have no NaN, it makes the scale of its block NaN.
 
     Args:
-      x: float32, float16 or bfloat16, not empty.
+      x: float32, float16 or bfloat16, not empty. Where JAX has 64-bit types off, also float64 of
+        NumPy and Python's floats: scales follow from their float32, and their exact values are
+        divided by them, in float64. The result is float32.
       spec: A `BlockFormat`, the name of a published one, "mxfp4", or an element format, which
         stands for one scale for the tensor; see `qtoolkit.formats.spec`.
       scale: Scales to use instead of those that `x` gives, for instance calibrated ones: an array
@@ -94,7 +98,7 @@ def quantize(
       Array([[   0.5,   -2. ,   63.5],
              [   8. , -120. ,  254. ]], dtype=float32)
     """
-    x, spec, given, projection = check_quantize(
+    array, spec, given, projection = check_quantize(
         "quantize", x, spec, scale, tensor_scale, zero_point, rounding, saturation, key,
         random_bits, index_offset,
     )  # fmt: skip
@@ -103,20 +107,20 @@ def quantize(
             f"quantize: packed=True for {spec.name}, whose elements have {spec.element.bits} bits; "
             f"expected {', '.join(map(str, WIDTHS))}"
         )
-    if packed and x.ndim == 0:
+    if packed and array.ndim == 0:
         raise ValueError("quantize: packed=True for a scalar, expected at least one axis")
-    codes, scales = _quantize(
-        without_derivative(x, _NO_DERIVATIVE), given, projection, spec, packed
-    )
+    array = without_derivative(array, _NO_DERIVATIVE)
+    with types_of(array):
+        codes, scales = _quantize(array, given, projection, spec, packed)
     return QArray(
         codes,
         scales.scale,
         spec,
         scales.tensor_scale,
         scales.zero_point,
-        x.dtype,
-        spec.block_lengths(x.shape),
-        x.shape[-1] if packed else None,
+        kept_dtype(array),
+        spec.block_lengths(array.shape),
+        array.shape[-1] if packed else None,
     )
 
 
@@ -132,15 +136,15 @@ def check_quantize(
     key: Any,
     random_bits: ArrayLike | None,
     index_offset: Any,
-) -> tuple[jax.Array, BlockFormat, Scales, Projection]:
+) -> tuple[jax.Array | np.ndarray, BlockFormat, Scales, Projection]:
     """The arguments that `quantize` and its kin share, checked and resolved."""
-    x = check_differentiable(where, x, wide=False)
+    array = check_unnarrowed(where, x, wide=False)
     spec = formats.spec(spec)
     _, projection = check_arguments(
-        where, x, spec.element, rounding, saturation, key, random_bits, index_offset
+        where, array, spec.element, rounding, saturation, key, random_bits, index_offset
     )
     check_holds(where, spec.element, np.float32)
-    shape = scale_shape(where, spec, x.shape)
+    shape = scale_shape(where, spec, array.shape)
     if spec.zero_point and saturation == "none":
         raise ValueError(
             f"{where}: saturation='none' with zero points, expected 'finite': they always clamp"
@@ -152,7 +156,7 @@ def check_quantize(
     )
     if given.scale is not None and spec.tensor_scale is not None and given.tensor_scale is None:
         raise ValueError(f"{where}: scale without tensor_scale for {spec.name}, expected both")
-    return x, spec, given, projection
+    return array, spec, given, projection
 
 
 def _given_scale(
@@ -246,8 +250,13 @@ def _in_shape(
 
 @functools.partial(jax.jit, static_argnames=("spec", "packed"))
 def _quantize(
-    x: jax.Array, given: Scales, projection: Projection, spec: BlockFormat, packed: bool
+    x: jax.Array | np.ndarray,
+    given: Scales,
+    projection: Projection,
+    spec: BlockFormat,
+    packed: bool,
 ) -> tuple[jax.Array, Scales]:
+    x = jnp.asarray(x)
     scales, nonzero = find_scales(x, spec, given)
     return block_codes(x, spec, projection, scales, nonzero, packed=packed), scales
 

@@ -31,6 +31,7 @@ from qtoolkit.casts.internal import (
     quotient,
     times_power_of_two,
     to_stored,
+    unmerged,
 )
 from qtoolkit.formats import (
     E8M0FNU,
@@ -85,7 +86,7 @@ def scale_from_amax(amax: ArrayLike, fmt: FormatLike) -> jax.Array:
 
 
 def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
-    """The scale of blocks with this amax, as it is stored, by the rule of `spec`.
+    """The scale of blocks with this amax, as it is stored: the first that the rule of `spec` gives.
 
     Args:
       amax: float32, finite, not negative, or NaN, which makes the scale NaN.
@@ -95,38 +96,71 @@ def scale_from(amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | Non
     Returns:
       Shape of `amax`; the dtype of the scale format, or that of its codes if it has none.
     """
+    return candidate_scales(amax, spec, tensor_scale)[0]
+
+
+def candidate_scales(
+    amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """All scales that the rule of `spec` gives, of which the elements decide: see `scale_from`."""
     if tensor_scale is None:
-        return _scale_from(amax, spec)
+        return _candidates(amax, spec)
     assert spec.tensor_scale is not None
     second = from_stored(tensor_scale, spec.tensor_scale)
-    return _scale_from(amax, spec, jnp.ones_like(amax) * second)
+    return _candidates(amax, spec, jnp.ones_like(amax) * second)
 
 
 @elementwise
-def _scale_from(
+def _candidates(
     amax: jax.Array, spec: BlockFormat, tensor_scale: jax.Array | None = None
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     assert spec.scale is not None
     if spec.amax_epsilon:
         amax = jnp.where(amax < np.float32(spec.amax_epsilon), np.float32(spec.amax_epsilon), amax)
     if has_normal_powers(spec):
         codes = e8m0_codes(amax, binade(spec.largest), _least_carrying(spec))
-        return dtype_from_codes(codes, spec.scale)
+        return (dtype_from_codes(codes, spec.scale),)
     if spec.rule in POWER_RULES:
-        return power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale)
+        return (power_to_stored(_power_exponent(amax, spec), jnp.isnan(amax), spec.scale),)
     least = least_scale(spec.scale)
-    if tensor_scale is None:
-        return to_stored(_quotient_scale(amax, _divisor(spec), least), spec.scale)
-    scale = ieee_quotient(amax, jnp.full_like(amax, float(spec.largest)))
-    scale = (product if spec.tensor_scale_divides else quotient)(scale, tensor_scale)
-    return positive_to_stored(jnp.maximum(scale, np.float32(float(least))), spec.scale)
+    if callable(spec.rule):
+        scales = _by_function(amax, spec)
+    elif tensor_scale is None:
+        scales = [_quotient_scale(amax, divisor, least) for divisor in _divisors(spec)]
+    else:
+        scales = [ieee_quotient(amax, jnp.full_like(amax, float(d))) for d in _divisors(spec)]
+    if tensor_scale is not None:
+        combine = product if spec.tensor_scale_divides else quotient
+        scales = [combine(scale, tensor_scale) for scale in scales]
+    if tensor_scale is not None or callable(spec.rule):
+        scales = [jnp.maximum(scale, np.float32(float(least))) for scale in scales]
+    return tuple(positive_to_stored(scale, spec.scale) for scale in scales)
 
 
-def _divisor(spec: BlockFormat) -> Fraction:
+def _divisors(spec: BlockFormat) -> tuple[Fraction, ...]:
     """What amax is divided by."""
+    if spec.rule == "four_over_six":
+        return Fraction(6), Fraction(4)
     if spec.rule == "range" and isinstance(spec.element, IntFormat):
-        return Fraction(spec.element.max_finite - spec.element.lowest) / 2
-    return spec.largest
+        return (Fraction(spec.element.max_finite - spec.element.lowest) / 2,)
+    return (spec.largest,)
+
+
+def _by_function(amax: jax.Array, spec: BlockFormat) -> list[jax.Array]:
+    """What a rule that is a function makes of amaxes; 1 for 0, NaN for NaN."""
+    assert callable(spec.rule)
+    is_one = is_zero(amax)
+    found = spec.rule(jnp.where(is_one, np.float32(1), amax), float(spec.largest))
+    scales = list(found) if isinstance(found, tuple | list) else [found]
+    for scale in scales:
+        if getattr(scale, "dtype", None) != jnp.float32 or scale.shape != amax.shape:
+            raise TypeError(
+                f"{spec.name}: the rule returned {scale!r}, expected float32 scales in the shape "
+                "of amax, one or a tuple; compute them from amax by operations of JAX"
+            )
+    if not scales:
+        raise ValueError(f"{spec.name}: the rule returned no scale, expected one or more")
+    return [jnp.where(is_one, np.float32(1), unmerged(scale)) for scale in scales]
 
 
 def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
@@ -137,7 +171,7 @@ def tensor_scale_from(amax: jax.Array, spec: BlockFormat) -> jax.Array:
         return to_stored(_dividing_scale(amax, spec), spec.tensor_scale)
     # Not less, so that its product with the least scale of a block is a normal number, too.
     least = _LEAST / least_scale(spec.scale)
-    scale = _quotient_scale(amax, spec.largest * spec.scale.max_finite, least)
+    scale = _quotient_scale(amax, spec.largest * spec.largest_scale, least)
     return to_stored(scale, spec.tensor_scale)
 
 
@@ -147,7 +181,7 @@ def _dividing_scale(amax: jax.Array, spec: BlockFormat) -> jax.Array:
     element and scale; 1 for zeros. Source: `generate_gparam` of compressed-tensors.
     """
     assert spec.scale is not None
-    largest = np.float32(float(spec.largest * spec.scale.max_finite))
+    largest = np.float32(float(spec.largest * spec.largest_scale))
     one = jnp.ones_like(amax)
     # PyTorch divides a number by a tensor by multiplying with the reciprocal, which is rounded.
     # Above 2**126 the reciprocal would be subnormal, which XLA's CPU takes for 0.

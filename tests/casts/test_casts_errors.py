@@ -82,11 +82,7 @@ def test_what_has_no_derivative_is_no_source_of_the_differentiable_casts(name, x
 @pytest.mark.quick
 @pytest.mark.parametrize("x", [np.ones(2), np.float64(1), 1.0], ids=repr)
 def test_float64_without_x64(x):
-    """`encode` and `cast` round it on their own; what keeps its dtype cannot."""
-    why = rf"x has dtype float64.*, and 64-bit types are off in JAX; {X64}, or convert x first"
-    for name in ("round_to_format", "fake_cast", "fake_convert"):
-        with pytest.raises(TypeError, match=f"^{name}: {why}"):
-            EVERY[name](x, "e4m3fn")
+    """What is not taken; what is, tests/gradients/test_64_bits.py has."""
     # Of at most 32 bits, whatever x64 is.
     with pytest.raises(TypeError, match=r"^round_cotangent: x has (dtype|type) float"):
         qt.round_cotangent(x, "e4m3fn")
@@ -108,8 +104,6 @@ def test_float64_without_x64(x):
 
 @pytest.mark.parametrize("x", [np.ones(2, np.int64), np.uint64(1), 1], ids=repr)
 def test_64_bit_integers_without_x64(x):
-    with pytest.raises(TypeError, match=rf"^round_to_format: x has dtype u?int64.*{X64}"):
-        qt.round_to_format(x, "int8")
     with pytest.raises(TypeError, match=rf"^encode: format int64 needs 64-bit types.*{X64}"):
         qt.encode(x, "int64")
     assert qt.encode(x, "int8").dtype == np.uint8
@@ -282,9 +276,10 @@ def test_offsets_that_are_no_integer(name, offset):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("fmt", ["nf4", "hifloat8", "posit8"])
-def test_tables_are_not_rounded_stochastically(name, fmt):
-    why = rf"^{name}: stochastic rounding of table formats is not defined here, got {fmt}; use"
+def test_tables_that_are_not_rounded_stochastically(name):
+    """Float32 cannot measure distances of 1e-39, of which XLA's CPU makes zeros."""
+    fmt = qt.TableFormat(name="tiny", values_by_code=(0.0, 2.0**-130, 1.0, 2.0))
+    why = rf"^{name}: stochastic rounding to tiny, whose values or gaps float32 does not hold"
     with pytest.raises(ValueError, match=why):
         EVERY[name](X, fmt, rounding="stochastic", key=KEY)
 

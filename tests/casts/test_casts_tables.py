@@ -204,12 +204,76 @@ def test_float64_and_64_bit_integers_to_tables(name):
             assert_same_bits(got, row, x)
 
 
-@pytest.mark.parametrize("name", [*TABLES, "made"])
-def test_stochastic_rounding_to_tables_is_refused(name):
-    fmt = MADE["unsorted"].as_format("made") if name == "made" else name
-    bits = np.zeros(3, np.uint32)
-    with pytest.raises((TypeError, ValueError), match=r"(?i)table|stochastic"):
-        qt.encode(np.ones(3, np.float32), fmt, rounding="stochastic", random_bits=bits)
+def stochastic_code(x, fmt, rounding, random, saturation):
+    """Of one float32 number, by NumPy: its neighbours, IEEE's difference and quotient, P3109."""
+    line = list(zip(fmt.finite, fmt.codes, strict=True))
+    if fmt.beyond is not None and saturation == "none" and fmt.overflow.name != "MAX":
+        ends = [fmt.values_by_code.index(end) if end in fmt.values_by_code else fmt.nan_code
+                for end in (-math.inf, math.inf)]  # fmt: skip
+        line = [(-fmt.beyond, ends[0])] * fmt.signed + line + [(fmt.beyond, ends[1])]
+    below = [entry for entry in line if entry[0] <= x] or line[:1]
+    above = [entry for entry in line if entry[0] >= x] or line[-1:]
+    (lower, low), (upper, high) = below[-1], above[0]
+    if lower >= upper:
+        return low if below[-1] in above or x >= upper else high
+    toward, away = (high, low) if upper <= 0 else (low, high)
+    start = upper if upper <= 0 else lower
+    v = Fraction(float(np.abs(x - np.float32(start)) / np.float32(upper - lower)))
+    n = rounding.bits
+    if rounding.variant == "A":
+        up = math.floor(v * 2**n) + random >= 2**n
+    elif rounding.variant == "B":
+        up = math.floor(v * 2 ** (n + 1)) + 2 * random + 1 >= 2 ** (n + 1)
+    else:
+        up = round(v * 2**n) + random >= 2**n  # Python's `round` goes to even
+    return away if up else toward
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("saturation", ["finite", "none"])
+@pytest.mark.parametrize("variant", ["A", "B", "C"])
+@pytest.mark.parametrize("name", [*TABLES, *MADE])
+def test_stochastic_rounding_to_tables(name, variant, saturation):
+    fmt = qt.format(name) if name in TABLES else MADE[name].as_format(name)
+    if name == "subnormal":
+        with pytest.raises(ValueError, match=r"^encode: stochastic rounding to subnormal, whose"):
+            qt.encode(np.ones(3, np.float32), fmt, rounding="stochastic", key=jax.random.key(0))
+        return
+    rng = np.random.default_rng(0)
+    rounding = qt.Stochastic(variant, bits=5)
+    ends = np.float32([fmt.lowest, fmt.max_finite])
+    x = [*fmt.finite, *(0.0, -0.0), *(1.3 * ends), *rng.uniform(*(1.1 * ends), 300)]
+    x = np.float32([*x, *(rng.choice(fmt.finite, 300) * rng.uniform(0.7, 1.4, 300))])
+    random = rng.integers(0, 32, x.shape, np.uint32)
+    got = qt.encode(x, fmt, rounding=rounding, random_bits=random, saturation=saturation)
+    expected = [
+        stochastic_code(value, fmt, rounding, int(bits), saturation)
+        for value, bits in zip(x, random, strict=True)
+    ]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_stochastic_rounding_to_tables_is_right_on_average(name):
+    fmt = qt.format(name)
+    rng = np.random.default_rng(1)
+    at = rng.integers(0, fmt.finite_count - 1, 20)
+    lower, upper = np.array(fmt.finite)[at], np.array(fmt.finite)[at + 1]
+    x = np.float32(lower + (upper - lower) * rng.uniform(size=20))
+    many = np.broadcast_to(x, (20_000, 20))
+    options = {"rounding": "stochastic", "key": jax.random.key(3)}
+    y = np.asarray(qt.round_to_format(many, fmt, **options), np.float64)
+    assert (np.isclose(y, lower) | np.isclose(y, upper)).all()
+    # Five standard deviations of a mean of 20,000 draws: sqrt(1/4 / 20,000) of a gap each.
+    assert (np.abs(y.mean(0) - x) < 5 * 0.5 / np.sqrt(20_000) * (upper - lower)).all()
+    ends = np.float32(fmt.finite)
+    np.testing.assert_array_equal(qt.round_to_format(ends, fmt, **options), ends)
+    assert np.isnan(float(qt.round_to_format(np.float32(np.nan), fmt, **options))) == fmt.has_nan
+    infinite = np.float32([np.inf, -np.inf])
+    got = qt.round_to_format(infinite, fmt, **options)
+    np.testing.assert_array_equal(got, np.float32([fmt.max_finite, fmt.lowest]))
+    doubles = qt.encode(many[:100].astype(np.float64), fmt, **options)  # the same stream
+    np.testing.assert_array_equal(doubles, qt.encode(many[:100], fmt, **options))
 
 
 def test_shipped_tables_are_all_here():

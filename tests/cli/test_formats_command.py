@@ -208,7 +208,9 @@ def test_number_lines_list_every_value_with_its_code(name):
     assert all(fmt.value(negative) == -fmt.value(code) for negative, code in rule.items())
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64", "uint8", "int64", "e8m0"])
+@pytest.mark.parametrize(
+    "name", ["float16", "bfloat16", "float64", "uint8", "int64", "e8m0", "posit16"]
+)
 def test_large_formats_get_a_density_line(name):
     fmt = qt.format(name)
     *words, line, marks, labels = run(name).stdout.split("\n\n")[1].splitlines()
@@ -219,6 +221,11 @@ def test_large_formats_get_a_density_line(name):
     ends = [labels.split()[0], labels.split()[-1]]
     assert number(ends[0]) == fmt.min_positive
     assert number(ends[1]) <= fmt.max_finite < 2 * number(ends[1])
+
+
+def test_densities_of_posit16():
+    """From 1 to 16, where the regime has two bits, 2048 in each binade: 16 - 1 - 2 - 2 bits."""
+    assert "the tallest stands for 2048" in run("posit16").stdout
 
 
 def test_densities_of_float16():

@@ -118,7 +118,7 @@ def test_the_signature_for_type_checkers_is_that_of_the_class():
     assert {parameter.kind for parameter in of_class} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "four_over_six"])
 def test_the_scales_in_the_docstring(rule):
     """Oracle: `quantize`, whose scales tests/scaling compares with the rules written out."""
     (line,) = re.findall(rf'^ *"{rule}"  .*$', BlockFormat.__doc__, re.MULTILINE)

@@ -264,7 +264,7 @@ def test_names_of_pytorch(name):
         ("int", "int8"),
         ("float128", "float32"),
         ("nf5", "nf4"),
-        ("posit16", "posit8"),
+        ("posits8", "posit8"),
         ("hifloat", "hifloat8"),
         ("Binary8p3sx", "binary8p3se"),
     ],

@@ -171,7 +171,11 @@ class Quantized:
         else:
             wide = q * self.factor
         assert wide.dtype == F32
-        return np.where(self.poisoned, F32(np.nan), wide).astype(dtype)
+        with np.errstate(over="ignore"):
+            rounded = np.where(self.poisoned, F32(np.nan), wide).astype(dtype)
+        largest = F32(ml_dtypes.finfo(dtype).max).astype(dtype)
+        is_finite = np.isfinite(q) & np.isinf(rounded)  # saturates
+        return np.where(is_finite, np.copysign(largest, rounded), rounded)
 
 
 def spread(per_block: np.ndarray, blocks: Blocks, shape: tuple[int, ...]) -> np.ndarray:

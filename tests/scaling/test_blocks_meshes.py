@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -137,12 +138,67 @@ def test_blocks_that_cross_shards_are_moved_on_auto_meshes(shape, place, spec):
 @pytest.mark.parametrize("function", [qt.quantize, qt.fake_quantize])
 def test_blocks_that_cross_shards_raise_on_explicit_meshes(function, shape, place, spec):
     mesh = _mesh(AxisType.Explicit)
-    message = rf"axis 1 has {shape[1]} elements in.*expected whole blocks of.*reshard x"
+    message = rf"axis 1 has {shape[1]} elements in.*expected whole blocks of.*keep the axis whole"
     with jax.set_mesh(mesh):
         _, x = _crossing(mesh, shape, place)
         for call in (function, jax.jit(function, static_argnums=1)):
             with pytest.raises(ValueError, match=message):
                 call(x, spec)
+
+
+ADVICE = re.compile(r"to axis (\d): .*\.reshard\(x, (P\(.*\))\); or make the axis (\d+) long")
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "spec", "to"),
+    [
+        ((256, 592), P(None, ("a", "b")), "mxfp8_e4m3", P(("a", "b"), None)),
+        ((256, 560), P("b", "a"), "mxfp4", P(("b", "a"), None)),
+        ((8, 64, 592), P(None, None, "b"), "mxfp8_e4m3", P(None, "b", None)),
+    ],
+)
+def test_the_advice_for_blocks_that_cross_shards_works(shape, place, spec, to):
+    """The line that the error gives, carried out; oracle: one device."""
+    mesh = _mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        host, x = _crossing(mesh, shape, place)
+        with pytest.raises(ValueError, match=ADVICE) as caught:
+            qt.fake_quantize(x, spec)
+        axis, line, longer = ADVICE.search(str(caught.value)).groups()
+        assert eval(line, {"P": P}) == to
+        assert to[int(axis)] is not None
+        got = qt.fake_quantize(jax.sharding.reshard(x, to), spec)
+    _assert_same_bits(got, qt.fake_quantize(host, spec))
+    padded = np.pad(host, [(0, 0)] * (host.ndim - 1) + [(0, int(longer) - shape[-1])])
+    with jax.set_mesh(mesh):
+        wide = qt.fake_quantize(jax.device_put(padded, NamedSharding(mesh, place)), spec)
+    _assert_same_bits(np.asarray(wide)[..., : shape[-1]], qt.fake_quantize(host, spec))
+
+
+@every_kind
+def test_a_vocabulary_whose_shards_hold_no_whole_blocks(kind):
+    """592 columns in eight shards of 74, as 151,936 in shards of 18,992: blocks of 32 are torn."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 256), (256, 592)))
+
+    def gradients(x, w):
+        def loss(x, w):
+            y = qt.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=qt.recipes.mxfp8)
+            return (y * y).mean()
+
+        return jax.grad(loss, (0, 1))(x, w)
+
+    expected = gradients(jnp.asarray(x), jnp.asarray(w))
+    mesh = _mesh(kind)
+    with jax.set_mesh(mesh):
+        kernel = jax.device_put(w, NamedSharding(mesh, P(None, ("a", "b"))))
+        if kind is AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"^dot_general: .* move 'a' and 'b' to axis 0: x"):
+                jax.jit(gradients)(x, kernel)
+            kernel = jax.sharding.reshard(kernel, P(("a", "b"), None))
+        got = jax.jit(gradients)(x, kernel)
+    for one, other in zip(got, expected, strict=True):  # sums in another order
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.quick

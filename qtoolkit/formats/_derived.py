@@ -1,0 +1,59 @@
+"""Formats made from others by changing fields."""
+
+import dataclasses
+import difflib
+from typing import Any, TypeVar
+
+Derived = TypeVar("Derived", bound=Any)
+_KEEP_DTYPE = frozenset({"name", "overflow", "spellings"})  # changes that change no value
+
+
+def derived(fmt: Derived, changes: dict[str, Any]) -> Derived:
+    """`fmt` with other values of some fields, under a name that says which.
+
+    Raises:
+      TypeError: No such field.
+      ValueError: The name is taken; or as the class itself.
+    """
+    check_fields(fmt, changes)
+    changes = {name: value for name, value in changes.items() if value != getattr(fmt, name)}
+    if not changes:
+        return fmt
+    shown = ", ".join(f"{name}={_shown(value)}" for name, value in changes.items())
+    fields = {"name": f"{fmt.name}({shown})", "spellings": ()} | changes
+    if hasattr(fmt, "dtype_name") and not changes.keys() <= _KEEP_DTYPE:
+        fields.setdefault("dtype_name", None)
+    made: Derived = dataclasses.replace(fmt, **fields)
+    _check_name(made)
+    return made
+
+
+def check_fields(fmt: Any, changes: dict[str, Any]) -> None:
+    """TypeError where `fmt` has no field of such a name."""
+    known = [field.name for field in dataclasses.fields(fmt)]
+    for name in changes:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? It" if close else "it"
+        raise TypeError(
+            f"{fmt.name}: with_({name}=...), but {type(fmt).__name__} has no field {name!r}; "
+            f"{hint} has {', '.join(known)}"
+        )
+
+
+def _check_name(fmt: Any) -> None:
+    # Imported late: `_names` holds formats of the classes whose method calls this.
+    from qtoolkit.formats._names import BY_SPELLING
+
+    if fmt.name.lower() in BY_SPELLING and BY_SPELLING[fmt.name.lower()] != fmt:
+        raise ValueError(
+            f"{type(fmt).__name__}: name={fmt.name!r} is that of another format, expected one of "
+            "its own, or leave it out"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return str(getattr(value, "name", value))
