@@ -12,7 +12,7 @@ from flax.core import DenyList
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound
 
 from qtoolkit.linen._numerics import check_arguments
-from qtoolkit.linen._run import ROOT, visiting
+from qtoolkit.linen._run import path_of, visiting
 from qtoolkit.linen._state import COLLECTION
 from qtoolkit.products import Report
 from qtoolkit.products.internal import (
@@ -99,8 +99,8 @@ def report(
 
     arguments = others, batch.arrays
     unstarted = {
-        MODEL if path == ROOT else path.replace(".", "/")
-        for path, products in kept.items()
+        path_of(key).replace(".", "/") or MODEL
+        for key, products in kept.items()
         if lacks_history(state["history"] for state in products.values() if "history" in state)
     }
     with visiting() as visited:
