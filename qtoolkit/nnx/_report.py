@@ -53,7 +53,7 @@ def report(wrapped: Any, *inputs: Any, method: Any = None, **options: Any) -> Re
       >>> wrapped = qt.nnx.wrap(model, qt.Rules({"layers/1": qt.Recipe("e4m3fn")}))
       >>> report = qt.nnx.report(wrapped, jnp.ones((1, 2)))
       >>> print(str(report).splitlines()[-1])
-      3 of 6 products quantized
+      3 of 6 products quantized, 33.3% of all multiplications
       >>> for product in report.left:
       ...     print(product.path, product.part, product.reason)
       layers/0 forward left by a rule

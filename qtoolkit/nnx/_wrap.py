@@ -453,7 +453,14 @@ def _shown(where: str, found: FoundModule, name: str) -> str:
 
 
 def _check_kernels(caller: str, found: FoundModule) -> None:
-    """Raises if a layer's own parameters have dtypes that cannot be rounded."""
+    """Raises if a layer's own parameters have types or dtypes that cannot be rounded."""
+    kernel = vars(found.module).get("kernel")
+    if isinstance(found.module, _KERNEL_HOOKS) and not isinstance(kernel, nnx.Variable | jax.Array):
+        raise TypeError(
+            f"{_shown(caller, found, 'kernel')} has type {type(kernel).__name__}, expected an "
+            f"nnx.Param: somebody else has quantized the layer, as qwix's PtqProvider does; give "
+            f"{caller} the model that it was made of, or leave the layer alone by a rule"
+        )
     for where, raw in _parameters(caller, found):
         if isinstance(raw, QArray) and caller == "wrap":
             raise TypeError(

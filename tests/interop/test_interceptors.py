@@ -175,6 +175,14 @@ def test_what_qwix_quantizes_stays_so_and_leaves_no_trace():
     np.testing.assert_allclose(qt.nnx.wrap(model, WIDE)(x), model(x), rtol=1e-5, atol=1e-6)
 
 
+def test_weights_that_qwix_stores_are_refused_by_name():
+    rule = qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)
+    model = nnx.Sequential(nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+    stored = qwix.quantize_model(model, qwix.PtqProvider([rule]), data())
+    with pytest.raises(TypeError, match=r"layers/0: Linear.kernel has type WithAux, expected an"):
+        qt.nnx.wrap(stored)
+
+
 def test_a_function_put_in_place_of_jaxs_is_called(monkeypatch):
     layer, x = nnx.LinearGeneral(16, 8, rngs=nnx.Rngs(0)), data()
     original = jax.lax.dot_general
