@@ -262,7 +262,7 @@ class Einsum:
             (self.subscripts, *shapes), shapes=True
         )
         labels = inputs.split(",")
-        return jnp.einsum(
+        return einsum(
             f"{out},{labels[1 - side]}->{labels[side]}",
             cotangent,
             other,
