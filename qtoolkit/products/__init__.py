@@ -3,11 +3,11 @@
 from qtoolkit.products import _presets as recipes
 from qtoolkit.products._calibration import Calibration
 from qtoolkit.products._functions import conv_general_dilated, dot_general, einsum, ragged_dot
+from qtoolkit.products._kept import CODES
 from qtoolkit.products._numerics import Numerics
 from qtoolkit.products._operand import Current, Delayed, Hadamard, Learned, Operand, Static
 from qtoolkit.products._recipe import Recipe
 from qtoolkit.products._report import Product, Report
-from qtoolkit.products._rounded import CODES
 from qtoolkit.products._sensitivity import Sensitivity
 from qtoolkit.products._site import dot
 

@@ -12,16 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from qtoolkit.casts.internal import differentiable_in_dtype, varying_alike
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import OnSide, Transposed, combined
+from qtoolkit.products._kept import Kept, kept, restored
 from qtoolkit.products._plan import Given, Plan, State, operand_of
-from qtoolkit.products._rounded import (
-    Cut,
-    Kept,
-    Rounded,
-    kept,
-    largest_over,
-    restored,
-    rounded,
-)
+from qtoolkit.products._rounded import Cut, Rounded, largest_over, rounded
 from qtoolkit.products._taps import ROLES
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Scales, amax_of, histogram

@@ -18,7 +18,8 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import E4M3FN, E8M0FNU, BlockFormat, FloatFormat, Format
 from qtoolkit.products._bilinear import Blocked
-from qtoolkit.products._rounded import Rounded, code_values, poisoned
+from qtoolkit.products._kept import code_values, poisoned
+from qtoolkit.products._rounded import Rounded
 from qtoolkit.scaling.internal import Blocks, blocks_of, explicit_spec
 
 Array = jax.Array

@@ -10,10 +10,11 @@ from jax import lax
 from qtoolkit.formats.internal import hashed_once
 from qtoolkit.products._arithmetic import Forward, Transposed, combined, native, native_constant
 from qtoolkit.products._bilinear import Axes, Bilinear, DotGeneral
+from qtoolkit.products._kept import keeps_codes
 from qtoolkit.products._learned import LearnedScale
 from qtoolkit.products._operand import Operand
 from qtoolkit.products._recipe import Recipe
-from qtoolkit.products._rounded import Cut, Rounded, cut, keeps_codes, rounded
+from qtoolkit.products._rounded import Cut, Rounded, cut, rounded
 from qtoolkit.products._stored import restored_operand
 from qtoolkit.products._taps import Tap, swapped_rows
 from qtoolkit.scaling import QArray

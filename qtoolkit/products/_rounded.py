@@ -1,4 +1,4 @@
-"""One operand of a product: cut into blocks, rounded, and kept for the derivatives as codes."""
+"""One operand of a product: cut into blocks, and rounded."""
 
 import dataclasses
 import functools
@@ -8,35 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from qtoolkit.casts import Stochastic
 from qtoolkit.casts.internal import (
-    UNCLAMPED,
     Draw,
-    codes_of,
-    codes_through_float16,
     differentiable_widened,
-    dtype_from_codes,
-    elementwise,
     exact_float32,
     from_stored,
     hashed_index,
-    is_part_of_float16,
     mixed_key,
     ordinal,
     scrambled,
     to_stored,
-    values_of,
 )
 from qtoolkit.formats import (
-    E4M3FN,
     FLOAT32,
     BlockFormat,
     FloatFormat,
-    Format,
-    IntFormat,
-    Overflow,
     format,
 )
 from qtoolkit.formats.internal import hashed_once
@@ -44,7 +32,6 @@ from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._operand import Delayed, Hadamard, Operand, Static
 from qtoolkit.scaling import hadamard_transform
 from qtoolkit.scaling.internal import (
-    Blocks,
     Scales,
     amax_of,
     computed_now,
@@ -58,7 +45,6 @@ from qtoolkit.scaling.internal import (
 
 Array = jax.Array
 
-CODES = "qtoolkit_codes"  # for jax.checkpoint_policies.save_only_these_names
 _LARGEST = 2**52  # 2**23 products of two such numbers sum to 2**127, which float32 holds
 
 
@@ -362,118 +348,3 @@ def _draw(key: Array | None, x: Array, rounding: Stochastic) -> Draw:
 
 def _varying_as(scale: Array, x: Array) -> Array:
     return scale + jnp.zeros_like(x, shape=(1,) * x.ndim, dtype=scale.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A rounded operand as the forward product saves it for derivatives: 8-bit codes and scales.
-
-    Attributes:
-      codes: Codes of the format `container`.
-      scales: As in `Rounded`.
-      carrier: Zeros with the tangent of the operand. Codes are integers and have no tangent, so
-        second derivatives flow through this array. It is a constant: compiled programs do not
-        store it.
-      how: How the operand was rounded.
-      container: The format of the codes.
-    """
-
-    codes: Array
-    scales: Scales
-    carrier: Array
-    how: Cut = dataclasses.field(metadata={"static": True})
-    container: Format = dataclasses.field(metadata={"static": True})
-
-    def restored(self) -> Rounded:
-        assert self.how.operand is not None
-        q = _restored(self.codes, self.scales, self.carrier, self.how, self.container)
-        return Rounded(q, self.scales, self.how.operand.spec)
-
-
-def keeps_codes(how: Cut) -> bool:
-    """Whether derivatives keep an operand as codes: see `Kept`."""
-    return _codes_format(how) is not None
-
-
-def kept(operand: Rounded, x: Array, how: Cut) -> Kept | Rounded:
-    """The form in which derivatives keep an operand that was rounded from `x`."""
-    fmt = _codes_format(how)
-    if fmt is None:
-        return operand
-    q = lax.stop_gradient(operand.q)
-    codes = checkpoint_name(code_values(q, fmt), CODES)
-    scales = jax.tree.map(lambda scale: checkpoint_name(scale, CODES), operand.scales)
-    return Kept(codes, lax.stop_gradient(scales), _carrier(x), how, fmt)
-
-
-@elementwise
-def code_values(q: Array, fmt: Format) -> Array:
-    """The codes of an array that holds values of `fmt`, infinities and NaNs.
-
-    If the format has no infinity, infinities become NaN: either makes a sum non-finite. Formats
-    without a NaN give a finite number for it; their scales must say so, see `poisoned`.
-    """
-    wide = exact_float32(q)
-    # These formats would clamp an infinity. Others keep it or make it a NaN.
-    if isinstance(fmt, IntFormat) or fmt.overflow is Overflow.MAX:
-        wide = jnp.where(jnp.isinf(wide), np.float32(np.nan), wide)
-    if is_part_of_float16(fmt):
-        return codes_through_float16(wide, fmt).astype(fmt.code_dtype)
-    return codes_of(wide, fmt, UNCLAMPED)
-
-
-def poisoned(scale: Array, x: Array, blocks: Blocks, fmt: FloatFormat) -> Array:
-    """Stored scales, with a NaN for each block in which `x` holds an infinity or a NaN.
-
-    For elements whose format has neither: a product with such a block is still not finite.
-    """
-    is_bad = jnp.any(~jnp.isfinite(exact_float32(blocks.split(x))), blocks.places, keepdims=True)
-    nan = to_stored(jnp.full_like(scale, np.nan, dtype=jnp.float32), fmt)
-    return jnp.where(blocks.gather(is_bad), nan, scale)
-
-
-def restored(operand: Kept | Rounded) -> Rounded:
-    return operand.restored() if isinstance(operand, Kept) else operand
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def _restored(codes: Array, scales: Scales, carrier: Array, how: Cut, fmt: Format) -> Array:
-    dtype = carrier.dtype
-    if isinstance(fmt, FloatFormat) and fmt.dtype is not None and fmt.bits == 8:
-        # One operation to compile, where `values_of` has seventeen; it runs a tenth slower.
-        return dtype_from_codes(codes, fmt).astype(dtype)
-    return values_of(codes, fmt, jnp.float32).astype(dtype)
-
-
-@_restored.defjvp
-def _restored_jvp(how: Cut, fmt: Format, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    codes, scales, carrier = primals
-    q = _restored(codes, scales, carrier, how, fmt)
-    return q, how.scaled_tangent(carrier, tangents[2], scales).astype(q.dtype)
-
-
-@jax.custom_jvp
-def _carrier(x: Array) -> Array:
-    return jnp.zeros_like(x)
-
-
-@_carrier.defjvp
-def _carrier_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _carrier(*primals), tangents[0]
-
-
-def _codes_format(how: Cut) -> Format | None:
-    """The format of the codes that derivatives keep; None where they keep the operand itself."""
-    return None if how.operand is None else _container(how.operand.spec.element)
-
-
-@functools.lru_cache
-def _container(fmt: Format) -> Format | None:
-    """A format of at most 8 bits with all values of `fmt` and a NaN: `fmt`, E4M3FN, or None."""
-    if fmt.bits > 8:
-        return None
-    if fmt.has_nan:
-        return fmt
-    values = fmt.values()
-    return E4M3FN if np.isin(values, E4M3FN.values()).all() else None

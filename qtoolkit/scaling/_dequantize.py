@@ -9,7 +9,8 @@ from jax.custom_derivatives import SymbolicZero
 from qtoolkit.casts.internal import FLOATS, linear_in_dtype, linear_product, spread
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling._blocks import Blocks
-from qtoolkit.scaling._engine import Scales, dequantized
+from qtoolkit.scaling._elements import Scales
+from qtoolkit.scaling._engine import dequantized
 from qtoolkit.scaling._scales import differentiable_scale
 
 _differentiable = jax.custom_jvp(dequantized, nondiff_argnums=(2, 3, 4))

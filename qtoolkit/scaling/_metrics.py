@@ -29,8 +29,8 @@ from qtoolkit.casts.internal import (
 )
 from qtoolkit.formats import BlockFormat, SpecLike
 from qtoolkit.scaling._blocks import explicit_spec
+from qtoolkit.scaling._elements import Scales
 from qtoolkit.scaling._engine import (
-    Scales,
     block_codes,
     blocks_of,
     dequantized,

@@ -16,7 +16,7 @@ from qtoolkit.formats import BlockFormat, FloatFormat
 from qtoolkit.scaling import _views as views
 from qtoolkit.scaling._blocks import Blocks
 from qtoolkit.scaling._dequantize import dequantize
-from qtoolkit.scaling._engine import Scales
+from qtoolkit.scaling._elements import Scales
 
 _LEAVES = ("codes", "scale", "tensor_scale", "zero_point")
 

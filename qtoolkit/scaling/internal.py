@@ -4,15 +4,13 @@
 
 from qtoolkit.scaling._amax import check_axes
 from qtoolkit.scaling._blocks import Blocks, TornBlocksError, explicit_spec, magnitude_max
+from qtoolkit.scaling._elements import Scales, element_values, may_overflow
 from qtoolkit.scaling._engine import (
-    Scales,
     block_codes,
     block_values,
     blocks_of,
     dequantized,
-    element_values,
     find_scales,
-    may_overflow,
     operand_values,
     scaled_values,
     single_scale,
