@@ -62,6 +62,8 @@ class CheckpointError(ValueError):
       model.safetensors: exists already
     """
 
+    __module__ = "qtoolkit.checkpoints"  # tracebacks show the public name
+
 
 class MisuseError(CheckpointError):
     """Options that exclude each other, or one that could have no effect: exit code 2."""

@@ -18,10 +18,13 @@ from qtoolkit.products._intercepted import (
     conv_general_dilated,
     dot_general,
     einsum,
-    ragged_dot,
+    ragged_dot_general,
 )
 
 Places = tuple[int, ...]
+# What `lax.ragged_dot` computes, and its derivative by the second operand.
+RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+_BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 class Axes(NamedTuple):
@@ -325,11 +328,14 @@ class RaggedDot:
         _set(self, precision=_precision(self.precision))
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *extra: jax.Array) -> jax.Array:
-        (group_sizes,) = extra
-        return ragged_dot(
+        return self._dot(lhs, rhs, RAGGED, *extra)
+
+    def _dot(self, lhs: Any, rhs: Any, numbers: Any, group_sizes: jax.Array) -> jax.Array:
+        return ragged_dot_general(
             lhs,
             rhs,
             group_sizes,
+            numbers,
             precision=self.precision,
             preferred_element_type=jnp.float32,
         )
@@ -337,22 +343,9 @@ class RaggedDot:
     def transposed(
         self, side: int, cotangent: Any, other: Any, wide: Any, *extra: jax.Array
     ) -> jax.Array:
-        (group_sizes,) = extra
         if side == 0:
-            return self(cotangent, other.swapaxes(1, 2), group_sizes)
-        by_group = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())),
-            lhs_ragged_dimensions=(0,),
-            rhs_group_dimensions=(),
-        )
-        return lax.ragged_dot_general(
-            other,
-            cotangent,
-            group_sizes,
-            by_group,
-            precision=self.precision,
-            preferred_element_type=jnp.float32,
-        )
+            return self(cotangent, other.swapaxes(1, 2), *extra)
+        return self._dot(other, cotangent, _BY_GROUP, *extra)
 
     def axes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[Axes, Axes, Axes]:
         rows = frozenset({0})  # summed in groups in wgrad

@@ -1,6 +1,7 @@
 """Models as static arguments of `jax.jit`, also those that do not hash."""
 
 import dataclasses
+import functools
 from typing import Any
 
 
@@ -8,23 +9,27 @@ from typing import Any
 class Constant:
     """A static argument of `jax.jit`: it hashes, whatever it holds.
 
-    A model that keeps a plain dataclass or a list compares, but has no hash; `jax.jit` then looks
-    for an equal one among all of its type. One that does not compare, such as two arrays, is equal
-    to itself alone.
+    A value without a hash, such as a model that keeps a plain dataclass or a list, may have changed
+    since it was traced, and nobody could tell. So this argument is equal to itself alone, and each
+    one that holds such a value is traced once.
     """
 
     value: Any
 
     def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            return hash(type(self.value))
+        return hash(self.value) if self._hashes else id(self)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Constant):
+        if self is other:
+            return True
+        if not isinstance(other, Constant) or not (self._hashes and other._hashes):
             return False
+        return bool(self.value == other.value)
+
+    @functools.cached_property
+    def _hashes(self) -> bool:
         try:
-            return self.value is other.value or bool(self.value == other.value)
-        except (TypeError, ValueError):
+            hash(self.value)
+        except TypeError:
             return False
+        return True

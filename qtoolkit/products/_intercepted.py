@@ -18,7 +18,7 @@ _ORIGINALS: tuple[tuple[Any, str, Any], ...] = tuple(
     for module, name in (
         (lax, "dot_general"),
         (lax, "conv_general_dilated"),
-        (lax, "ragged_dot"),
+        (lax, "ragged_dot_general"),
         (jnp, "einsum"),
     )
 )
@@ -40,7 +40,7 @@ def _copied(function: Any) -> Callable[..., Any]:
     return copied
 
 
-dot_general, conv_general_dilated, ragged_dot, _einsum = (
+dot_general, conv_general_dilated, ragged_dot_general, _einsum = (
     _copied(function) for _, _, function in _ORIGINALS
 )
 _CODES = [getattr(function, "__code__", None) for _, _, function in _ORIGINALS]

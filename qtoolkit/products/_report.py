@@ -224,7 +224,7 @@ def _traced(
     try:
         return jax.make_jaxpr(function, axis_env=axes)(*arguments), axes
     except (NameError, ValueError) as error:
-        unbound = re.search(r"unbound axis name: (\w+)", str(error))
+        unbound = re.search(r"unbound axis name: (.+?)(?:\. |\)|$)", str(error), re.M)
         if unbound is None or unbound[1] in dict(axes):
             raise
     return _traced(function, arguments, (*axes, (unbound[1], 1)))

@@ -16,7 +16,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import user_context
 
-from qtoolkit.products._bilinear import Bilinear, ConvGeneralDilated, DotGeneral, RaggedDot
+from qtoolkit.products._bilinear import (
+    RAGGED,
+    Bilinear,
+    ConvGeneralDilated,
+    DotGeneral,
+    RaggedDot,
+)
 from qtoolkit.products._features import LAST, moved, of_result
 from qtoolkit.products._found import Found, Origin, Standing
 from qtoolkit.scaling import QArray
@@ -36,7 +42,6 @@ _OF_CONVOLUTION = (  # parameters of the primitive that describe the product
     *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("feature_group_count", "batch_group_count", "precision"),
 )
-_RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
 class _Value(NamedTuple):
@@ -295,7 +300,7 @@ def _found(eqn: Any, operands: list[_Value]) -> Found | None:
             function = DotGeneral(**{name: params[name] for name in names})
         case "ragged_dot_general":
             if (
-                params["ragged_dot_dimension_numbers"] != _RAGGED
+                params["ragged_dot_dimension_numbers"] != RAGGED
                 or params["group_offset"] is not None
             ):
                 return None

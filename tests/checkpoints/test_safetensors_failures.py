@@ -2,7 +2,9 @@
 
 import errno
 import os
+import pickle
 import stat
+import traceback
 
 import ml_dtypes
 import numpy as np
@@ -154,3 +156,11 @@ def test_a_header_that_other_readers_would_refuse_is_not_written(tmp_path, monke
     with pytest.raises(CheckpointError, match="expected at most 100"):
         save(tmp_path / TARGET, {f"tensor {i}": np.zeros(1) for i in range(9)})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_traceback_names_the_module_that_a_user_imports():
+    with pytest.raises(CheckpointError) as caught:
+        raise CheckpointError("m.safetensors: none")
+    lines = traceback.format_exception_only(caught.value)
+    assert lines == ["qtoolkit.checkpoints.CheckpointError: m.safetensors: none\n"]
+    assert type(pickle.loads(pickle.dumps(caught.value))) is CheckpointError

@@ -200,32 +200,43 @@ def test_a_function_put_in_place_of_jaxs_is_called(monkeypatch):
     assert len(qt.nnx.report(wrapped, x).left) == 3  # all wide: forward, dgrad, wgrad
 
 
-@pytest.mark.parametrize("name", ["einsum", "conv_general_dilated", "ragged_dot", "dot_general"])
+PRODUCTS = {
+    "dot_general": lambda x: qt.dot_general(x[0], x[1].T, (((1,), (0,)), ((), ()))),
+    "einsum": lambda x: qt.einsum("bij,bkj->bik", x, x),
+    "conv_general_dilated": lambda x: qt.products.conv_general_dilated(x, x, (1,), "SAME"),
+    "ragged_dot": lambda x: qt.products.ragged_dot(x[0], x.transpose(0, 2, 1), jnp.asarray([3, 5])),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_not_intercepted_inside(monkeypatch, name):
-    """Code is replaced, as qwix does: the product inside ours must not run it."""
-    module = jnp if name == "einsum" else jax.lax
-    function = getattr(module, name)
+    """Code is replaced, as qwix does: the product inside ours must not run it.
+
+    Nor must its derivatives, which a model takes that returns forces. (JAX calls
+    `conv_general_dilated` for those of a convolution, and `dot_general` for `ragged_dot` on CPUs.)
+    """
 
     def refusing(*args, **kwargs):
         raise AssertionError("intercepted")
 
+    def call(x):
+        if name == "conv_general_dilated":
+            return PRODUCTS[name](x)
+        return jax.value_and_grad(lambda x: jnp.sum(PRODUCTS[name](x) ** 2))(x)
+
     x = data()
-    call = {
-        "dot_general": lambda: qt.dot_general(x[0], x[1].T, (((1,), (0,)), ((), ()))),
-        "einsum": lambda: qt.einsum("bij,bkj->bik", x, x),
-        "conv_general_dilated": lambda: qt.products.conv_general_dilated(x, x, (1,), "SAME"),
-        "ragged_dot": lambda: qt.products.ragged_dot(
-            x[0], x.transpose(0, 2, 1), jnp.asarray([3, 5])
-        ),
-    }[name]
+    replaced = [jax.lax.ragged_dot, jax.lax.ragged_dot_general]
+    if name != "ragged_dot":
+        replaced += [jnp.einsum, jax.lax.dot_general, jax.lax.conv_general_dilated]
     jax.clear_caches()
-    monkeypatch.setattr(function, "__code__", refusing.__code__)
-    with pytest.raises(AssertionError, match="intercepted"):
-        function(x, x)
-    got = call()
+    for function in replaced:
+        monkeypatch.setattr(function, "__code__", refusing.__code__)
+        with pytest.raises(AssertionError, match="intercepted"):
+            function(x, x)
+    got = call(x)
     monkeypatch.undo()
     jax.clear_caches()
-    np.testing.assert_array_equal(got, call())
+    jax.tree.map(np.testing.assert_array_equal, got, call(x))
 
 
 def test_an_import_while_code_is_replaced_says_so():

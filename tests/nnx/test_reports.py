@@ -174,10 +174,11 @@ def test_methods_losses_and_strict():
         qt.nnx.report(loss, wrapped, X, method="encode")
 
 
-def test_models_that_need_an_axis_name():
-    wrapped = qt.nnx.wrap(Model("batch"), qt.recipes.te_current)
+@pytest.mark.parametrize("axis", ["batch", "data-parallel"])
+def test_models_that_need_an_axis_name(axis):
+    wrapped = qt.nnx.wrap(Model(axis), qt.recipes.te_current)
     assert len(qt.nnx.report(wrapped, X).quantized) == 6
-    recipe = dataclasses.replace(qt.recipes.te_current, axis_names=("data",))
+    recipe = dataclasses.replace(qt.recipes.te_current, axis_names=(axis,))
     assert len(qt.nnx.report(qt.nnx.wrap(Model(), recipe), X).quantized) == 6
     with pytest.raises(NameError, match="mine"):
         qt.nnx.report(lambda model, x: mine(model(x)), wrapped, X)  # noqa: F821
