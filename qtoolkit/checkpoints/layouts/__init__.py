@@ -1,4 +1,4 @@
-"""Layouts, that is ways of storing quantized weights: a module each, a registry. No JAX here."""
+"""Layouts, that is ways of storing quantized weights: a file each, a registry. No JAX here."""
 
 from qtoolkit.checkpoints.layouts import (
     _compressed_tensors,
@@ -6,6 +6,7 @@ from qtoolkit.checkpoints.layouts import (
     _modelopt,
     _plain,
 )
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
 from qtoolkit.checkpoints.layouts._layout import SCALINGS, Layout, Scheme
 
 LAYOUTS: dict[str, Layout] = {
@@ -18,4 +19,4 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
-__all__ = ["LAYOUTS", "SCALINGS", "Layout", "Scheme"]
+__all__ = ["LAYOUTS", "SCALINGS", "Encoding", "Layout", "Packing", "Scheme"]

@@ -20,24 +20,26 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry, constant
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
     WIDE,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
     block_counts,
     by_block,
     by_channel,
     by_tensor,
     check_block,
     check_divisible,
+    check_entry,
+    decode_bytes,
+    decode_groups,
     entry_beside,
-    read_bytes_weight,
-    read_groups,
     scaling_of,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
@@ -85,42 +87,46 @@ _DIVIDED = "weight_global_scale"
 _SHAPE = "weight_shape"
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(
+    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     spec, name = computed(scheme.spec), info.name
     element = spec.element
-    packing: Packing = "bytes"
+    packing: Packing | None = None
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
     constants = []
     if scheme in _PACKED:
-        packing = "words"
+        packing = WORDS
         packed = entry_beside(name, "weight_packed")
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
         constants.append(constant(entry_beside(name, _SHAPE), "I64", info.shape, (2,)))
     elif element == E2M1FN:
-        packing = "nibbles"
+        packing = NIBBLES
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
     if scheme == FP8_STATIC:
         assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
-    counts = spec.scale_shape(info.shape)
+    lengths = spec.block_lengths(info.shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
-    shape = (1,) if scheme in (FP8_TENSOR, FP8_STATIC) else counts
+    is_single = scheme in (FP8_TENSOR, FP8_STATIC)
     second = None
     if spec.tensor_scale is not None:
         second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
-    return Stored(
+    return Encoding(
         name=name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=spec,
+        lengths=lengths,
         codes=codes,
-        scale=Entry(entry_beside(name, "weight_scale"), dtype, shape),
-        second=second,
-        second_divides=True,
+        scale=Entry(
+            entry_beside(name, "weight_scale"),
+            dtype,
+            (1,) if is_single else block_counts(info.shape, lengths),
+        ),
+        tensor_scale=second,
+        tensor_scale_divides=second is not None,
         packing=packing,
         constants=tuple(constants),
     )
@@ -137,88 +143,88 @@ def computed(spec: BlockFormat) -> BlockFormat:
     return spec
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
     widths = _widths(weights, where)
-    found = {}
-    for name, info in tensors.items():
+    encodings = {}
+    for name, info in headers.items():
         last = name.rpartition(".")[2]
         if last == "weight_packed":
-            stored = _read_packed(tensors, info, where, widths)
-        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
-            stored = _read_bytes(tensors, name, where, blocks)
+            encoding = _decode_packed(headers, info, where, widths)
+        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
+            encoding = _decode_bytes(headers, name, where, blocks)
         else:
             continue
         for suffix in ("weight_zero_point", "weight_g_idx"):
-            if (entry := entry_beside(name, suffix)) in tensors:
+            if (entry := entry_beside(name, suffix)) in headers:
                 raise CheckpointError(
                     f"{where}: tensor {shown(entry)}: asymmetric or reordered weights are "
-                    "not read; dequantize the checkpoint with compressed-tensors first"
+                    "not read; dequantize the checkpoint with compressed-headers first"
                 )
-        found[stored.name] = stored
-    return found
+        encodings[encoding.name] = encoding
+    return encodings
 
 
-def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Stored:
-    scale, shape = tensors[f"{name}_scale"], tensors[name].shape
+def _decode_bytes(headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Encoding:
+    scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
-        return read_bytes_weight(tensors, name, f"{name}_scale", where, next(fitting, None))
-    codes = check_entry(tensors, name, ("F8_E4M3",), where)
-    entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
-    return read_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+        return decode_bytes(headers, name, f"{name}_scale", where, next(fitting, None))
+    codes = check_entry(headers, name, ("F8_E4M3",), where)
+    entry = check_entry(headers, f"{name}_scale", ("U8",), where)
+    return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
-def _read_packed(
-    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
-) -> Stored:
+def _decode_packed(
+    headers: Headers, info: Entry, where: str, widths: Sequence[tuple[int, int]]
+) -> Encoding:
     """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
     if info.dtype == "U8" and len(info.shape) == 2:
-        return _read_fp4(tensors, info, where)
+        return _decode_fp4(headers, info, where)
     if info.dtype == "I32" and len(info.shape) == 2:
-        return _read_integers(tensors, info, where, widths)
+        return _decode_integers(headers, info, where, widths)
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
         "matrix of I32 or U8; it cannot be read"
     )
 
 
-def _read_fp4(tensors: Tensors, info: TensorInfo, where: str) -> Stored:
+def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
     """Reads NVFP4 if there is a second scale, else MXFP4."""
     name, scale_name, second_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
-    codes = Entry(info.name, info.dtype, info.shape)
+    codes = info
     shape = (info.shape[0], 2 * info.shape[1])
-    if second_name not in tensors:
-        scale = check_entry(tensors, scale_name, ("U8", "F8_E8M0"), where)
-        return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
-    scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
-    second = check_entry(tensors, second_name, ("F32",), where)
-    return read_groups(
+    if second_name not in headers:
+        scale = check_entry(headers, scale_name, ("U8", "F8_E8M0"), where)
+        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+    scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
+    second = check_entry(headers, second_name, ("F32",), where)
+    return decode_groups(
         name,
         shape,
         NVFP4,
         codes,
         scale,
         where,
-        packing="nibbles",
-        second=second,
-        second_divides=True,
+        packing=NIBBLES,
+        tensor_scale=second,
+        tensor_scale_divides=True,
     )
 
 
-def _read_integers(
-    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
-) -> Stored:
+def _decode_integers(
+    headers: Headers, info: Entry, where: str, widths: Sequence[tuple[int, int]]
+) -> Encoding:
     """Reads packed integers as the first of `widths`, (bits, group size), that fits the scales."""
     name, scale_name, shape_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _SHAPE)
     )
-    codes = Entry(info.name, info.dtype, info.shape)
-    scale = check_entry(tensors, scale_name, FLOAT_SCALES, where)
+    codes = info
+    scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
     rows, words = info.shape
     # The numbers in weight_shape are not in the header; its columns follow from words and scales.
     for bits, group in widths:
@@ -226,7 +232,7 @@ def _read_integers(
         if scale.shape == (rows, columns // group) and columns % group == 0:
             spec = BlockFormat(element=_INTEGERS[bits], block=(group,), scale=WIDE[scale.dtype])
             shape = (rows, columns)
-            weight = read_groups(name, shape, spec, codes, scale, where, packing="words")
+            weight = decode_groups(name, shape, spec, codes, scale, where, packing="words")
             if shape_name not in tensors:
                 return weight
             numbers = check_entry(tensors, shape_name, ("I64", "I32"), where)
@@ -305,7 +311,7 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
     return [*(block for block in found if block is not None), *rows]
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     """One group for each scheme; if there is only one, it targets all Linear layers."""
     quantized = [module for modules in used.values() for module in modules]
     groups = {
@@ -384,7 +390,7 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
     return args
 
 
-def caution(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> str:
+def caution(used: Used, kept: Sequence[str]) -> str:
     """A warning if transformers misreads or does not load the experts of a mixture; else "".
 
     For NVFP4 it multiplies by the E4M3 scales, but not by the second scale: the logits of a
@@ -443,9 +449,10 @@ LAYOUT = Layout(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),
     ),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
+    methods=(METHOD,),
     is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
     computed=computed,

@@ -9,17 +9,19 @@ axes have to be multiples of 128.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import TensorInfo
-from qtoolkit.checkpoints._stored import Entry, Stored
+from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints.layouts._encoding import Encoding
 from qtoolkit.checkpoints.layouts._layout import (
+    BLOCK,
     BYTE_ELEMENTS,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
     by_block,
     check_block,
     check_divisible,
-    read_bytes_weight,
+    decode_bytes,
 )
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
@@ -27,34 +29,34 @@ SUFFIX = "_scale_inv"
 METHOD = "fp8"
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(
+    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
-    return Stored(
+    return Encoding(
         name=info.name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=scheme.spec,
+        lengths=BLOCK,
         codes=Entry(info.name, "F8_E4M3", info.shape),
         scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),
     )
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     block = check_block(config.get("weight_block_size"), "weight_block_size", where)
-    found = {}
-    for name, info in tensors.items():
-        if info.dtype in BYTE_ELEMENTS and name + SUFFIX in tensors:
-            found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where, block)
-        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in tensors:
+    encodings = {}
+    for name, info in headers.items():
+        if info.dtype in BYTE_ELEMENTS and name + SUFFIX in headers:
+            encodings[name] = decode_bytes(headers, name, name + SUFFIX, where, block)
+        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in headers:
             # One scale in all, as vLLM writes it.
-            found[name] = read_bytes_weight(tensors, name, name + "_scale", where, block)
-    return found
+            encodings[name] = decode_bytes(headers, name, name + "_scale", where, block)
+    return encodings
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "activation_scheme": "dynamic",
@@ -75,7 +77,8 @@ LAYOUT = Layout(
             spec=DEEPSEEK_128X128,
         ),
     ),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
+    methods=(METHOD,),
 )

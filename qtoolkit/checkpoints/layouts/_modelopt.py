@@ -8,25 +8,26 @@ Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantiza
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Stored, check_entry, constant
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
     by_channel,
     by_tensor,
     check_divisible,
+    check_entry,
+    decode_bytes,
+    decode_groups,
     entry_beside,
-    read_bytes_weight,
-    read_groups,
 )
 from qtoolkit.formats import E4M3FN, NVFP4
 
@@ -49,9 +50,9 @@ NV4 = Scheme(
 )
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(
+    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
+) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     name = info.name
@@ -67,32 +68,32 @@ def store(
     else:
         codes = Entry(name, "F8_E4M3", info.shape)
         scale = Entry(scale_name, "F32", () if scheme == TENSOR else (rows,))
-    return Stored(
+    return Encoding(
         name=name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=scheme.spec,
+        lengths=scheme.spec.block_lengths(info.shape),
         codes=codes,
         scale=scale,
-        second=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
-        packing="nibbles" if nv4 else "bytes",
+        tensor_scale=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
+        packing=NIBBLES if nv4 else None,
         constants=constants,
     )
 
 
-# The values of `quant_algo` in a config whose entries `read` understands.
+# The values of `quant_algo` in a config whose entries `decode` understands.
 _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
         raise CheckpointError(
             f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
-    found = {}
-    for name, info in tensors.items():
+    encodings = {}
+    for name, info in headers.items():
         if name.rpartition(".")[2] == "pre_quant_scale":
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: activations are multiplied by it (AWQ, "
@@ -102,32 +103,32 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
         if not name.endswith("weight"):
             continue
         scale_name, second_name = entry_beside(name, "weight_scale"), entry_beside(name, _SECOND)
-        if info.dtype == "U8" and second_name in tensors:
-            codes = check_entry(tensors, name, ("U8",), where)
-            scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
-            second = check_entry(tensors, second_name, ("F32",), where)
+        if info.dtype == "U8" and second_name in headers:
+            codes = check_entry(headers, name, ("U8",), where)
+            scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
+            second = check_entry(headers, second_name, ("F32",), where)
             shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
-            found[name] = read_groups(
-                name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second
+            encodings[name] = decode_groups(
+                name, shape, NVFP4, codes, scale, where, packing=NIBBLES, tensor_scale=second
             )
-        elif info.dtype in BYTE_ELEMENTS and _has_floats(tensors, scale_name):
-            pair = {name: info, scale_name: _by_blocks(info, tensors[scale_name])}
-            found[name] = read_bytes_weight(pair, name, scale_name, where)
-    return found
+        elif info.dtype in BYTE_ELEMENTS and _has_floats(headers, scale_name):
+            pair = {name: info, scale_name: _by_blocks(info, headers[scale_name])}
+            encodings[name] = decode_bytes(pair, name, scale_name, where)
+    return encodings
 
 
-def _has_floats(tensors: Tensors, name: str) -> bool:
-    return name in tensors and tensors[name].dtype in FLOAT_SCALES
+def _has_floats(headers: Headers, name: str) -> bool:
+    return name in headers and headers[name].dtype in FLOAT_SCALES
 
 
-def _by_blocks(weight: TensorInfo, scale: TensorInfo) -> TensorInfo:
+def _by_blocks(weight: Entry, scale: Entry) -> Entry:
     """Scales of FP8_PB_WO, [o / 128, 1, i / 128, 1], as [o / 128, i / 128]."""
     if len(weight.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
-        return dataclasses.replace(scale, shape=scale.shape[::2])
+        return scale._replace(shape=scale.shape[::2])
     return scale
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "quant_algo": _algorithm(used),
@@ -138,7 +139,7 @@ def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[st
     }
 
 
-def files(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def files(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     quantization = {
         "quant_algo": _algorithm(used),
         "kv_cache_quant_algo": None,
@@ -149,7 +150,7 @@ def files(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str
     return {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
 
 
-def _algorithm(used: Mapping[Scheme, Sequence[str]]) -> str:
+def _algorithm(used: Used) -> str:
     (scheme,) = used
     return scheme.name
 
@@ -159,8 +160,9 @@ LAYOUT = Layout(
     title="that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale",
     loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
     files=files,
+    methods=(METHOD,),
 )
