@@ -3,21 +3,24 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
-from qtoolkit.checkpoints._dequantized import dequantize
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
-from qtoolkit.checkpoints._parts import discard, finalize
-from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._planner import make_plan
-from qtoolkit.checkpoints._pytrees import load, save
-from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._containers import open_source
+from qtoolkit.checkpoints._formats import safetensors_dtype
+from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._pytrees import dequantize, load, save
+from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import open_source
-from qtoolkit.checkpoints._targets import safetensors_dtype
+from qtoolkit.checkpoints._safetensors import (
+    SafetensorsFile,
+    TensorInfo,
+    layout,
+    write_safetensors,
+)
+from qtoolkit.checkpoints._shards import discard, finalize
+from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
+    from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
     from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
     from qtoolkit.checkpoints._verify import Verification, verify
 
@@ -54,6 +57,9 @@ __all__ = [
 
 # Names whose modules import JAX, so they are imported on first use.
 _COMPUTING = {
+    "compare": "_compare",
+    "Comparison": "_compare",
+    "TensorComparison": "_compare",
     "convert": "_convert",
     "dequantize_checkpoint": "_convert",
     "verify": "_verify",

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import CheckpointError, MisuseError, TensorInfo, shown
-from qtoolkit.checkpoints._plan import TensorPlan
+from qtoolkit.checkpoints._report import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._tensors import CheckpointError, MisuseError, Tensor, shown
 from qtoolkit.checkpoints.layouts import Layout, Scheme
 
 InputScales = float | Mapping[str, float]
 
 
 def input_scale(
-    given: InputScales | None, info: TensorInfo, scheme: Scheme, layout: Layout
+    given: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
 ) -> float | None:
     """The activation scale of a tensor's module; None if its scheme has no activation scales.
 
@@ -37,7 +37,7 @@ def input_scale(
     return None if given is None else _number(given, info)
 
 
-def _number(given: Any, info: TensorInfo) -> float:
+def _number(given: Any, info: Tensor) -> float:
     """The number, as float32 has it: files hold that, in which 1e-50 is 0."""
     if not isinstance(given, bool) and isinstance(given, numbers.Real):
         with np.errstate(over="ignore", under="ignore"), contextlib.suppress(OverflowError):

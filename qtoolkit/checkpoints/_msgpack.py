@@ -1,22 +1,22 @@
-"""Flax's msgpack checkpoints as sources: the arrays are found, and then read in pieces."""
+"""Finds the arrays in a file of `flax.serialization.to_bytes`, each of which Flax then reads."""
 
+import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from io import BufferedReader
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import flax.serialization
 import msgpack
 import numpy as np
 
-from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._memory import ArraySource, Span, check_once
-from qtoolkit.checkpoints._storage import File, Path, naming
+from qtoolkit.checkpoints._paths import Path, naming
+from qtoolkit.checkpoints._tensors import CheckpointError, shown
 
 _T = TypeVar("_T")
-
 # Source: flax/serialization.py, _MsgpackExtType, _chunk.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
-
 # The first bytes of values by what they are.
 # Source: github.com/msgpack/msgpack/blob/master/spec.md, "Overview".
 _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
@@ -31,41 +31,32 @@ _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA:
 _MOST = 2**20  # bytes of a key, or of the shape and dtype of an array
 
 
-class MsgpackFile(ArraySource):
-    """An open file of `flax.serialization.to_bytes`; names are paths, joined by ".".
+class Leaf(NamedTuple):
+    """An array, or a number, in a file: bytes `start` to `stop` are its msgpack."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self, stream: BufferedReader) -> np.ndarray:
+        stream.seek(self.start)
+        data = stream.read(self.stop - self.start)
+        return np.asarray(flax.serialization.msgpack_restore(data))
+
+
+def leaves_of(path: Path, stream: BufferedReader, size: int) -> list[tuple[str, Leaf]]:
+    """The arrays of a file by their names, keys joined by ".".
 
     Raises:
       CheckpointError: It is damaged, or no tree of arrays.
     """
-
-    def __init__(self, path: Path) -> None:
-        file = File(path)
-        try:
-            leaves = list(_flattened(_tree(path, file)))
-            check_once(path, (name for name, _ in leaves))
-            # None is what Flax writes of an optional parameter that is not there.
-            found = {name: leaf for name, leaf in leaves if leaf is not None}
-            described = {name: (leaf.dtype, leaf.shape) for name, leaf in found.items()}
-            spans = {n: leaf.spans for n, leaf in found.items() if isinstance(leaf, _Placed)}
-            super().__init__(path, described, found.__getitem__, file, spans)
-        except BaseException:
-            file.close()
-            raise
-
-
-class _Placed(NamedTuple):
-    """An array in the file: its bytes are those of `spans`, one after the other."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    spans: tuple[Span, ...]
-
-
-def _tree(path: Path, file: File) -> dict[Any, Any]:
-    """What is in a file: nested dictionaries of `_Placed`, arrays of one number, and None."""
     try:
         with naming(path):
-            tree = _Walk(path, file).tree()
+            walk = _Walk(path, stream, size)
+            tree = walk.value("")
+            if more := size - stream.tell():
+                raise ValueError(f"{more:,} bytes behind its end")
     except CheckpointError:
         raise
     except (
@@ -79,34 +70,27 @@ def _tree(path: Path, file: File) -> dict[Any, Any]:
         ) from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
-    return tree
+    return [*_flattened(tree)]
 
 
 class _Walk:
     """Reads a file but for the bytes of its arrays, which it steps over.
 
-    Places and sizes are checked against those of the file; nothing is read or made that is large
-    because the file says so.
+    Sizes are checked against that of the file; nothing is read or made that is large because the
+    file says so.
     """
 
-    def __init__(self, path: Path, file: File) -> None:
-        self._path = path
-        self._stream, self._size = file.stream, file.size
+    def __init__(self, path: Path, stream: BufferedReader, size: int) -> None:
+        self._path, self._stream, self._size = path, stream, size
 
-    def tree(self) -> Any:
-        tree = self._value("")
-        more = self._size - self._stream.tell()
-        if more:
-            raise ValueError(f"{more:,} bytes behind its end")
-        return tree
-
-    def _value(self, name: str) -> Any:
-        """The next value; `name` is that of a leaf."""
+    def value(self, name: str) -> Any:
+        """The next value: a dictionary, a `Leaf`, or None; `name` is that of a leaf."""
+        start = self._stream.tell()
         first = int.from_bytes(self._stream.peek(1)[:1])
         if first in _MAPS:
-            return self._map(name)
+            return self._map(name, start)
         if first in _EXTENSIONS:
-            return self._extension()
+            return self._extension(start)
         for what, codes in _REFUSED.items():
             if first in codes:
                 raise CheckpointError(
@@ -114,31 +98,55 @@ class _Walk:
                     "checkpoint of Flax"
                 )
         number = self._unpacked(msgpack.Unpacker.unpack)
-        return None if number is None else np.asarray(number)
+        if number is None:  # what Flax writes of an optional parameter that is not there
+            return None
+        return Leaf(np.asarray(number).dtype, (), start, self._stream.tell())
 
-    def _map(self, name: str) -> Any:
+    def _map(self, name: str, start: int) -> Any:
         tree: dict[Any, Any] = {}
         for _ in range(self._unpacked(msgpack.Unpacker.read_map_header)):
             key = self._unpacked(msgpack.Unpacker.unpack)
             if key in tree:
                 raise ValueError(f"key {key!r} twice")
-            tree[key] = self._value(f"{name}.{key}" if name else f"{key}")
-        return _joined(tree) if _CHUNKED in tree else tree
+            is_shape = key == "shape" and _CHUNKED in tree
+            tree[key] = self._numbers() if is_shape else self.value(f"{name}.{key}".lstrip("."))
+        if _CHUNKED not in tree:
+            return tree
+        # An array that Flax has split because msgpack allows at most 2**32 bytes each.
+        chunks = [tree["chunks"][str(i)] for i in range(len(tree["chunks"]))]
+        shape = tuple(tree["shape"][str(i)] for i in range(len(tree["shape"])))
+        if len({chunk.dtype for chunk in chunks}) != 1:
+            raise ValueError(f"{len(chunks)} chunks, expected some of one dtype")
+        count = sum(math.prod(chunk.shape) for chunk in chunks)
+        if min(shape, default=0) < 0 or math.prod(shape) != count:
+            raise ValueError(f"chunks of {count:,} elements, expected those of {list(shape)}")
+        return Leaf(chunks[0].dtype, shape, start, self._stream.tell())
 
-    def _extension(self) -> Any:
+    def _numbers(self) -> dict[str, int]:
+        found = self._unpacked(msgpack.Unpacker.unpack)
+        return {key: operator.index(value) for key, value in found.items()}
+
+    def _extension(self, start: int) -> Leaf:
         length = self._length(_EXTENSIONS)
         code = self._number(1)
         stop = self._stream.tell() + length
         if stop > self._size:
             raise ValueError(f"{stop - self._size:,} bytes are missing")
         if code == _COMPLEX:  # complex128, which is refused by the name of the tensor
-            leaf: Any = np.asarray(complex(*self._unpacked(msgpack.Unpacker.unpack)))
+            leaf = Leaf(np.dtype(complex), (), start, stop)
+            self._unpacked(msgpack.Unpacker.unpack)
         elif code in (_ARRAY, _SCALAR):
             shape, dtype = self._unpacked(_shape_and_dtype)
             nbytes = self._length(_REFUSED["bytes"] | _REFUSED["str"])
-            leaf = _placed(np.dtype(dtype), shape, [(self._stream.tell(), nbytes)])
-            if code == _SCALAR:
-                leaf = _placed(leaf.dtype, (), leaf.spans)
+            like = np.broadcast_to(np.uint8(0), shape)  # one byte in memory; NumPy checks the shape
+            found = np.dtype(dtype)
+            if like.size * found.itemsize != nbytes or not found.isnative:
+                raise ValueError(
+                    f"{nbytes:,} bytes of data, expected those of {list(like.shape)} {found}"
+                )
+            leaf = Leaf(found, () if code == _SCALAR else like.shape, start, stop)
+            if code == _SCALAR and like.size != 1:
+                raise ValueError(f"a number of {like.size} elements")
             self._stream.seek(nbytes, 1)
         else:
             _unknown(code)
@@ -146,7 +154,7 @@ class _Walk:
             raise ValueError(f"extension of {length:,} bytes that ends elsewhere")
         return leaf
 
-    def _length(self, first_bytes: Container[int]) -> int:
+    def _length(self, first_bytes: set[int]) -> int:
         """How many bytes the next value has, which begins with one of these; they come next."""
         first = self._number(1)
         if first not in first_bytes:
@@ -164,13 +172,8 @@ class _Walk:
     def _unpacked(self, unpack: Callable[[msgpack.Unpacker], _T]) -> _T:
         """What `unpack` takes from here on; the stream is then behind it."""
         start = self._stream.tell()
-        unpacker = msgpack.Unpacker(
-            self._stream,
-            read_size=256,
-            max_buffer_size=_MOST,
-            strict_map_key=False,
-            ext_hook=_unknown,
-        )
+        options = {"max_buffer_size": _MOST, "strict_map_key": False, "ext_hook": _unknown}
+        unpacker = msgpack.Unpacker(self._stream, read_size=256, **options)
         found = unpack(unpacker)
         self._stream.seek(start + unpacker.tell())
         return found
@@ -187,30 +190,9 @@ def _shape_and_dtype(unpacker: msgpack.Unpacker) -> tuple[list[Any], str]:
     return shape, dtype
 
 
-def _placed(dtype: np.dtype, shape: Sequence[Any], spans: Iterable[Span]) -> _Placed:
-    """Raises ValueError or TypeError if there is no such array, or it has other bytes."""
-    spans = tuple(spans)
-    nbytes = sum(count for _, count in spans)
-    like = np.broadcast_to(np.uint8(0), shape)  # of one byte in memory; NumPy checks the shape
-    if like.size * dtype.itemsize != nbytes or not dtype.isnative:
-        raise ValueError(f"{nbytes:,} bytes of data, expected those of {list(like.shape)} {dtype}")
-    return _Placed(dtype, like.shape, spans)
-
-
-def _joined(tree: dict[Any, Any]) -> _Placed:
-    """An array that Flax has split because msgpack allows at most 2**32 bytes each."""
-    chunks = [tree["chunks"][str(i)] for i in range(len(tree["chunks"]))]
-    shape = [operator.index(tree["shape"][str(i)]) for i in range(len(tree["shape"]))]
-    dtypes = {chunk.dtype for chunk in chunks}
-    if len(dtypes) != 1:
-        raise ValueError(f"chunks of {len(dtypes)} dtypes, expected one")
-    return _placed(dtypes.pop(), shape, [span for chunk in chunks for span in chunk.spans])
-
-
-def _flattened(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts with their paths, components joined by "."."""
+def _flattened(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Leaf]]:
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flattened(value, f"{prefix}{key}.")
-        else:
+        elif value is not None:
             yield f"{prefix}{key}", value

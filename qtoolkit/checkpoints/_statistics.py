@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 
-from qtoolkit.checkpoints._base import Source
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo
+from qtoolkit.checkpoints._tensors import Tensor
 
 _CHUNK = 2**20
 
@@ -30,23 +29,14 @@ class Statistics:
     infinities: int
 
 
-def floats(source: Source, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
-    """Elements `start` to `stop` of a tensor of floats, as float64."""
-    dtype = NUMPY_DTYPES[tensor.dtype]
-    data = np.empty(stop - start, dtype)
-    source.read_into(tensor.name, start * dtype.itemsize, data.view(np.uint8).data)
-    with np.errstate(invalid="ignore"):  # signaling NaNs
-        return data.astype(np.float64)
-
-
 @np.errstate(over="ignore", invalid="ignore")  # the squares of float64 may overflow
-def statistics(source: Source, tensor: TensorInfo) -> Statistics:
+def statistics(tensor: Tensor) -> Statistics:
     """Reads a tensor of floats once, in chunks."""
     lowest, largest = math.inf, -math.inf
     count = zeros = nans = infinities = 0
     mean = squares = 0.0
     for start in range(0, tensor.size, _CHUNK):
-        x = floats(source, tensor, start, min(start + _CHUNK, tensor.size))
+        x = tensor.read(start, min(start + _CHUNK, tensor.size)).astype(np.float64)
         nans += int(np.isnan(x).sum())
         infinities += int(np.isinf(x).sum())
         x = x[np.isfinite(x)]

@@ -176,6 +176,7 @@ class Checkpoint:
       layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
       auxiliary: What loaders keep for quantized weights, such as input scales; no tensors of the
         model.
+      stored: The tensors as the container has them, where weights were dequantized; else empty.
       opened: What `close` closes.
     """
 
@@ -187,6 +188,7 @@ class Checkpoint:
     tree: "Tree | None" = None
     layout: str = ""
     auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     opened: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property

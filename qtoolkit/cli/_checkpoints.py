@@ -15,19 +15,19 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
+    WRITTEN,
     AxisChoice,
+    Checkpoint,
     ContainerName,
     Destination,
-    Folder,
-    Source,
     byte_count,
-    check_holds,
     check_quantized,
+    check_tree,
     compiled,
     dequantized,
     file_limit,
+    files_of_shard,
     layout_in,
-    part_names,
     read_json,
     resolve_target,
     shown,
@@ -144,10 +144,10 @@ _FORMAT = typer.Option(
 )
 _LAYOUT = typer.Option(
     metavar="NAME",
-    **_one_of("--layout", tuple(LAYOUTS)),
+    **_one_of("--layout", WRITTEN),
     show_default="compressed-tensors of a folder with config.json, where that holds the "
     "format; else plain, which no loader of models opens",
-    help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
+    help=f"Who can load it: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
 )
 _RULES = typer.Option(
     metavar="FILE",
@@ -466,7 +466,8 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
     with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
-        check_holds(to, dst, plan, opened)
+        if to == "orbax":
+            check_tree(dst, plan, opened)
         part = _part(destination, opened, plan)
     if shown_as.quiet:
         return
@@ -478,12 +479,12 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
         typer.echo(line)
 
 
-def _part(destination: Destination, opened: Source, plan: checkpoints.Plan) -> str:
+def _part(destination: Destination, opened: Checkpoint, plan: checkpoints.Plan) -> str:
     """The words for what a shard would write, for the summary of a plan; "" without a shard."""
     shard = destination.shard
-    if shard is None or not isinstance(opened, Folder):
+    if shard is None or opened.folder is None:
         return ""
-    names, count = part_names(plan, opened, file_limit(destination.max_shard_size), shard)
+    names, count = files_of_shard(plan, opened, file_limit(destination.max_shard_size), shard)
     listed = f": {', '.join(map(shown, names))}" if names else ""
     return f"{shard[0]}/{shard[1]} writes {len(names)} of {file_count(count)}{listed}"
 

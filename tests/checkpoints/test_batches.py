@@ -6,13 +6,13 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._batches import Task, all_quantized
+from qtoolkit.checkpoints._workers import Workers
 from test_engine import DTYPES, assert_equal_quantize, put_together, reader
 
 import qtoolkit as qt
 from qtoolkit.checkpoints import _batches, _programs, _tiles, convert, load, save
-from qtoolkit.checkpoints._batches import Task, all_quantized
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._workers import Workers
 from qtoolkit.formats import BlockFormat, Rules, spec
 
 LARGE = (200, 300)

@@ -6,14 +6,14 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-
-import qtoolkit as qt
-from qtoolkit.checkpoints import _engine, _programs, _tiles
 from qtoolkit.checkpoints._chunks import Cut
 from qtoolkit.checkpoints._engine import Sums, amax_of, quantized
 from qtoolkit.checkpoints._programs import exceeds
-from qtoolkit.checkpoints._report import decibels
 from qtoolkit.checkpoints._workers import Workers
+
+import qtoolkit as qt
+from qtoolkit.checkpoints import _engine, _programs, _tiles
+from qtoolkit.checkpoints._report import decibels
 from qtoolkit.formats import BlockFormat
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

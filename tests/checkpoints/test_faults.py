@@ -13,11 +13,11 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._partial import partial_name
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
 from qtoolkit.checkpoints import _partial as partial_module
-from qtoolkit.checkpoints._partial import partial_name
 from qtoolkit.cli._app import app
 
 TARGET = "dst.safetensors"

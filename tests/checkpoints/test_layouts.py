@@ -10,6 +10,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._header import TensorInfo
 
 from qtoolkit.checkpoints import (
     LAYOUTS,
@@ -21,7 +22,6 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._header import TensorInfo
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -439,8 +439,9 @@ def test_any_range_of_a_quantized_weight_is_read_alone(tmp_path, layout, fmt, sc
     """What the whole has there; of a piece of a row, its bytes: not the row for every chunk."""
     save(tmp_path / "src", weights())
     convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt, scaling=scaling)
-    from qtoolkit.checkpoints import open_source
     from qtoolkit.checkpoints._stored import Values
+
+    from qtoolkit.checkpoints import open_source
     from qtoolkit.checkpoints.internal import dequantized
 
     source = dequantized(open_source(tmp_path / "dst"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._partial import locked, partial_name
 
 from qtoolkit.checkpoints import (
     CheckpointError,
@@ -21,7 +22,6 @@ from qtoolkit.checkpoints import (
     open_source,
     save,
 )
-from qtoolkit.checkpoints._partial import locked, partial_name
 
 SIZE = "40KB"  # two matrices of codes to a file
 KINDS = ("file", "folder", "orbax", "shard")

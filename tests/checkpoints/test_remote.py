@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
+from qtoolkit.checkpoints._storage import identity
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
@@ -36,7 +37,6 @@ from qtoolkit.checkpoints import (
     verify,
 )
 from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.checkpoints._storage import identity
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file

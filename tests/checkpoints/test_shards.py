@@ -15,6 +15,7 @@ import sys
 
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._place import Place
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import (
@@ -29,7 +30,6 @@ from qtoolkit.checkpoints import (
 from qtoolkit.checkpoints import _job as job_module
 from qtoolkit.checkpoints import _parts as parts_module
 from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.checkpoints._place import Place
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"

@@ -12,12 +12,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from qtoolkit.checkpoints._partial import locked
 from typer.testing import CliRunner
 
 import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
-from qtoolkit.checkpoints._partial import locked
 from qtoolkit.cli import _tables
 from qtoolkit.cli._app import app
 

@@ -18,5 +18,6 @@ LAYOUTS: dict[str, Layout] = {
         _modelopt.LAYOUT,
     )
 }
+WRITTEN = [name for name, layout in LAYOUTS.items() if layout.schemes]  # others are only read
 
-__all__ = ["LAYOUTS", "SCALINGS", "Encoding", "Layout", "Packing", "Scheme"]
+__all__ = ["LAYOUTS", "SCALINGS", "WRITTEN", "Encoding", "Layout", "Packing", "Scheme"]

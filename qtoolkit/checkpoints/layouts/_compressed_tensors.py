@@ -87,9 +87,7 @@ _DIVIDED = "weight_global_scale"
 _SHAPE = "weight_shape"
 
 
-def encode(
-    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Encoding:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     spec, name = computed(scheme.spec), info.name
@@ -161,13 +159,15 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             if (entry := entry_beside(name, suffix)) in headers:
                 raise CheckpointError(
                     f"{where}: tensor {shown(entry)}: asymmetric or reordered weights are "
-                    "not read; dequantize the checkpoint with compressed-headers first"
+                    "not read; dequantize the checkpoint with compressed-tensors first"
                 )
         encodings[encoding.name] = encoding
     return encodings
 
 
-def _decode_bytes(headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Encoding:
+def _decode_bytes(
+    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]
+) -> Encoding:
     scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
@@ -196,18 +196,17 @@ def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
     name, scale_name, second_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
-    codes = info
     shape = (info.shape[0], 2 * info.shape[1])
     if second_name not in headers:
         scale = check_entry(headers, scale_name, ("U8", "F8_E8M0"), where)
-        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+        return decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
     scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
     second = check_entry(headers, second_name, ("F32",), where)
     return decode_groups(
         name,
         shape,
         NVFP4,
-        codes,
+        info,
         scale,
         where,
         packing=NIBBLES,
@@ -223,7 +222,6 @@ def _decode_integers(
     name, scale_name, shape_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _SHAPE)
     )
-    codes = info
     scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
     rows, words = info.shape
     # The numbers in weight_shape are not in the header; its columns follow from words and scales.
@@ -232,10 +230,10 @@ def _decode_integers(
         if scale.shape == (rows, columns // group) and columns % group == 0:
             spec = BlockFormat(element=_INTEGERS[bits], block=(group,), scale=WIDE[scale.dtype])
             shape = (rows, columns)
-            weight = decode_groups(name, shape, spec, codes, scale, where, packing="words")
-            if shape_name not in tensors:
+            weight = decode_groups(name, shape, spec, info, scale, where, packing=WORDS)
+            if shape_name not in headers:
                 return weight
-            numbers = check_entry(tensors, shape_name, ("I64", "I32"), where)
+            numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
             if numbers.shape != (2,):
                 raise CheckpointError(
                     f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two "

@@ -49,7 +49,7 @@ class Encoding:
       spec: Its block format; the blocks are those of `lengths`.
       lengths: The length of a block along each axis of `matrix_shape`.
       codes: The entry with the codes.
-      scale: The entry with the scales in C order, ceil(n / length) along each axis; None: no scales.
+      scale: The entry with the scales in C order, ceil(n / length) along each axis; None: none.
       tensor_scale: The entry with the second scale (NVFP4), one in all or one for each index of the
         first axes; None: none.
       tensor_scale_divides: Whether x = q * scale / tensor scale, as in compressed-tensors.
@@ -94,6 +94,13 @@ class Encoding:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def spec_as_stored(self) -> BlockFormat:
+        """`spec`, with the tensor scale dividing where the stored one does."""
+        if self.tensor_scale is None or self.spec.tensor_scale_divides == self.tensor_scale_divides:
+            return self.spec
+        return dataclasses.replace(self.spec, tensor_scale_divides=self.tensor_scale_divides)
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -172,10 +179,10 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
         codes = np.pad(codes, ((0, 0), (0, missing)))
     word = 8 if not packing.order and 8 % bits == 0 else packing.word
     count = word // bits
-    dtype = np.uint8 if word == 8 else np.uint32
+    dtype = np.dtype(np.uint8 if word == 8 else np.uint32)
     words = np.zeros((len(codes), codes.shape[1] // count), dtype)
     for place, at in enumerate(packing.order or range(count)):
-        words |= codes[:, place::count].astype(dtype) << dtype(at * bits)
+        words |= codes[:, place::count].astype(dtype) << dtype.type(at * bits)
     data = words.astype("<u4").view(np.uint8) if word > 8 else words
     if word == 24:
         data = data.reshape(len(codes), -1, 4)[:, :, :3]
@@ -187,5 +194,7 @@ def _words(packed: np.ndarray, word: int) -> np.ndarray:
         return packed
     if word == 24:
         triples = packed.reshape(len(packed), -1, 3).astype(np.uint32)
-        return triples[:, :, 0] | triples[:, :, 1] << np.uint32(8) | triples[:, :, 2] << np.uint32(16)
+        return (
+            triples[:, :, 0] | triples[:, :, 1] << np.uint32(8) | triples[:, :, 2] << np.uint32(16)
+        )
     return np.ascontiguousarray(packed).view("<u4")

@@ -29,9 +29,7 @@ SUFFIX = "_scale_inv"
 METHOD = "fp8"
 
 
-def encode(
-    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Encoding:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     return Encoding(

@@ -50,9 +50,7 @@ NV4 = Scheme(
 )
 
 
-def encode(
-    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Encoding:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     name = info.name

@@ -30,9 +30,7 @@ from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 SUFFIX = "_scale"
 
 
-def encode(
-    info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Encoding:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     shape, element = info.shape, scheme.spec.element
     word = scaling_of(scheme.spec)
     lengths = tuple(max(n, 1) for n in shape)

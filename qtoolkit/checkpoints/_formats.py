@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, MisuseError
+from qtoolkit.checkpoints._tensors import DTYPE_OF, CheckpointError, MisuseError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, WIDE
 from qtoolkit.formats import (
@@ -138,8 +138,3 @@ def dtype_of(fmt: Format | BlockFormat) -> str | None:
     """The dtype of an element format as safetensors spells it; None if it has none."""
     dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
     return None if dtype is None else DTYPE_OF.get(dtype.name)
-
-
-def is_named(spec: BlockFormat) -> bool:
-    """Whether `spec` is a published block format."""
-    return spec.name in _BLOCKS

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from typing import Any, BinaryIO, Literal, Protocol
 
-from qtoolkit.checkpoints._header import CheckpointError, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, shown
 
 Path = str | os.PathLike[str]
 Kind = Literal["file", "folder", "other", ""]

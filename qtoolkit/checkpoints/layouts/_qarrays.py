@@ -1,4 +1,4 @@
-"""Reads quantized arrays that `save` wrote, as the file's metadata describes them.
+"""Quantized arrays that `save` wrote, as the file's metadata describes them.
 
 The metadata is needed since blocks may have any size, and the shape of the scales does not tell it:
 1000 columns with 8 scales may be blocks of 125 or of 128. JAX is imported only if a file has such
@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Packing, Stored
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, merged_matrices
 from qtoolkit.formats import BlockFormat
 
 ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
@@ -21,12 +21,12 @@ PARTS = ("scale", "tensor_scale", "zero_point")
 
 
 def saved_arrays(
-    metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo], where: str
-) -> tuple[dict[str, Stored], set[str]]:
-    """The stored weights of a file, and the names of all tensors that belong to them.
+    metadata: Mapping[str, str], headers: Mapping[str, Entry], where: str
+) -> tuple[dict[str, Encoding], set[str]]:
+    """How the arrays of a file are stored, and the names of all tensors that belong to them.
 
     Arrays with elements of more than 8 bits, and those whose scales have a format without a dtype,
-    are no stored weights: their tensors are copied as they are. So are packed ones that have zero
+    are left out: their tensors are copied as they are. So are packed ones that have zero
     points, a last axis of one element, or blocks that are not those of a stack of matrices.
 
     Raises:
@@ -36,30 +36,30 @@ def saved_arrays(
         return {}, set()
     from qtoolkit.products.internal import spec_from_json
 
-    found: dict[str, Stored] = {}
+    encodings: dict[str, Encoding] = {}
     names: set[str] = set()
     try:
         for name, about in json.loads(metadata[ARRAYS_KEY]).items():
             spec = spec_from_json(about["spec"])
-            entries = {part: tensors.get(f"{name}_{part}") for part in PARTS}
+            entries = {part: headers.get(f"{name}_{part}") for part in PARTS}
             names |= {name, *(info.name for info in entries.values() if info is not None)}
             if not _is_read(spec):
                 continue
             size, lengths = about["packed_size"], tuple(about["lengths"])
-            stored = _stored(tensors[name], size, spec, lengths, entries)
-            if stored is not None:
-                found[name] = stored
+            encoding = _encoding(headers[name], size, spec, lengths, entries)
+            if encoding is not None:
+                encodings[name] = encoding
             elif size is None:
                 raise CheckpointError(
                     f"{where}: tensor {shown(name)}: a QArray of {shown(str(spec))} with shape "
-                    f"{list(tensors[name].shape)}, which the commands do not read; dequantize it "
+                    f"{list(headers[name].shape)}, which the commands do not read; dequantize it "
                     "in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise not_described(where, error) from error
-    return found, names
+    return encodings, names
 
 
 def copied_parts(
@@ -109,97 +109,57 @@ def _is_read(spec: BlockFormat) -> bool:
     return spec.element.bits <= 8 and (spec.scale is None or spec.scale.dtype is not None)
 
 
-def _stored(
-    codes: TensorInfo,
+def _encoding(
+    codes: Entry,
     packed_size: int | None,
     spec: BlockFormat,
     lengths: tuple[int, ...],
-    entries: Mapping[str, TensorInfo | None],
-) -> Stored | None:
+    parts: Mapping[str, Entry | None],
+) -> Encoding | None:
     """How an array is stored; None if the commands do not read it: see `saved_arrays`.
 
     Args:
       codes: The tensor with the codes, packed along its last axis if there is a `packed_size`.
       packed_size: The length of the last axis where codes are packed, else None.
       spec, lengths: As a `QArray` has them.
-      entries: Its other tensors, by their names in it.
+      parts: Its other tensors, by their names in it.
 
     Raises:
       ValueError: The codes do not have the bytes of `packed_size` codes.
     """
     shape, bits = codes.shape, spec.element.bits
-    packing: Packing = "bytes"
+    packing = None
     if packed_size is not None:
         if type(packed_size) is not int or packed_size < 0:
             raise ValueError(f"packed_size is {packed_size!r}")
-        unit = 24 if bits == 6 else 8
-        row = -(-packed_size * bits // unit) * unit // 8
+        packing = Packing(24 if bits == 6 else 8)  # as `qtoolkit.pack` does
+        row = -(-packed_size * bits // packing.word) * packing.word // 8
         if codes.dtype != "U8" or codes.shape[-1:] != (row,):
             raise ValueError(f"{packed_size} codes of {bits} bits in {list(codes.shape)}")
         shape = (*codes.shape[:-1], packed_size)
-        packing = "nibbles" if bits == 4 and packed_size % 2 == 0 else "bits"
     lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
-    scale, second, _ = (
-        None if info is None else Entry(info.name, info.dtype, info.shape)
-        for info in (entries[part] for part in PARTS)
-    )
+    second = parts["tensor_scale"]
     batch = () if second is None else second.shape  # the first axes: a second scale for each index
-    # Rows of packed codes end with whole bytes.
-    apart = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
-    found = None if spec.zero_point or packed_size == 1 else _matrices(shape, lengths, apart)
-    if found is None:
+    kept = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
+    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, kept)
+    if merged is None or math.prod(batch) not in (1, merged[0][0]):
         return None
-    matrices, block = found
-    if math.prod(batch) not in (1, matrices[0]):
-        return None
-    return Stored(
+    return Encoding(
         name=codes.name,
         shape=shape,
-        matrices=matrices,
-        spec=_of_matrix(spec, matrices[1:], block),
-        codes=Entry(codes.name, codes.dtype, codes.shape),
-        scale=scale,
-        second=second,
+        spec=_spec_of_matrix(spec, merged[0][1:], merged[1]),
+        lengths=lengths,
+        codes=codes,
+        scale=parts["scale"],
+        tensor_scale=second,
+        tensor_scale_divides=spec.tensor_scale_divides,
         packing=packing,
     )
 
 
-def _matrices(
-    shape: tuple[int, ...], lengths: tuple[int, ...], apart: Collection[int]
-) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
-    """An array seen as matrices: their count, rows and columns, and the lengths of their blocks.
-
-    Neighbouring axes are merged if blocks have length 1 along both, or the full length along both.
-    None if more axes than those of a stack of matrices remain.
-
-    Args:
-      shape, lengths: Those of the array and of its blocks.
-      apart: Axes that are not merged with those before them.
-    """
-    axes: list[tuple[int, int]] = []
-    is_apart = False
-    for axis, (n, length) in enumerate(zip(shape, lengths, strict=True)):
-        is_apart |= axis in apart
-        if n == 1:
-            continue
-        last, block = axes[-1] if axes else (0, 0)
-        is_whole = block == last and length == n
-        if axes and not is_apart and (block == length == 1 or is_whole):
-            axes[-1] = (last * n, block * length)
-        else:
-            axes.append((n, length))
-        is_apart = False
-    axes = [(1, 1)] * (2 - len(axes)) + axes
-    count = math.prod(n for n, _ in axes[:-2])
-    if any(length != 1 for _, length in axes[:-2]):
-        return None
-    (rows, height), (columns, width) = axes[-2:]
-    if height == width == 1 and rows > 1:  # each element has a scale
-        return None
-    return (count, rows, columns), (height, width)
-
-
-def _of_matrix(spec: BlockFormat, shape: tuple[int, int], block: tuple[int, int]) -> BlockFormat:
+def _spec_of_matrix(
+    spec: BlockFormat, shape: tuple[int, int], block: tuple[int, int]
+) -> BlockFormat:
     """`spec` with the blocks of a matrix; itself, with its name, where it has these anyway."""
     if spec.scale is None:
         return spec

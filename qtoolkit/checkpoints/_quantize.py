@@ -1,0 +1,491 @@
+"""Quantizes weights slab by slab, with the same bits as `qtoolkit.quantize` of the whole.
+
+A window is some slabs that are computed together: one large slab, or small weights of which each
+would take longer to call programs for than to compute. Slabs of one dtype, format and length of
+units become one array of units, which is cut into tiles of few shapes. Three programs do the rest:
+the amax of each unit; from the amaxes of blocks their scales; codes and the rounding error.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.casts import Projection
+from qtoolkit.casts.internal import NEAREST, exact_float32, projection_of
+from qtoolkit.checkpoints._slabs import Grid, Span, Units, tile_sizes
+from qtoolkit.checkpoints._tensors import Tensor
+from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling.internal import (
+    Blocks,
+    ErrorSums,
+    Scales,
+    block_codes,
+    dequantized,
+    effective,
+    element_values,
+    magnitude_max,
+    scale_from,
+    scaled_values,
+    tensor_scale_from,
+)
+
+_KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
+_LEAST = np.float32(2.0**-100)  # smaller scales may make subnormal numbers
+_COUNTS = tuple(2**n for n in (6, 10, 14, 20))  # of scales that are computed at once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A weight to quantize.
+
+    Attributes:
+      tensor: Where its elements come from: float32, float16 or bfloat16.
+      spec: Its format; the blocks are those of `grid`.
+      grid: How it is cut.
+      second: The tensor scale as stored, one for each matrix of the grid; None: the format has
+        none.
+      amaxes: The amax of each block; None if slabs hold whole blocks and find them.
+    """
+
+    tensor: Tensor
+    spec: BlockFormat
+    grid: Grid
+    second: np.ndarray | None = None
+    amaxes: np.ndarray | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
+        return is_cast(self.spec)
+
+
+class Slab(NamedTuple):
+    weight: Weight
+    span: Span
+
+    @property
+    def size(self) -> int:
+        return self.span.rows * self.span.columns
+
+    def read(self) -> np.ndarray:
+        start = self.span.row * self.weight.grid.columns + self.span.column
+        return self.weight.tensor.read(start, start + self.size)
+
+
+class QuantizedSlab(NamedTuple):
+    """What became of a slab.
+
+    Attributes:
+      codes: Unsigned codes as from `encode`: [rows, columns].
+      first: The first of the blocks that lie in the slab.
+      scale: Their scales, flat, as stored; None if the format has none.
+      sums: The rounding error.
+    """
+
+    codes: np.ndarray
+    first: int
+    scale: np.ndarray | None
+    sums: ErrorSums
+
+
+def is_cast(spec: BlockFormat) -> bool:
+    return spec.scale is None and spec.element.bits >= 16
+
+
+def quantize_window(slabs: Sequence[Slab]) -> list[QuantizedSlab]:
+    """What becomes of each slab; its result does not depend on its neighbours."""
+    groups: dict[Any, list[int]] = {}
+    units = [slab.weight.grid.units(slab.span) for slab in slabs]
+    for i, (slab, one) in enumerate(zip(slabs, units, strict=True)):
+        spec = unit_spec(slab.weight.spec, one.axis)
+        key = (slab.weight.tensor.dtype, spec, one.axis, one.length)
+        groups.setdefault(key, []).append(i)
+    results: dict[int, QuantizedSlab] = {}
+    for (_, spec, axis, _), members in groups.items():
+        batch = _Batch([slabs[i] for i in members], [units[i] for i in members], spec, axis)
+        results |= zip(members, batch.results(), strict=True)
+    return [results[i] for i in range(len(slabs))]
+
+
+class _Batch:
+    """Slabs of one dtype, format and length of units, side by side.
+
+    Attributes:
+      places: For each unit its block, counted from the first block of the first slab on.
+      starts: For each slab its first unit, and then the end.
+      firsts: For each slab the number of its first block here, and then the end.
+      offsets: For each slab the number of its first block in its weight.
+    """
+
+    def __init__(
+        self, slabs: Sequence[Slab], units: Sequence[Units], spec: BlockFormat, axis: int
+    ) -> None:
+        self.slabs, self.units, self.spec, self.axis = slabs, units, spec, axis
+        self.offsets = [int(one.blocks.min()) for one in units]
+        counts = [int(u.blocks.max()) + 1 - o for u, o in zip(units, self.offsets, strict=True)]
+        self.starts = _ends(one.count for one in units)
+        self.firsts = _ends(counts)
+        moved = [
+            one.blocks + (first - offset)
+            for one, first, offset in zip(units, self.firsts, self.offsets, strict=False)
+        ]
+        self.places = moved[0] if len(moved) == 1 else np.concatenate(moved)
+        length = units[0].length
+        self.sizes = tile_sizes(self.starts[-1], length)
+        parts = [u.laid_out(slab.read()) for slab, u in zip(slabs, units, strict=True)]
+        missing = sum(self.sizes) - self.starts[-1]
+        if missing:
+            shape = (missing, length) if axis == 1 else (length, missing)
+            parts.append(np.zeros(shape, parts[0].dtype))
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
+        self.tiles = _split(array, self.sizes, 1 - axis)
+
+    def results(self) -> Iterator[QuantizedSlab]:
+        spec, amaxes = self.spec, self._amaxes()
+        # A power of two for each block; multiplied by it, the largest element is about 1.
+        top = np.where(np.isfinite(amaxes), amaxes, 0)
+        factors = np.ldexp(np.float32(1), -np.clip(np.frexp(top)[1], -126, 126))
+        scales, seconds, effectives = self._scales(amaxes)
+        columns = zip(
+            self.tiles,
+            self._columns(scales),
+            self._columns(None if spec.scale is None else amaxes != 0),
+            self._columns(seconds),
+            self._columns(factors),
+            strict=True,
+        )
+        done = [encoded(*parts, spec, self.axis) for parts in columns]
+        codes = np.concatenate([np.asarray(d.codes) for d in done], axis=1 - self.axis)
+        squares = np.take(factors.astype(np.float64) ** 2, self.places)
+        stats = np.concatenate([np.asarray(d.sums) for d in done], axis=1)[:, : len(self.places)]
+        stats = np.concatenate([stats[:2] / squares, stats[2:]])
+        for i, (slab, units) in enumerate(zip(self.slabs, self.units, strict=True)):
+            some = slice(self.starts[i], self.starts[i + 1])
+            blocks = slice(self.firsts[i], self.firsts[i + 1])
+            part = codes[some] if self.axis == 1 else codes[:, some]
+            largest = 0.0
+            if effectives is not None:
+                largest = float(np.fmax.reduce(effectives[blocks], initial=0))
+            signal, noise, nonfinite, overflowed = stats[:, some].sum(axis=1).tolist()
+            yield QuantizedSlab(
+                units.elements(part).reshape(slab.span.rows, slab.span.columns),
+                self.offsets[i],
+                None if scales is None else scales[blocks],
+                ErrorSums(signal, noise, int(nonfinite), int(overflowed), largest),
+            )
+
+    def _amaxes(self) -> np.ndarray:
+        """The amax of every block that lies in the slabs."""
+        known = [slab.weight.amaxes for slab in self.slabs]
+        if known[0] is not None:  # of a weight whose slabs do not hold whole blocks: it is alone
+            first = self.offsets[0]
+            return known[0][first : first + self.firsts[-1]]
+        return block_amaxes(
+            self.tiles, self.axis, self.places, self.firsts[-1], not self.spec.element.has_nan
+        )
+
+    def _scales(self, amaxes: np.ndarray) -> tuple[Any, Any, Any]:
+        """For each block its scale and tensor scale as stored, and the float32 number they are."""
+        spec, second = self.spec, None
+        if spec.scale is None:
+            return None, None, None
+        if spec.tensor_scale is not None:
+            parts = []
+            for slab, offset, begin, end in zip(
+                self.slabs, self.offsets, self.firsts, self.firsts[1:], strict=False
+            ):
+                grid, each = slab.weight.grid, slab.weight.second
+                assert each is not None
+                matrices = (offset + np.arange(end - begin)) // (grid.down * grid.across)
+                parts.append(each[matrices if len(each) > 1 else matrices * 0])
+            second = np.concatenate(parts)
+        return _scales_of(amaxes, second, spec)
+
+    def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
+        """A number for each block, as one for each unit of each tile; 1 for padding."""
+        if values is None:
+            return [None] * len(self.tiles)
+        column = np.ones(sum(self.sizes), values.dtype)
+        column[: len(self.places)] = values[self.places]
+        return [np.expand_dims(part, self.axis) for part in _split(column, self.sizes, 0)]
+
+
+def block_amaxes(
+    tiles: Sequence[np.ndarray], axis: int, places: np.ndarray, blocks: int, nan_wins: bool
+) -> np.ndarray:
+    """The amax of each of `blocks`, from units that lie in the blocks at `places`."""
+    units = np.concatenate([np.asarray(unit_amax(t, axis, nan_wins)).reshape(-1) for t in tiles])
+    units = units[: len(places)]
+    if len(places) == blocks and places[0] == 0 and (np.diff(places) == 1).all():
+        return units
+    amaxes = np.zeros(blocks, np.float32)
+    with np.errstate(invalid="ignore"):  # NumPy warns of a NaN, which is the largest
+        np.maximum.at(amaxes, places, units)
+    return amaxes
+
+
+def slab_amaxes(slab: Slab, nan_wins: bool) -> tuple[int, np.ndarray]:
+    """The amaxes of the blocks that lie in a slab, as far as they do, and the first of them."""
+    units = slab.weight.grid.units(slab.span)
+    first = int(units.blocks.min())
+    x = units.laid_out(slab.read())
+    sizes = tile_sizes(units.count, units.length)
+    missing = sum(sizes) - units.count
+    if missing:
+        pad = ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing))
+        x = np.pad(x, pad)
+    tiles = _split(x, sizes, 1 - units.axis)
+    blocks = int(units.blocks.max()) + 1 - first
+    return first, block_amaxes(tiles, units.axis, units.blocks - first, blocks, nan_wins)
+
+
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+def weight_amaxes(weight: Weight, map_: Map = map, *, nan_wins: bool) -> np.ndarray:
+    """The amax of every block of a weight: float32, flat."""
+    amaxes = np.zeros(weight.grid.blocks, np.float32)
+    slabs = (Slab(weight, span) for span in weight.grid.spans())
+    for first, part in map_(functools.partial(slab_amaxes, nan_wins=nan_wins), slabs):
+        some = amaxes[first : first + len(part)]
+        with np.errstate(invalid="ignore"):
+            np.maximum(some, part, out=some)
+    return amaxes
+
+
+def largest_magnitudes(tensor: Tensor, count: int = 1, map_: Map = map) -> np.ndarray:
+    """The largest finite |x| of each of `count` equal parts of a tensor; 0 where there is none."""
+    if not tensor.size:
+        return np.zeros(count, np.float32)
+    whole = Grid.whole(tensor.size // count, count)
+    weight = Weight(tensor, BlockFormat.tensor("e4m3fn"), whole)
+    return weight_amaxes(weight, map_, nan_wins=False)
+
+
+def tensor_scales(amaxes: np.ndarray, spec: BlockFormat) -> np.ndarray:
+    """The tensor scales, as stored, of weights with these amaxes."""
+    return np.asarray(_tensor_scales(np.asarray(amaxes, np.float32), spec))
+
+
+def prepared(weight: Weight, map_: Map = map) -> Weight:
+    """The weight with the amaxes of its blocks, if its slabs do not hold whole blocks."""
+    if weight.spec.scale is None or weight.grid.has_whole_blocks:
+        return weight
+    amaxes = weight_amaxes(weight, map_, nan_wins=not weight.spec.element.has_nan)
+    return dataclasses.replace(weight, amaxes=amaxes)
+
+
+def decoded_slab(
+    codes: np.ndarray,
+    grid: Grid,
+    span: Span,
+    spec: BlockFormat,
+    scale: np.ndarray | None,
+    second: np.ndarray | None,
+) -> np.ndarray:
+    """The float32 numbers, flat, of the codes of a slab.
+
+    Args:
+      scale: The scales of all blocks of the weight, flat, as stored.
+      second: Its tensor scales, one for each matrix or one in all.
+    """
+    units = grid.units(span)
+    sizes = tile_sizes(units.count, units.length)
+    missing = sum(sizes) - units.count
+    x = units.laid_out(codes)
+    if missing:
+        x = np.pad(x, ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing)))
+
+    def columns(values: np.ndarray | None, at: np.ndarray) -> Sequence[Any]:
+        if values is None:
+            return [None] * len(sizes)
+        column = np.ones(sum(sizes), values.dtype)
+        column[: units.count] = values[at]
+        return [np.expand_dims(part, units.axis) for part in _split(column, sizes, 0)]
+
+    rates = None
+    if scale is not None and not spec.has_powers:
+        rates = _rates(scale, second, units.blocks // (grid.down * grid.across), units.blocks, spec)
+    if is_tiny := rates is not None and bool(((rates > 0) & (rates < _LEAST)).any()):
+        scale = second = None
+    per_matrix = grid.down * grid.across
+    matrices = units.blocks // per_matrix if second is not None and len(second) > 1 else 0
+    parts = zip(
+        _split(x, sizes, 1 - units.axis),
+        columns(scale, units.blocks),
+        columns(second, np.broadcast_to(matrices, units.blocks.shape)),
+        strict=True,
+    )
+    unit = unit_spec(spec if not is_tiny else _unscaled(spec), units.axis)
+    values = [np.asarray(unit_values(*part, unit, units.axis)) for part in parts]
+    joined = values[0] if len(values) == 1 else np.concatenate(values, axis=1 - units.axis)
+    kept = joined[: units.count] if units.axis == 1 else joined[:, : units.count]
+    if rates is not None and is_tiny:  # XLA's CPU takes subnormal numbers for 0
+        with np.errstate(under="ignore"):
+            kept = (kept * np.expand_dims(rates, units.axis)).astype(np.float32)
+    return units.elements(kept)
+
+
+@functools.cache
+def _unscaled(spec: BlockFormat) -> BlockFormat:
+    return BlockFormat.tensor(spec.element, scale=None)
+
+
+def _rates(
+    scale: np.ndarray,
+    second: np.ndarray | None,
+    matrices: np.ndarray,
+    blocks: np.ndarray,
+    spec: BlockFormat,
+) -> np.ndarray:
+    """float64: what the codes of each unit are multiplied by."""
+    rates = scale.astype(np.float32)[blocks]
+    if second is not None:
+        of_units = second[matrices if len(second) > 1 else matrices * 0]
+        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+            rates = rates / of_units if spec.tensor_scale_divides else rates * of_units
+    return rates.astype(np.float64)
+
+
+def _scales_of(
+    amaxes: np.ndarray, second: np.ndarray | None, spec: BlockFormat
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    parts = []
+    for start in range(0, len(amaxes), _COUNTS[-1]):
+        some = slice(start, start + _COUNTS[-1])
+        count = len(amaxes[some])
+        size = next(n for n in _COUNTS if n >= count)
+        padded = [
+            _filled(a, size) for a in (amaxes[some], None if second is None else second[some])
+        ]
+        parts.append([np.asarray(a)[:count] for a in block_scales(*padded, spec)])
+    scale, value = (p[0] if len(p) == 1 else np.concatenate(p) for p in zip(*parts, strict=True))
+    return scale, second, value
+
+
+def _filled(values: np.ndarray | None, size: int) -> np.ndarray | None:
+    """With ones at the end: an amax of 0 would make a scale of 2**-127, slower to divide by."""
+    if values is None:
+        return None
+    filled = np.ones(size, values.dtype)
+    filled[: len(values)] = values
+    return filled
+
+
+def _ends(counts: Iterable[int]) -> list[int]:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return ends
+
+
+def _split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+    if len(sizes) == 1:
+        return [array]
+    ends = _ends(sizes)
+    spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    return [array[span] if axis == 0 else array[:, span] for span in spans]
+
+
+# The programs: compiled once for each shape of tiles, dtype and format.
+
+
+class Encoded(NamedTuple):
+    """Codes of a tile; and for each unit sums of (factor * x)^2 and (factor * (x - value))^2 over
+    elements where both are finite, and how many are not finite, and overflow: float32 [4, units].
+    """
+
+    codes: jax.Array
+    sums: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def unit_amax(x: jax.Array, axis: int, nan_wins: bool) -> jax.Array:
+    """The largest finite |x| of each unit, float32; a NaN wins if `nan_wins`."""
+    return exact_float32(magnitude_max(x, (axis,), nan_wins=nan_wins))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _tensor_scales(amaxes: jax.Array, spec: BlockFormat) -> jax.Array:
+    return tensor_scale_from(amaxes, spec)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def block_scales(
+    amaxes: jax.Array, second: jax.Array | None, spec: BlockFormat
+) -> tuple[jax.Array, jax.Array]:
+    """The scale of each block as stored, and the float32 number that a code is multiplied by."""
+    scale = scale_from(amaxes, spec, second)
+    return scale, effective(scale, second, spec)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def encoded(
+    x: jax.Array,
+    scale: jax.Array | None,
+    nonzero: jax.Array | None,
+    second: jax.Array | None,
+    factor: jax.Array,
+    spec: BlockFormat,
+    axis: int,
+) -> Encoded:
+    """Encodes a tile and measures the rounding error.
+
+    Args:
+      scale, nonzero, second: For each unit the scale and the tensor scale of its block, and whether
+        its amax is above 0; None where the format has none.
+      factor: For each unit a power of two that keeps squares in range.
+    """
+    scales = Scales(scale, second)
+    projection = _projection(spec)
+    codes = block_codes(x, spec, projection, scales, nonzero)
+    rate = factor
+    if scale is not None:
+        rate = effective(scale, second, spec) * factor
+    wide = exact_float32(x)
+    near = wide * factor
+    error = near - element_values(scaled_values(x, spec, scales), spec, projection, None) * rate
+    finite = jnp.isfinite(wide)
+    known = finite & jnp.isfinite(error)
+    over = jnp.zeros_like(finite)
+    if is_cast(spec):
+        over = finite & (jnp.abs(wide) > np.float32(float(spec.element.max_finite)))
+    zero = np.float32(0)
+    sums = (
+        jnp.sum(jnp.where(known, near * near, zero), axis=axis),
+        jnp.sum(jnp.where(known, error * error, zero), axis=axis),
+        jnp.sum((~finite).astype(jnp.float32), axis=axis),
+        jnp.sum(over.astype(jnp.float32), axis=axis),
+    )
+    return Encoded(codes, jnp.stack(sums))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def unit_values(
+    codes: jax.Array,
+    scale: jax.Array | None,
+    second: jax.Array | None,
+    spec: BlockFormat,
+    axis: int,
+) -> jax.Array:
+    """The float32 numbers that the codes of a tile stand for."""
+    lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
+    return dequantized(
+        codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32
+    )
+
+
+@functools.cache
+def unit_spec(spec: BlockFormat, axis: int) -> BlockFormat:
+    """`spec` for tiles whose units lie along `axis`, each with a scale of its own."""
+    return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
+
+
+def _projection(spec: BlockFormat) -> Projection:
+    return _KEEPING_INF if is_cast(spec) else NEAREST

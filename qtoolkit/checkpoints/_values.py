@@ -1,0 +1,260 @@
+"""Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.checkpoints._quantize import decoded_slab
+from qtoolkit.checkpoints._slabs import Grid, Span
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
+from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling import QArray
+
+ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
+
+
+def entry_reader(raw: Mapping[str, Tensor]) -> ReadEntry:
+    """Reads whole entries of a checkpoint."""
+
+    def read(entry: Entry) -> np.ndarray:
+        data = np.empty(entry.nbytes, np.uint8)
+        raw[entry.name].read_into(0, data.data)
+        return data
+
+    return read
+
+
+def grid_of(encoding: Encoding) -> Grid:
+    """How a weight is cut as its entries hold it.
+
+    Raises:
+      ValueError: It is no stack of matrices.
+    """
+    shape = encoding.matrix_shape
+    kept = set() if encoding.packing is None else {len(shape) - 1}  # rows end with whole bytes
+    second = encoding.tensor_scale
+    if second is not None and (count := math.prod(second.shape)) > 1:
+        ends = range(len(shape) + 1)
+        kept.add(next(end for end in ends if math.prod(shape[:end]) == count))
+    return Grid.of(shape, encoding.lengths, sorted(kept))
+
+
+class Values:
+    """Reads the float32 values of a stored weight, in pieces where its entries allow it.
+
+    Args:
+      encoding: How it is stored.
+      raw: The tensors of the checkpoint, as they are.
+    """
+
+    def __init__(self, encoding: Encoding, raw: Mapping[str, Tensor]) -> None:
+        self.encoding = encoding
+        self._raw = raw
+        self._read = entry_reader(raw)
+        self._loading = threading.Lock()
+        self._whole: np.ndarray | None = None
+        self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
+        self._grid: Grid | None = None
+        if encoding.is_sliceable and 0 not in encoding.shape:
+            self._grid = grid_of(encoding)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
+        out, first = np.frombuffer(buffer, np.float32), start // 4
+        if self._grid is None:
+            out[:] = self._all()[first : first + len(out)]
+            return
+        scale, second = self.scales()
+        done = 0
+        for span, some in self._grid.spans_of(first, first + len(out)):
+            codes = self.codes(span)
+            values = decoded_slab(
+                codes, self._grid, span, self.encoding.spec_as_stored, scale, second
+            )
+            part = values[some]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def codes_between(self, start: int, stop: int) -> np.ndarray:
+        """The codes of elements `start` to `stop` of the weight."""
+        if self._grid is None:
+            qarray = qarray_of(self.encoding, self._read)
+            assert isinstance(qarray, QArray)
+            return np.asarray(qarray.codes).reshape(-1)[start:stop]
+        parts = [self.codes(span).reshape(-1)[s] for span, s in self._grid.spans_of(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def codes(self, span: Span) -> np.ndarray:
+        """The codes of a slab, [rows, columns]."""
+        encoding, grid = self.encoding, self._grid
+        assert grid is not None
+        width = encoding.codes.nbytes // (grid.count * grid.rows)
+        bits = 8 if encoding.packing is None else encoding.spec.element.bits
+        first, end = 0, width
+        if span.columns < grid.columns:  # a piece of a long row, cut where words end
+            first = span.column * bits // 8
+            end = min(-(-(span.column + span.columns) * bits // 8), width)
+        data = np.empty((span.rows, end - first), np.uint8)
+        self._raw[encoding.codes.name].read_into(span.row * width + first, data.reshape(-1).data)
+        if encoding.packing is not None:
+            return unpacked(data, encoding.packing, bits, span.columns)
+        check_codes(data, encoding)
+        return data
+
+    def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Scales and tensor scales, flat, as stored."""
+        if self._scales is None:
+            self._scales = _scales(self.encoding, self._read)
+        return self._scales
+
+    def _all(self) -> np.ndarray:
+        with self._loading:
+            if self._whole is None:
+                self._whole = values_of(self.encoding, self._read).reshape(-1)
+            return self._whole
+
+
+def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
+    """Raises where a byte is no code of an element of fewer than 8 bits."""
+    count = 2**encoding.spec.element.bits
+    if count < 256 and codes.size and codes.max() >= count:
+        raise CheckpointError(
+            f"{shown(encoding.name)}: code {codes.max()}, expected below {count}, as "
+            f"{encoding.spec.element.name} has; the file is damaged, fetch it again"
+        )
+
+
+def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """The float32 values of a weight, read whole."""
+    if 0 in encoding.shape:
+        return np.zeros(encoding.shape, np.float32)
+    if encoding.group_index is not None:
+        return _reordered_values(encoding, read)
+    return np.asarray(qarray_of(encoding, read).dequantize("float32"))
+
+
+def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """Values of rows of which each says in which block it lies."""
+    assert encoding.group_index is not None
+    dtype = NUMPY_DTYPES[encoding.group_index.dtype]
+    index = read(encoding.group_index).view(dtype).astype(np.int64)
+    length = encoding.lengths[0]
+    counts = np.bincount(index[index >= 0], minlength=-(-len(index) // length))
+    full = counts[:-1] == length
+    if (index < 0).any() or not full.all() or len(counts) != -(-len(index) // length):
+        raise CheckpointError(
+            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} rows, "
+            f"expected {length} in each; it cannot be read"
+        )
+    order = np.argsort(index, kind="stable")
+    sorted_rows = dataclasses.replace(encoding, group_index=None, transposed=False)
+    sorted_rows = dataclasses.replace(sorted_rows, shape=encoding.matrix_shape)
+    qarray = qarray_of(sorted_rows, read, order)
+    values = np.empty(encoding.matrix_shape, np.float32)
+    values[order] = np.asarray(qarray.dequantize("float32"))
+    return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
+
+
+def qarray_of(
+    encoding: Encoding, read: ReadEntry, order: np.ndarray | None = None, dtype: Any = "float32"
+) -> QArray:
+    """The weight as a `QArray`, a code to a byte.
+
+    Args:
+      order: Rows in which order; None: as they are.
+      dtype: That of the numbers: float32, bfloat16 or float16.
+    """
+    spec, shape = encoding.spec_as_stored, encoding.matrix_shape
+    bits = spec.element.bits
+    codes = _unpacked_entry(read(encoding.codes), encoding.packing, bits, shape)
+    if encoding.packing is None:
+        check_codes(codes, encoding)
+    if order is not None:
+        codes = codes[order]
+    counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
+    scale, second = _scales(encoding, read)
+    zero = None
+    if encoding.zero_point is not None:
+        zero = jnp.asarray(_zero_points(encoding, read, counts))
+    if second is not None and encoding.tensor_scale is not None:
+        of_all = math.prod(encoding.tensor_scale.shape) == 1
+        ends = range(len(shape) + 1)
+        batch = next(shape[:end] for end in ends if math.prod(shape[:end]) == len(second))
+        second = second.reshape(() if of_all else batch)
+    array = QArray(
+        jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
+        None if scale is None else jnp.asarray(scale.reshape(counts)),
+        _shown_spec(encoding, spec),
+        tensor_scale=None if second is None else jnp.asarray(second),
+        zero_point=zero,
+        dtype=dtype,
+        lengths=encoding.lengths,
+    )
+    if not encoding.transposed:
+        return array
+    axes = [*range(len(shape))]
+    return array.transpose(*axes[:-2], axes[-1], axes[-2])
+
+
+def _unpacked_entry(
+    data: np.ndarray, packing: Packing | None, bits: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """The codes of an entry, in this shape."""
+    if packing is None:
+        return data.reshape(shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if packing.axis == -1:
+        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
+    # Words that run along the rows: as rows of the transposed matrix.
+    height, size = shape[-2], packing.word // 8
+    words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
+    turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
+    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
+    return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
+
+
+def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Scales and tensor scales, flat, as stored."""
+    scale = second = None
+    if encoding.scale is not None:
+        spec = encoding.spec
+        assert spec.scale is not None
+        # A byte of E8M0 is U8 in some layouts.
+        dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
+        scale = read(encoding.scale).view(dtype)
+    if encoding.tensor_scale is not None:
+        second = read(encoding.tensor_scale).view(np.float32)
+    return scale, second
+
+
+def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -> np.ndarray:
+    entry, packing, element = encoding.zero_point, encoding.zero_packing, encoding.spec.element
+    assert entry is not None
+    data = read(entry)
+    if packing is None:
+        points = data.view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
+    else:
+        codes = _unpacked_entry(data, packing, element.bits, counts).astype(np.int32)
+        half = 1 << (element.bits - 1)  # codes of signed integers are two's complement
+        points = (codes ^ half) - half if element.signed else codes
+    return points + np.int32(encoding.zero_offset)
+
+
+def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
+    """The format with blocks that say what `lengths` are, for arrays of any rank."""
+    shape, lengths = encoding.matrix_shape, encoding.lengths
+    outputs = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
+    if len(shape) == 2 or spec.scale is None:
+        return spec
+    if not outputs:
+        return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
+    if len(outputs) == 1 and lengths[outputs[0]] == 1:
+        return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
+    axes = tuple(range(len(shape)))
+    return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
