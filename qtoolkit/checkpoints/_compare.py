@@ -164,15 +164,15 @@ class _Limits:
     def __init__(self, encoding: Encoding, values: Values) -> None:
         self._values = values
         self._at_limit = _codes_at_limits(encoding.spec)
-        self._excess = _excess(encoding.spec)
+        self._excess = np.float64(_excess(encoding.spec))
 
     def exceeded(self, x: np.ndarray, y: np.ndarray, start: int) -> np.ndarray:
         """Where the code is at a limit of the format, and |x| is larger than rounding excuses."""
         codes = self._values.codes_between(start, start + len(x))
         at_limit = self._at_limit[codes]
-        if at_limit.any():
-            with np.errstate(invalid="ignore", over="ignore"):
-                at_limit &= np.abs(x) > np.abs(y) * self._excess
+        at = np.flatnonzero(at_limit)
+        with np.errstate(invalid="ignore"):  # half a step beyond the limit is none: no rounding
+            at_limit[at] = np.abs(x[at].astype(np.float64)) > np.abs(y[at]) * self._excess
         return at_limit
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qtoolkit.casts.internal import is_zero, ordinal
+
 _ROW = 128  # elements whose squares are added in float32
 _ROWS = (2**5, 2**9, 2**13)  # rows of an array that is compared at once: programs for few shapes
 _SAFE = 60  # magnitudes up to 2**60, and arrays whose largest is above 2**-60, need no factor
@@ -77,7 +79,7 @@ def _part_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None) -> Error
     padded = [_padded(a, rows) for a in (x, y, np.zeros(size, bool) if beyond is None else beyond)]
     squares, counts, largest = map(np.asarray, _sums(*padded))
     factor = _factor(float(largest[0]))
-    if factor != 1:  # XLA's CPU takes subnormal numbers for 0; squares may overflow
+    if factor != 1:  # sums of subnormal numbers would be 0, and squares may overflow
         padded[:2] = [a * np.float32(factor) for a in padded[:2]]
         squares, _, largest = map(np.asarray, _sums(*padded))
     signal, noise = (squares.astype(np.float64).sum(axis=1) / factor**2).tolist()
@@ -105,7 +107,7 @@ def _padded(a: np.ndarray, rows: int) -> np.ndarray:
 
 def _factor(largest: float) -> float:
     """A power of two that moves the largest magnitude between 2**-60 and 2**60."""
-    if largest == 0 or 2.0**-_SAFE < largest <= 2.0**_SAFE:
+    if 2.0**-_SAFE < largest <= 2.0**_SAFE:
         return 1.0
     return 2.0 ** -min(max(math.frexp(largest)[1], -126), 126)
 
@@ -117,9 +119,10 @@ def _sums(x: jax.Array, y: jax.Array, beyond: jax.Array) -> tuple[jax.Array, jax
     a, b = jnp.where(known, x, zero), jnp.where(known, y, zero)
     error = a - b
     squares = jnp.stack([jnp.sum(a * a, axis=1), jnp.sum(error * error, axis=1)])
-    same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
-    alive = a != 0
-    counted = (~known, alive, alive & (b == 0), beyond, ~same)
+    # As integers: XLA's CPU takes subnormal numbers for 0 where it compares them.
+    same = (ordinal(x) == ordinal(y)) | (jnp.isnan(x) & jnp.isnan(y))
+    alive = ~is_zero(a)
+    counted = (~known, alive, alive & is_zero(b), beyond, ~same)
     counts = jnp.stack([jnp.sum(mask.astype(jnp.int32)) for mask in counted])
     largest = jnp.stack(
         [jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))), jnp.max(jnp.abs(error))]
