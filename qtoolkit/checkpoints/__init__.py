@@ -7,7 +7,14 @@ from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._pytrees import dequantize, load, save
-from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
+from qtoolkit.checkpoints._report import (
+    Comparison,
+    Plan,
+    Report,
+    TensorComparison,
+    TensorPlan,
+    TensorReport,
+)
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import (
     SafetensorsFile,
@@ -20,7 +27,7 @@ from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
-    from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
+    from qtoolkit.checkpoints._compare import compare
     from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
     from qtoolkit.checkpoints._verify import Verification, verify
 
@@ -58,8 +65,6 @@ __all__ = [
 # Names whose modules import JAX, so they are imported on first use.
 _COMPUTING = {
     "compare": "_compare",
-    "Comparison": "_compare",
-    "TensorComparison": "_compare",
     "convert": "_convert",
     "dequantize_checkpoint": "_convert",
     "verify": "_verify",

@@ -1,7 +1,6 @@
 """Compares the numbers of two checkpoints, dequantized, tensor by tensor."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,67 +8,13 @@ import numpy as np
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._paths import Path, check_path
-from qtoolkit.checkpoints._report import Progress, followed
+from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
 from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, CheckpointError, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import Encoding
 from qtoolkit.formats import BlockFormat, FloatFormat, IntFormat
 from qtoolkit.scaling.internal import ErrorSums, error_sums
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorComparison:
-    """How a tensor b differs from a.
-
-    Attributes:
-      name: The name of the tensor.
-      format: The format to which b is quantized, else its dtype.
-      size: The number of elements.
-      equal: Whether all values are the same; for tensors that are no floats, all bytes.
-      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over the elements that are finite in both; infinite
-        if these are equal, None if a is zero in all of them, a sum overflows float64, or the
-        tensors are no floats.
-      max_error: The largest |a - b| of the same elements; None if the tensors are no floats.
-      saturated: The share of elements that were clamped: the code in b is the largest, its
-        negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
-        is not quantized.
-      flushed: The share of the elements of a other than zero that are zero in b; None likewise.
-      nonfinite: How many elements are NaN or infinite in a or b.
-    """
-
-    name: str
-    format: str
-    size: int
-    equal: bool
-    sqnr_db: float | None = None
-    max_error: float | None = None
-    saturated: float | None = None
-    flushed: float | None = None
-    nonfinite: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """How a checkpoint b differs from a.
-
-    Attributes:
-      a, b: The paths of the two.
-      tensors: The comparison of each tensor that both have, in the order of a.
-      only_a, only_b: Names of tensors that only one of them has.
-    """
-
-    a: str
-    b: str
-    tensors: tuple[TensorComparison, ...]
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-
-    @property
-    def equal(self) -> bool:
-        """Whether both hold the same tensors with the same values."""
-        same = all(tensor.equal for tensor in self.tensors)
-        return same and not self.only_a and not self.only_b
 
 
 def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison:

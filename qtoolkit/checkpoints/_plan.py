@@ -29,6 +29,7 @@ from qtoolkit.checkpoints._roles import (
     fused_group,
     module_of,
 )
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import (
     Checkpoint,
     CheckpointError,
@@ -48,7 +49,7 @@ _DIFFUSERS = "_class_name"  # in config.json of its models
 
 
 def make_plan(
-    source: Checkpoint,
+    source: Checkpoint | SafetensorsFile,
     *,
     format: SpecLike | Rules[Any] | None = "e4m3fn",
     scaling: str | None = None,
@@ -112,6 +113,8 @@ def make_plan(
         raise ValueError(
             f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
         )
+    if isinstance(source, SafetensorsFile):
+        source = source.checkpoint()
     chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
     planner = _Planner(
         source=source,

@@ -104,10 +104,11 @@ def quantize_window(slabs: Sequence[Slab]) -> list[QuantizedSlab]:
     units = [slab.weight.grid.units(slab.span) for slab in slabs]
     for i, (slab, one) in enumerate(zip(slabs, units, strict=True)):
         spec = unit_spec(slab.weight.spec, one.axis)
-        key = (slab.weight.tensor.dtype, spec, one.axis, one.length)
+        is_known = slab.weight.amaxes is not None
+        key = (slab.weight.tensor.dtype, spec, one.axis, one.length, is_known)
         groups.setdefault(key, []).append(i)
     results: dict[int, QuantizedSlab] = {}
-    for (_, spec, axis, _), members in groups.items():
+    for (_, spec, axis, *_), members in groups.items():
         batch = _Batch([slabs[i] for i in members], [units[i] for i in members], spec, axis)
         results |= zip(members, batch.results(), strict=True)
     return [results[i] for i in range(len(slabs))]
@@ -182,10 +183,11 @@ class _Batch:
 
     def _amaxes(self) -> np.ndarray:
         """The amax of every block that lies in the slabs."""
-        known = [slab.weight.amaxes for slab in self.slabs]
-        if known[0] is not None:  # of a weight whose slabs do not hold whole blocks: it is alone
-            first = self.offsets[0]
-            return known[0][first : first + self.firsts[-1]]
+        if self.slabs[0].weight.amaxes is not None:
+            counts = [end - begin for begin, end in itertools.pairwise(self.firsts)]
+            parts = zip(self.slabs, self.offsets, counts, strict=True)
+            known = [s.weight.amaxes[first : first + n] for s, first, n in parts]
+            return known[0] if len(known) == 1 else np.concatenate(known)
         return block_amaxes(
             self.tiles, self.axis, self.places, self.firsts[-1], not self.spec.element.has_nan
         )

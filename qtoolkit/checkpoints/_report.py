@@ -1,4 +1,4 @@
-"""What a conversion will do, a `Plan`, and what it has done, a `Report`. Data only, no JAX here."""
+"""What a conversion will do, `Plan`, has done, `Report`, and cost, `Comparison`. Data, no JAX."""
 
 import dataclasses
 import functools
@@ -263,6 +263,60 @@ class Report:
         known = [tensor.sqnr_db for tensor in self.tensors if tensor.sqnr_db is not None]
         lossy = [sqnr for sqnr in known if math.isfinite(sqnr)] or known
         return sum(lossy) / len(lossy) if lossy else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """How a tensor b differs from a.
+
+    Attributes:
+      name: The name of the tensor.
+      format: The format to which b is quantized, else its dtype.
+      size: The number of elements.
+      equal: Whether all values are the same; for tensors that are no floats, all bytes.
+      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over the elements that are finite in both; infinite
+        if these are equal, None if a is zero in all of them, a sum overflows float64, or the
+        tensors are no floats.
+      max_error: The largest |a - b| of the same elements; None if the tensors are no floats.
+      saturated: The share of elements that were clamped: the code in b is the largest, its
+        negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
+        is not quantized.
+      flushed: The share of the elements of a other than zero that are zero in b; None likewise.
+      nonfinite: How many elements are NaN or infinite in a or b.
+    """
+
+    name: str
+    format: str
+    size: int
+    equal: bool
+    sqnr_db: float | None = None
+    max_error: float | None = None
+    saturated: float | None = None
+    flushed: float | None = None
+    nonfinite: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How a checkpoint b differs from a.
+
+    Attributes:
+      a, b: The paths of the two.
+      tensors: The comparison of each tensor that both have, in the order of a.
+      only_a, only_b: Names of tensors that only one of them has.
+    """
+
+    a: str
+    b: str
+    tensors: tuple[TensorComparison, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors with the same values."""
+        same = all(tensor.equal for tensor in self.tensors)
+        return same and not self.only_a and not self.only_b
 
 
 def _finite(value: Any) -> Any:

@@ -54,7 +54,8 @@ class Grid:
         if merged is None:
             raise ValueError(f"{list(shape)} in blocks of {list(lengths)} are no matrices")
         (count, rows, columns), (height, width) = merged
-        if (height, width) == (rows, columns):
+        # Rows that are kept apart may end with padding.
+        if (height, width) == (rows, columns) and len(shape) - 1 not in kept:
             return cls.whole(rows * columns, count)
         return cls(count, rows, columns, height, width)
 

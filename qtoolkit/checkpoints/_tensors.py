@@ -137,6 +137,11 @@ class Tensor:
         return self.size * DTYPE_BITS[self.dtype] // 8
 
     @property
+    def numpy_dtype(self) -> np.dtype | None:
+        """The numpy dtype of the elements; None for those narrower than a byte."""
+        return NUMPY_DTYPES.get(self.dtype)
+
+    @property
     def entry(self) -> Entry:
         return Entry(self.name, self.dtype, self.shape)
 
@@ -147,7 +152,7 @@ class Tensor:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements `start` to `stop` in C order: a new array of one dimension."""
         stop = self.size if stop is None else stop
-        dtype = NUMPY_DTYPES.get(self.dtype)
+        dtype = self.numpy_dtype
         if dtype is None:
             raise CheckpointError(
                 f"tensor {shown(self.name)}: dtype {self.dtype} is narrower than a byte, expected "

@@ -261,6 +261,8 @@ def convert(
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
+    if not dry_run:
+        checkpoints.convert  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors(f"{dst} was not written"):
         options: dict[str, Any] = {
             "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
@@ -319,6 +321,8 @@ def dequantize(
     the quantization.
     """
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
+    if not dry_run:
+        checkpoints.dequantize_checkpoint  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors(f"{dst} was not written"):
         destination = Destination(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard

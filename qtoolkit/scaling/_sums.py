@@ -78,7 +78,7 @@ def _part_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None) -> Error
     size = x.size
     padded = [_padded(a, rows) for a in (x, y, np.zeros(size, bool) if beyond is None else beyond)]
     squares, counts, largest = map(np.asarray, _sums(*padded))
-    factor = _factor(float(largest[0]))
+    factor = _factor(float(largest[0]) or max(_largest(x), _largest(y)))
     if factor != 1:  # sums of subnormal numbers would be 0, and squares may overflow
         padded[:2] = [a * np.float32(factor) for a in padded[:2]]
         squares, _, largest = map(np.asarray, _sums(*padded))
@@ -97,6 +97,11 @@ def _part_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None) -> Error
     )
 
 
+def _largest(a: np.ndarray) -> float:
+    """The largest finite magnitude, which may be subnormal."""
+    return float(np.max(np.abs(a), initial=0, where=np.isfinite(a)))
+
+
 def _padded(a: np.ndarray, rows: int) -> np.ndarray:
     if a.size == rows * _ROW:
         return a.reshape(rows, _ROW)
@@ -107,7 +112,7 @@ def _padded(a: np.ndarray, rows: int) -> np.ndarray:
 
 def _factor(largest: float) -> float:
     """A power of two that moves the largest magnitude between 2**-60 and 2**60."""
-    if 2.0**-_SAFE < largest <= 2.0**_SAFE:
+    if largest == 0 or 2.0**-_SAFE < largest <= 2.0**_SAFE:
         return 1.0
     return 2.0 ** -min(max(math.frexp(largest)[1], -126), 126)
 

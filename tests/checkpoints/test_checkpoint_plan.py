@@ -291,10 +291,10 @@ def test_rules_that_cannot_be_meant(tmp_path, rules, error, message):
 
 
 def test_reading_and_planning_do_not_load_jax(tmp_path):
-    """Converting does, when its target is locked: the test sees what it looks for."""
+    """Converting does: the test sees what it looks for."""
     save(tmp_path / "src.safetensors", {"w": np.ones((64, 32), np.float32)})
     code = (
-        "import sys, qtoolkit.checkpoints as c; c.make_plan; c.dequantize; c.load; c.convert;"
+        "import sys, qtoolkit.checkpoints as c; c.make_plan; c.dequantize; c.load;"
         "assert 'jax' not in sys.modules;"
         "c.convert('src.safetensors', 'dst.safetensors', scaling='tensor');"
         "assert 'jax' in sys.modules"

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -261,14 +259,3 @@ def test_the_commands(tmp_path):
     done = run("verify", tmp_path / "a", tmp_path / "b", "--json")
     assert done.exit_code == 1
     assert len(json.loads(done.stdout)["problems"]) == 1
-
-
-def test_compare_does_not_load_jax(tmp_path):
-    save(tmp_path / "a", {"w": np.ones((2, 2), np.float32)})
-    program = (
-        "import sys; from qtoolkit.checkpoints import compare; compare(*sys.argv[1:]); "
-        "print('jax' in sys.modules)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "a"), str(tmp_path / "a")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

@@ -1,6 +1,5 @@
 """Folders in, folders out; every way in which a source or target cannot be what was meant."""
 
-import fcntl
 import json
 import os
 import pickle
@@ -464,19 +463,6 @@ def test_what_a_killed_run_has_left_is_removed(source, tmp_path):
     convert(source, tmp_path / "dst")
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
     assert "model-00001-of-00009.safetensors" not in os.listdir(tmp_path / "dst")
-
-
-def test_the_second_of_two_runs_to_one_target_fails_at_once(source, tmp_path):
-    partial = tmp_path / ".dst.qtoolkit-partial"
-    partial.mkdir()
-    other = os.open(partial, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(CheckpointError, match="another conversion is writing it"):
-            convert(source, tmp_path / "dst")
-    finally:
-        os.close(other)
-    convert(source, tmp_path / "dst")
 
 
 def test_skip_that_matches_nothing_is_an_error(source, tmp_path):

@@ -12,7 +12,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from qtoolkit.checkpoints._partial import locked
 from typer.testing import CliRunner
 
 import qtoolkit as qt
@@ -235,15 +234,6 @@ def test_inspecting_and_a_dry_run_do_not_either(source):
     for name in ("e4m3fn", "F8_E5M2"):
         arguments = ["convert", str(source), "out", "--dry-run", "--format", name]
         assert not loaded_by(arguments) & HEAVY
-
-
-def test_of_two_conversions_the_second_fails_before_it_loads_jax(source, tmp_path):
-    """Loading JAX takes a second, in which both would go on."""
-    target = tmp_path / "dst"
-    for arguments in (["convert"], ["dequantize"], ["convert", "--to", "orbax"]):
-        with locked(str(target), target, folder=False):
-            assert not loaded_by([*arguments, str(source), str(target)], code=1) & HEAVY
-        assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
