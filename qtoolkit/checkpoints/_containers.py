@@ -199,6 +199,8 @@ def array_checkpoint(
     """
     last: dict[str, np.ndarray] = {}
     lock = threading.Lock()
+    opened = opened or contextlib.ExitStack()
+    opened.callback(last.clear)
 
     def read_into(name: str, start: int, buffer: memoryview) -> None:
         with lock:
@@ -216,6 +218,7 @@ def array_checkpoint(
     tensors = {}
     for name, (dtype, shape) in headers.items():
         if dtype.name not in DTYPE_OF:
+            opened.close()
             raise CheckpointError(
                 f"{path}: tensor {shown(name)}: dtype {dtype}, expected one of "
                 f"{', '.join(DTYPE_OF)}; leave it out of the file, or convert it first"
@@ -223,8 +226,6 @@ def array_checkpoint(
         sizes = tuple(map(int, shape))
         read_this = functools.partial(read_into, name)
         tensors[name] = Tensor(name, DTYPE_OF[dtype.name], sizes, read_this)
-    opened = opened or contextlib.ExitStack()
-    opened.callback(last.clear)
     return Checkpoint(path, tensors, opened=opened)
 
 
@@ -349,7 +350,7 @@ def open_msgpack(path: Path) -> Checkpoint:
     lock = threading.Lock()
 
     def read(name: str) -> np.ndarray:
-        with lock, naming(path):
+        with lock, _damages(path, f"tensor {shown(name)}"):
             return arrays[name].read(file.stream)
 
     headers = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves}

@@ -115,12 +115,11 @@ class _Walk:
         # An array that Flax has split because msgpack allows at most 2**32 bytes each.
         chunks = [tree["chunks"][str(i)] for i in range(len(tree["chunks"]))]
         shape = tuple(tree["shape"][str(i)] for i in range(len(tree["shape"])))
-        if len({chunk.dtype for chunk in chunks}) != 1:
-            raise ValueError(f"{len(chunks)} chunks, expected some of one dtype")
+        dtypes = {chunk.dtype for chunk in chunks if chunk.shape}
+        if len(dtypes) != 1:
+            raise ValueError(f"chunks of {len(dtypes)} dtypes, expected one")
         count = sum(math.prod(chunk.shape) for chunk in chunks)
-        if min(shape, default=0) < 0 or math.prod(shape) != count:
-            raise ValueError(f"chunks of {count:,} elements, expected those of {list(shape)}")
-        return Leaf(chunks[0].dtype, shape, start, self._stream.tell())
+        return _checked(Leaf(dtypes.pop(), shape, start, self._stream.tell()), count)
 
     def _numbers(self) -> dict[str, int]:
         found = self._unpacked(msgpack.Unpacker.unpack)
@@ -134,19 +133,12 @@ class _Walk:
             raise ValueError(f"{stop - self._size:,} bytes are missing")
         if code == _COMPLEX:  # complex128, which is refused by the name of the tensor
             leaf = Leaf(np.dtype(complex), (), start, stop)
-            self._unpacked(msgpack.Unpacker.unpack)
+            complex(*self._unpacked(msgpack.Unpacker.unpack))
         elif code in (_ARRAY, _SCALAR):
             shape, dtype = self._unpacked(_shape_and_dtype)
             nbytes = self._length(_REFUSED["bytes"] | _REFUSED["str"])
-            like = np.broadcast_to(np.uint8(0), shape)  # one byte in memory; NumPy checks the shape
-            found = np.dtype(dtype)
-            if like.size * found.itemsize != nbytes or not found.isnative:
-                raise ValueError(
-                    f"{nbytes:,} bytes of data, expected those of {list(like.shape)} {found}"
-                )
-            leaf = Leaf(found, () if code == _SCALAR else like.shape, start, stop)
-            if code == _SCALAR and like.size != 1:
-                raise ValueError(f"a number of {like.size} elements")
+            leaf = Leaf(np.dtype(dtype), () if code == _SCALAR else tuple(shape), start, stop)
+            _checked(leaf, nbytes / max(leaf.dtype.itemsize, 1))
             self._stream.seek(nbytes, 1)
         else:
             _unknown(code)
@@ -177,6 +169,17 @@ class _Walk:
         found = unpack(unpacker)
         self._stream.seek(start + unpacker.tell())
         return found
+
+
+def _checked(leaf: Leaf, count: float) -> Leaf:
+    """Raises if there is no such array, or not one of so many elements."""
+    like = np.broadcast_to(np.uint8(0), leaf.shape)  # one byte in memory; NumPy checks the shape
+    if like.size != count or not leaf.dtype.isnative or not leaf.dtype.itemsize:
+        raise ValueError(
+            f"{int(count * leaf.dtype.itemsize):,} bytes of data, expected those of "
+            f"{list(like.shape)} {leaf.dtype}"
+        )
+    return leaf
 
 
 def _unknown(code: int, _: bytes = b"") -> NoReturn:

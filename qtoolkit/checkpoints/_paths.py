@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal
 
 from qtoolkit.checkpoints._tensors import CheckpointError, shown
 
@@ -27,45 +27,6 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 # Protocols of fsspec that write nothing, or, as HTTP, nothing that most servers take.
 _READ_ONLY = ("http", "https", "data", "git", "github", "gist", "reference", "zip", "tar")
 _PART = 2**23  # bytes of one part of an upload; S3 takes at most 10,000 parts of 5 MiB or more
-
-
-class Input(Protocol):
-    """An open file, read at positions, by several threads at a time.
-
-    Attributes:
-      size: Its bytes.
-    """
-
-    size: int
-
-    def read_at(self, position: int, view: memoryview) -> int:
-        """Fills the start of `view`; returns how many bytes, 0 at the end of the file."""
-
-    def close(self) -> None: ...
-
-
-class Storage(Protocol):
-    """Operations on files and folders; each is named by its full path."""
-
-    def kind(self, path: Path) -> Kind:
-        """What is there; "" for nothing."""
-
-    def entries(self, path: Path) -> dict[str, bool]:
-        """The names in a folder, in order, and whether each is a folder."""
-
-    def open(self, path: Path) -> Input: ...
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Writes a small file: it appears complete or not at all."""
-
-    def upload(self, file: BinaryIO, path: Path) -> None:
-        """Copies all of an open file; behind a URL it appears complete or not at all."""
-
-    def remove(self, path: Path) -> None:
-        """Removes a file, if it is there."""
-
-    def remove_folder(self, path: Path) -> None:
-        """Removes a folder and what is in it, if it is there."""
 
 
 def check_path(path: Any, argument: str) -> None:
@@ -116,8 +77,8 @@ def identity(path: Path) -> str:
     return _Remote(str(path)).identity(path) if is_url(path) else os.path.realpath(path)
 
 
-def storage(path: Path) -> Storage:
-    """The `Storage` that reads and writes `path`.
+def storage(path: Path) -> "_Disk | _Remote":
+    """What reads and writes `path`; operations take full paths.
 
     Raises:
       CheckpointError: No installed package reads the URL.
@@ -180,7 +141,7 @@ def naming(path: Path, ours: str = "") -> Iterator[None]:
         raise
 
 
-def fill(file: Input, position: int, view: memoryview, where: str) -> None:
+def fill(file: "File | _Object", position: int, view: memoryview, where: str) -> None:
     """Fills `view` with what an open file has from `position` on.
 
     `where` names the file and the part of it that is read. Threads may share the file.
@@ -222,7 +183,10 @@ class File:
 
 
 class _Disk:
+    """Files and folders of this machine."""
+
     def kind(self, path: Path) -> Kind:
+        """What is there; "" for nothing."""
         if os.path.isdir(path):
             return "folder"
         if os.path.isfile(path):
@@ -230,13 +194,15 @@ class _Disk:
         return "other" if os.path.lexists(path) else ""
 
     def entries(self, path: Path) -> dict[str, bool]:
+        """The names in a folder, in order, and whether each is a folder."""
         with os.scandir(path) as found:
             return dict(sorted((entry.name, entry.is_dir()) for entry in found))
 
-    def open(self, path: Path) -> Input:
+    def open(self, path: Path) -> File:
         return File(path)
 
     def write(self, path: Path, data: bytes) -> None:
+        """Writes a small file: it appears complete or not at all."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         # Not the process id: containers that share a folder may have the same ids.
         temporary = f"{path}.{uuid.uuid4().hex}"
@@ -250,6 +216,7 @@ class _Disk:
             self.remove(temporary)
 
     def upload(self, file: BinaryIO, path: Path) -> None:
+        """Copies all of an open file; behind a URL it appears complete or not at all."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         file.seek(0)
         with open(path, "wb") as target:
@@ -292,6 +259,8 @@ class _Object:
 
 
 class _Remote:
+    """Objects behind URLs, as fsspec reads and writes them."""
+
     def __init__(self, url: str) -> None:
         protocol, _, rest = url.partition("://")
         if protocol != protocol.lower():
@@ -352,7 +321,7 @@ class _Remote:
         }
         return dict(sorted(named.items()))
 
-    def open(self, path: Path) -> Input:
+    def open(self, path: Path) -> _Object:
         return _Object(self._files, str(path))
 
     def write(self, path: Path, data: bytes) -> None:

@@ -146,7 +146,8 @@ class Production:
                     if self._progress is not None:
                         self._progress(shown(tensor.name), self._done, self.total)
                 sums.add(made.sums)
-                scales = made.first + (0 if made.scale is None else len(made.scale))
+                if made.scale is not None:
+                    scales = max(scales, made.first + len(made.scale))
                 if part.is_last:
                     self.reports.append(_report(tensor, sums))
                     sums, scales = ErrorSums(), 0

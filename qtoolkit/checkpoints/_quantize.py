@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qtoolkit.casts import Projection
-from qtoolkit.casts.internal import NEAREST, exact_float32, projection_of
+from qtoolkit.casts.internal import NEAREST, exact_float32, product, projection_of
 from qtoolkit.checkpoints._slabs import Grid, Span, Units, tile_sizes
 from qtoolkit.checkpoints._tensors import Tensor
 from qtoolkit.formats import BlockFormat
@@ -149,23 +149,21 @@ class _Batch:
 
     def results(self) -> Iterator[QuantizedSlab]:
         spec, amaxes = self.spec, self._amaxes()
-        # A power of two for each block; multiplied by it, the largest element is about 1.
-        top = np.where(np.isfinite(amaxes), amaxes, 0)
-        factors = np.ldexp(np.float32(1), -np.clip(np.frexp(top)[1], -126, 126))
         scales, seconds, effectives = self._scales(amaxes)
-        columns = zip(
-            self.tiles,
-            self._columns(scales),
-            self._columns(None if spec.scale is None else amaxes != 0),
-            self._columns(seconds),
-            self._columns(factors),
-            strict=True,
-        )
-        done = [encoded(*parts, spec, self.axis) for parts in columns]
+        factors = self._factors(amaxes)
+        inputs = [
+            *zip(
+                self.tiles,
+                self._columns(scales),
+                self._columns(None if spec.scale is None else amaxes != 0),
+                self._columns(seconds),
+                self._columns(factors) if len(factors) > 1 else [factors[0]] * len(self.tiles),
+                strict=True,
+            )
+        ]
+        done = [encoded(*tile, spec, self.axis, len(factors) > 1) for tile in inputs]
         codes = np.concatenate([np.asarray(d.codes) for d in done], axis=1 - self.axis)
-        squares = np.take(factors.astype(np.float64) ** 2, self.places)
-        stats = np.concatenate([np.asarray(d.sums) for d in done], axis=1)[:, : len(self.places)]
-        stats = np.concatenate([stats[:2] / squares, stats[2:]])
+        stats = self._stats(inputs, done, factors)
         for i, (slab, units) in enumerate(zip(self.slabs, self.units, strict=True)):
             some = slice(self.starts[i], self.starts[i + 1])
             blocks = slice(self.firsts[i], self.firsts[i + 1])
@@ -173,7 +171,8 @@ class _Batch:
             largest = 0.0
             if effectives is not None:
                 largest = float(np.fmax.reduce(effectives[blocks], initial=0))
-            signal, noise, nonfinite, overflowed = stats[:, some].sum(axis=1).tolist()
+            of_slab = stats[:, some] if len(self.slabs) > 1 else stats
+            signal, noise, nonfinite, overflowed = of_slab.sum(axis=1).tolist()
             yield QuantizedSlab(
                 units.elements(part).reshape(slab.span.rows, slab.span.columns),
                 self.offsets[i],
@@ -181,12 +180,42 @@ class _Batch:
                 ErrorSums(signal, noise, int(nonfinite), int(overflowed), largest),
             )
 
+    def _factors(self, amaxes: np.ndarray) -> np.ndarray:
+        """Powers of two by which the largest elements become about 1: one for each block, or for a
+        slab that is alone.
+        """
+        top = np.where(np.isfinite(amaxes), amaxes, 0)
+        if len(self.slabs) == 1:
+            top = top.max(initial=0, keepdims=True)
+        return np.ldexp(np.float32(1), -np.clip(np.frexp(top)[1], -126, 126))
+
+    def _stats(
+        self, inputs: Sequence[Any], done: Sequence["Encoded"], factors: np.ndarray
+    ) -> np.ndarray:
+        """Signal, noise, and how many elements are not finite and overflow: of each unit, or of
+        each tile if a slab is alone.
+        """
+        by_unit, columns = len(factors) > 1, []
+        for tile, made in zip(inputs, done, strict=True):
+            stats = np.zeros((4, tile[0].shape[1 - self.axis] if by_unit else 1))
+            stats[0], stats[1], stats[3] = made.signal, made.noise, made.overflowed
+            if not np.isfinite(stats).all():
+                known = np.asarray(finite_sums(*tile, self.spec, self.axis), np.float64)
+                stats[:3] = known if by_unit else known.sum(axis=1, keepdims=True)
+            columns.append(stats)
+        stats = np.concatenate(columns, axis=1)
+        if by_unit:
+            stats = stats[:, : len(self.places)]
+        squares = factors.astype(np.float64) ** 2
+        stats[:2] /= squares[self.places] if by_unit else squares
+        return stats
+
     def _amaxes(self) -> np.ndarray:
         """The amax of every block that lies in the slabs."""
         if self.slabs[0].weight.amaxes is not None:
             counts = [end - begin for begin, end in itertools.pairwise(self.firsts)]
             parts = zip(self.slabs, self.offsets, counts, strict=True)
-            known = [s.weight.amaxes[first : first + n] for s, first, n in parts]
+            known = [_some(s.weight.amaxes, first, n) for s, first, n in parts]
             return known[0] if len(known) == 1 else np.concatenate(known)
         return block_amaxes(
             self.tiles, self.axis, self.places, self.firsts[-1], not self.spec.element.has_nan
@@ -380,6 +409,11 @@ def _filled(values: np.ndarray | None, size: int) -> np.ndarray | None:
     return filled
 
 
+def _some(values: np.ndarray | None, first: int, count: int) -> np.ndarray:
+    assert values is not None
+    return values[first : first + count]
+
+
 def _ends(counts: Iterable[int]) -> list[int]:
     ends = [0]
     for count in counts:
@@ -399,12 +433,14 @@ def _split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarra
 
 
 class Encoded(NamedTuple):
-    """Codes of a tile; and for each unit sums of (factor * x)^2 and (factor * (x - value))^2 over
-    elements where both are finite, and how many are not finite, and overflow: float32 [4, units].
+    """Codes of a tile; sums of (factor * x)^2 and (factor * (x - value))^2; how many elements
+    overflow. Sums are those of units or of the tile, and not finite if an element is not.
     """
 
     codes: jax.Array
-    sums: jax.Array
+    signal: jax.Array
+    noise: jax.Array
+    overflowed: jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -427,7 +463,7 @@ def block_scales(
     return scale, effective(scale, second, spec)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6))
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def encoded(
     x: jax.Array,
     scale: jax.Array | None,
@@ -436,36 +472,62 @@ def encoded(
     factor: jax.Array,
     spec: BlockFormat,
     axis: int,
+    by_unit: bool,
 ) -> Encoded:
     """Encodes a tile and measures the rounding error.
 
     Args:
       scale, nonzero, second: For each unit the scale and the tensor scale of its block, and whether
         its amax is above 0; None where the format has none.
-      factor: For each unit a power of two that keeps squares in range.
+      factor: Powers of two that keep squares in range: one, or one for each unit.
+      by_unit: Whether sums are those of each unit, not of the tile.
     """
-    scales = Scales(scale, second)
-    projection = _projection(spec)
-    codes = block_codes(x, spec, projection, scales, nonzero)
-    rate = factor
-    if scale is not None:
-        rate = effective(scale, second, spec) * factor
-    wide = exact_float32(x)
-    near = wide * factor
-    error = near - element_values(scaled_values(x, spec, scales), spec, projection, None) * rate
-    finite = jnp.isfinite(wide)
-    known = finite & jnp.isfinite(error)
-    over = jnp.zeros_like(finite)
+    codes = block_codes(x, spec, _projection(spec), Scales(scale, second), nonzero)
+    wide, error = _errors(x, scale, second, factor, spec)
+    over = jnp.zeros(())
+    summed = axis if by_unit else None
     if is_cast(spec):
-        over = finite & (jnp.abs(wide) > np.float32(float(spec.element.max_finite)))
-    zero = np.float32(0)
-    sums = (
-        jnp.sum(jnp.where(known, near * near, zero), axis=axis),
-        jnp.sum(jnp.where(known, error * error, zero), axis=axis),
-        jnp.sum((~finite).astype(jnp.float32), axis=axis),
-        jnp.sum(over.astype(jnp.float32), axis=axis),
+        size = jnp.abs(exact_float32(x))
+        exceeds = (size > np.float32(float(spec.element.max_finite))) & jnp.isfinite(size)
+        over = jnp.sum(exceeds.astype(jnp.float32), axis=summed)
+    return Encoded(
+        codes, jnp.sum(wide * wide, axis=summed), jnp.sum(error * error, axis=summed), over
     )
-    return Encoded(codes, jnp.stack(sums))
+
+
+def _errors(
+    x: jax.Array,
+    scale: jax.Array | None,
+    second: jax.Array | None,
+    factor: jax.Array,
+    spec: BlockFormat,
+) -> tuple[jax.Array, jax.Array]:
+    """(factor * x, factor * (x - value)) for the elements of a tile."""
+    rate = factor if scale is None else effective(scale, second, spec) * factor
+    u = scaled_values(x, spec, Scales(scale, second))
+    wide = exact_float32(x) * factor
+    # `product` is rounded, as what `dequantize` gives; fused with the difference it would not be.
+    return wide, wide - product(element_values(u, spec, _projection(spec), None), rate)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def finite_sums(
+    x: jax.Array,
+    scale: jax.Array | None,
+    nonzero: jax.Array | None,
+    second: jax.Array | None,
+    factor: jax.Array,
+    spec: BlockFormat,
+    axis: int,
+) -> jax.Array:
+    """For each unit the sums of `encoded` over elements where both are finite, and how many are
+    NaN or infinite: for the few tiles with such elements.
+    """
+    wide, error = _errors(x, scale, second, factor, spec)
+    known = jnp.isfinite(wide) & jnp.isfinite(error)
+    bad = (~jnp.isfinite(exact_float32(x))).astype(jnp.float32)
+    parts = (jnp.where(known, part * part, np.float32(0)) for part in (wide, error))
+    return jnp.stack([jnp.sum(part, axis=axis) for part in (*parts, bad)])
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -158,21 +158,26 @@ def temporary_file(target: str, path: Path) -> Iterator[int]:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name)
-    # Not tempfile: its files are private, these get the mode that the umask says.
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    opened: list[int] = []  # Ctrl-C may come after the file is made and before it is here
     try:
+        # Not tempfile: its files are private, these get the mode that the umask says.
+        opened.append(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
         _keep_mode(target, name)  # before anybody could read what is in it
-        yield file
-        os.fsync(file)
-        if not _is_at(file, name):
+        yield opened[0]
+        os.fsync(opened[0])
+        if not _is_at(opened[0], name):
             raise CheckpointError(
                 f"{path}: another conversion is writing it; wait for it, or choose another name"
             )
         os.replace(name, target)
+    except BaseException as error:
+        if _is_at(opened[0], name) if opened else not isinstance(error, OSError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        raise
     finally:
-        if _is_at(file, name):
-            os.unlink(name)
-        os.close(file)
+        for file in opened:
+            os.close(file)
     _sync_folder(os.path.dirname(target))
 
 

