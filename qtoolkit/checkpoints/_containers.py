@@ -333,28 +333,45 @@ def _npy_header(
 def open_msgpack(path: Path) -> Checkpoint:
     """Opens a file of `flax.serialization.to_bytes`; names are paths, joined by ".".
 
+    Flax reads it whole: all of the file is in memory.
+
     Raises:
       CheckpointError: It is damaged, or no tree of arrays.
     """
-    from qtoolkit.checkpoints._msgpack import leaves_of  # loads msgpack
+    from flax.serialization import msgpack_restore
 
-    opened = contextlib.ExitStack()
-    file = File(path)
-    opened.callback(file.close)
-    with contextlib.ExitStack() as failing:
-        failing.callback(opened.close)
-        leaves = leaves_of(path, file.stream, file.size)
-        check_unique(path, (name for name, _ in leaves))
-        failing.pop_all()
-    arrays = dict(leaves)
-    lock = threading.Lock()
+    with naming(path), open(path, "rb") as file:
+        data = file.read()
+    try:
+        tree = msgpack_restore(data)
+    except Exception as error:  # whatever Flax, msgpack and NumPy raise
+        what = shown(str(error) or type(error).__name__)
+        raise CheckpointError(
+            f"{path}: neither safetensors nor Flax's msgpack ({what}), expected a checkpoint; "
+            "fetch or write it again"
+        ) from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}: msgpack without names, expected a tree of arrays")
+    # None is what Flax writes of an optional parameter that is not there.
+    leaves = [(name, leaf) for name, leaf in _leaves(tree) if leaf is not None]
+    for name, leaf in leaves:
+        if isinstance(leaf, list | tuple | str | bytes):
+            raise CheckpointError(
+                f"{path}: {shown(name)}: a {type(leaf).__name__}, expected an array; it is no "
+                "checkpoint of Flax"
+            )
+    check_unique(path, (name for name, _ in leaves))
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves}
+    headers = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    return array_checkpoint(path, headers, arrays.__getitem__)
 
-    def read(name: str) -> np.ndarray:
-        with lock, _damages(path, f"tensor {shown(name)}"):
-            return arrays[name].read(file.stream)
 
-    headers = {name: (leaf.dtype, leaf.shape) for name, leaf in leaves}
-    return array_checkpoint(path, headers, read, opened)
+def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def open_gguf(path: Path) -> Checkpoint:

