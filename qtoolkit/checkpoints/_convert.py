@@ -9,7 +9,7 @@ from typing import Any
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._decode import check_quantized, dequantized
 from qtoolkit.checkpoints._folder import CONFIG
-from qtoolkit.checkpoints._input_scales import InputScales
+from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._produce import Production, Workers

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checks import kept_modules, used_schemes
 from qtoolkit.checkpoints._decode import own_layout, quantization_config
 from qtoolkit.checkpoints._folder import CONFIG, read_json
 from qtoolkit.checkpoints._paths import join, storage
-from qtoolkit.checkpoints._plan import METADATA_KEY, kept_modules, used_schemes
 from qtoolkit.checkpoints._report import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
 from qtoolkit.checkpoints._tensors import (
@@ -49,7 +49,7 @@ def config_problems(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
     if not target.encodings:
         yield from _says_too_much(config)
         return
-    own = (own_layout(target) or "plain") if METADATA_KEY in target.metadata else ""
+    own = (own_layout(target) or "plain") if "qtoolkit" in target.metadata else ""
     is_ours = own in LAYOUTS
     layout = LAYOUTS[own if is_ours else target.layout]
     if is_ours and is_folder and not target.config.get(_KEY):

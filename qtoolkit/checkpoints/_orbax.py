@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qtoolkit.checkpoints._containers import array_checkpoint, check_unique
+from qtoolkit.checkpoints._arrays import array_checkpoint, check_unique
 from qtoolkit.checkpoints._paths import Path, is_url, join, storage
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, shown
 

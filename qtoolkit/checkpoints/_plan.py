@@ -8,17 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
+from qtoolkit.checkpoints._checks import (
+    DIFFUSERS,
+    check_known,
+    check_loads,
+    check_names,
+    kept_modules,
+    used_schemes,
+)
 from qtoolkit.checkpoints._formats import (
+    InputScales,
+    check_used,
     dtype_of,
+    input_scale,
     model_dtype,
     resolve_target,
     safetensors_dtype,
     scheme_of,
     wide_dtype,
 )
-from qtoolkit.checkpoints._input_scales import InputScales, check_used, input_scale
-from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import Plan, TensorPlan
 from qtoolkit.checkpoints._roles import (
     AXIS_CHOICES,
@@ -27,7 +35,6 @@ from qtoolkit.checkpoints._roles import (
     AxisChoice,
     Roles,
     fused_group,
-    module_of,
 )
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import (
@@ -44,8 +51,6 @@ from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
 METADATA_KEY = "qtoolkit"
-_OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names of layers
-_DIFFUSERS = "_class_name"  # in config.json of its models
 
 
 def make_plan(
@@ -126,49 +131,9 @@ def make_plan(
         parts=copied_parts(source.metadata, source.tensors, source.encodings),
     )
     plan = planner.plan(format, skip)
-    _check_loads(source, plan)
-    _check_known(source, plan)
+    check_loads(source, plan)
+    check_known(source, plan)
     return plan
-
-
-def _check_loads(source: Checkpoint, plan: Plan) -> None:
-    """Raises where loaders would take the codes in a folder for weights, without an error."""
-    folder, path = source.folder, source.path
-    if folder is None or not any(tensor.encoding is not None for tensor in plan.tensors):
-        return
-    itself = ""
-    if len(folder.weights) == 1:
-        itself = f", or give the file itself: {join(path, folder.weights[0])}"
-    if folder.is_adapter:
-        raise CheckpointError(
-            f"{path}: the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load "
-            f"their codes as weights; merge it into its model first (merge_and_unload){itself}"
-        )
-    if plan.quantization_config and _DIFFUSERS in source.config:
-        raise CheckpointError(
-            f"{path}: a model of diffusers, by {_DIFFUSERS} in {CONFIG}, which loads no "
-            f"weights in layout {plan.layout}; use --layout plain, which `qtoolkit dequantize` "
-            f"undoes{itself}"
-        )
-    if plan.quantization_config and not folder.has_config:
-        raise CheckpointError(
-            f"{path}: no {CONFIG}, and loaders of layout {plan.layout} learn from it that "
-            f"weights are codes; fetch it, use --layout plain{itself}"
-        )
-
-
-def _check_known(source: Checkpoint, plan: Plan) -> None:
-    """Raises where weights have llama.cpp's names, which loaders of the layout do not know."""
-    if not plan.quantization_config:
-        return
-    for tensor in plan.tensors:
-        if tensor.encoding is not None and _OF_GGUF.search(tensor.name):
-            raise CheckpointError(
-                f"{source.path}: tensor {shown(tensor.name)}: named as in GGUF, and no loader of "
-                f"layout {plan.layout} finds it; convert the folder that the GGUF was made from, "
-                "or what transformers makes of it: from_pretrained(FOLDER, gguf_file=NAME) and "
-                "save_pretrained(SRC); or use --layout plain"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +163,7 @@ class _Planner:
             self._tensor(info, *self._choice(info, rules, is_plain, patterns))
             for info in self.source.tensors.values()
         )
-        _check_names(self.source, tensors)
+        check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
         used = used_schemes(tensors)
         if format is not None:
@@ -420,7 +385,7 @@ class _Planner:
 
 
 def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    if format is None or not source.config or _DIFFUSERS in source.config:
+    if format is None or not source.config or DIFFUSERS in source.config:
         return "plain"
     loaded = LAYOUTS["compressed-tensors"]
     for target in _formats(format) if isinstance(format, Rules) else [format]:
@@ -434,44 +399,6 @@ def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, sc
 def _formats(rules: Rules[Any]) -> list[Any]:
     values = (rules.default, *(value for _, value in rules.rules))
     return [value for value in values if value is not None]
-
-
-def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
-    """The schemes in use and the modules of each."""
-    used: dict[Scheme, list[str]] = {}
-    for tensor in tensors:
-        if tensor.scheme is not None:
-            used.setdefault(tensor.scheme, []).append(module_of(tensor.name))
-    return used
-
-
-def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
-    """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
-    kept = [
-        module_of(tensor.name)
-        for tensor in tensors
-        if tensor.action != "quantize"
-        and len(tensor.source.shape) == 2
-        and tensor.name.endswith(".weight")
-    ]
-    quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
-    if "lm_head" not in quantized and "lm_head" not in kept:
-        kept.append("lm_head")
-    return kept
-
-
-def _check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
-    """Raises where two entries of the target would have one name."""
-    taken: dict[str, str] = {}
-    for tensor in tensors:
-        for entry in tensor.entries:
-            if entry.name in taken or (entry.name != tensor.name and entry.name in source.tensors):
-                raise CheckpointError(
-                    f"{source.path}: tensor {shown(tensor.name)}: its scale would be named "
-                    f"{shown(entry.name)}, which the file has already, expected a free name; leave "
-                    "the tensor out with --skip or rename it"
-                )
-            taken[entry.name] = tensor.name
 
 
 def _strings(skip: Any) -> list[Any]:

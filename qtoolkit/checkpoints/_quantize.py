@@ -22,11 +22,9 @@ from qtoolkit.checkpoints._slabs import Grid, Span, Units, tile_sizes
 from qtoolkit.checkpoints._tensors import Tensor
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling.internal import (
-    Blocks,
     ErrorSums,
     Scales,
     block_codes,
-    dequantized,
     effective,
     element_values,
     magnitude_max,
@@ -36,7 +34,6 @@ from qtoolkit.scaling.internal import (
 )
 
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
-_LEAST = np.float32(2.0**-100)  # smaller scales may make subnormal numbers
 _COUNTS = tuple(2**n for n in (6, 10, 14, 20))  # of scales that are computed at once
 
 
@@ -145,7 +142,7 @@ class _Batch:
             shape = (missing, length) if axis == 1 else (length, missing)
             parts.append(np.zeros(shape, parts[0].dtype))
         array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
-        self.tiles = _split(array, self.sizes, 1 - axis)
+        self.tiles = split(array, self.sizes, 1 - axis)
 
     def results(self) -> Iterator[QuantizedSlab]:
         spec, amaxes = self.spec, self._amaxes()
@@ -244,7 +241,7 @@ class _Batch:
             return [None] * len(self.tiles)
         column = np.ones(sum(self.sizes), values.dtype)
         column[: len(self.places)] = values[self.places]
-        return [np.expand_dims(part, self.axis) for part in _split(column, self.sizes, 0)]
+        return [np.expand_dims(part, self.axis) for part in split(column, self.sizes, 0)]
 
 
 def block_amaxes(
@@ -271,7 +268,7 @@ def slab_amaxes(slab: Slab, nan_wins: bool) -> tuple[int, np.ndarray]:
     if missing:
         pad = ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing))
         x = np.pad(x, pad)
-    tiles = _split(x, sizes, 1 - units.axis)
+    tiles = split(x, sizes, 1 - units.axis)
     blocks = int(units.blocks.max()) + 1 - first
     return first, block_amaxes(tiles, units.axis, units.blocks - first, blocks, nan_wins)
 
@@ -312,78 +309,6 @@ def prepared(weight: Weight, map_: Map = map) -> Weight:
     return dataclasses.replace(weight, amaxes=amaxes)
 
 
-def decoded_slab(
-    codes: np.ndarray,
-    grid: Grid,
-    span: Span,
-    spec: BlockFormat,
-    scale: np.ndarray | None,
-    second: np.ndarray | None,
-) -> np.ndarray:
-    """The float32 numbers, flat, of the codes of a slab.
-
-    Args:
-      scale: The scales of all blocks of the weight, flat, as stored.
-      second: Its tensor scales, one for each matrix or one in all.
-    """
-    units = grid.units(span)
-    sizes = tile_sizes(units.count, units.length)
-    missing = sum(sizes) - units.count
-    x = units.laid_out(codes)
-    if missing:
-        x = np.pad(x, ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing)))
-
-    def columns(values: np.ndarray | None, at: np.ndarray) -> Sequence[Any]:
-        if values is None:
-            return [None] * len(sizes)
-        column = np.ones(sum(sizes), values.dtype)
-        column[: units.count] = values[at]
-        return [np.expand_dims(part, units.axis) for part in _split(column, sizes, 0)]
-
-    rates = None
-    if scale is not None and not spec.has_powers:
-        rates = _rates(scale, second, units.blocks // (grid.down * grid.across), units.blocks, spec)
-    if is_tiny := rates is not None and bool(((rates > 0) & (rates < _LEAST)).any()):
-        scale = second = None
-    per_matrix = grid.down * grid.across
-    matrices = units.blocks // per_matrix if second is not None and len(second) > 1 else 0
-    parts = zip(
-        _split(x, sizes, 1 - units.axis),
-        columns(scale, units.blocks),
-        columns(second, np.broadcast_to(matrices, units.blocks.shape)),
-        strict=True,
-    )
-    unit = unit_spec(spec if not is_tiny else _unscaled(spec), units.axis)
-    values = [np.asarray(unit_values(*part, unit, units.axis)) for part in parts]
-    joined = values[0] if len(values) == 1 else np.concatenate(values, axis=1 - units.axis)
-    kept = joined[: units.count] if units.axis == 1 else joined[:, : units.count]
-    if rates is not None and is_tiny:  # XLA's CPU takes subnormal numbers for 0
-        with np.errstate(under="ignore"):
-            kept = (kept * np.expand_dims(rates, units.axis)).astype(np.float32)
-    return units.elements(kept)
-
-
-@functools.cache
-def _unscaled(spec: BlockFormat) -> BlockFormat:
-    return BlockFormat.tensor(spec.element, scale=None)
-
-
-def _rates(
-    scale: np.ndarray,
-    second: np.ndarray | None,
-    matrices: np.ndarray,
-    blocks: np.ndarray,
-    spec: BlockFormat,
-) -> np.ndarray:
-    """float64: what the codes of each unit are multiplied by."""
-    rates = scale.astype(np.float32)[blocks]
-    if second is not None:
-        of_units = second[matrices if len(second) > 1 else matrices * 0]
-        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            rates = rates / of_units if spec.tensor_scale_divides else rates * of_units
-    return rates.astype(np.float64)
-
-
 def _scales_of(
     amaxes: np.ndarray, second: np.ndarray | None, spec: BlockFormat
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -421,7 +346,7 @@ def _ends(counts: Iterable[int]) -> list[int]:
     return ends
 
 
-def _split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+def split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
     if len(sizes) == 1:
         return [array]
     ends = _ends(sizes)
@@ -528,21 +453,6 @@ def finite_sums(
     bad = (~jnp.isfinite(exact_float32(x))).astype(jnp.float32)
     parts = (jnp.where(known, part * part, np.float32(0)) for part in (wide, error))
     return jnp.stack([jnp.sum(part, axis=axis) for part in (*parts, bad)])
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def unit_values(
-    codes: jax.Array,
-    scale: jax.Array | None,
-    second: jax.Array | None,
-    spec: BlockFormat,
-    axis: int,
-) -> jax.Array:
-    """The float32 numbers that the codes of a tile stand for."""
-    lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
-    return dequantized(
-        codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32
-    )
 
 
 @functools.cache

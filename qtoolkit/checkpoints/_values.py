@@ -1,21 +1,25 @@
 """Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
 
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.checkpoints._quantize import decoded_slab
-from qtoolkit.checkpoints._slabs import Grid, Span
+from qtoolkit.checkpoints._quantize import split, unit_spec
+from qtoolkit.checkpoints._slabs import Grid, Span, tile_sizes
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import Blocks, Scales, dequantized
 
+_LEAST = np.float32(2.0**-100)  # smaller scales may make subnormal numbers
 ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
@@ -258,3 +262,90 @@ def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
         return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
     axes = tuple(range(len(shape)))
     return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
+
+
+def decoded_slab(
+    codes: np.ndarray,
+    grid: Grid,
+    span: Span,
+    spec: BlockFormat,
+    scale: np.ndarray | None,
+    second: np.ndarray | None,
+) -> np.ndarray:
+    """The float32 numbers, flat, of the codes of a slab.
+
+    Args:
+      scale: The scales of all blocks of the weight, flat, as stored.
+      second: Its tensor scales, one for each matrix or one in all.
+    """
+    units = grid.units(span)
+    sizes = tile_sizes(units.count, units.length)
+    missing = sum(sizes) - units.count
+    x = units.laid_out(codes)
+    if missing:
+        x = np.pad(x, ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing)))
+
+    def columns(values: np.ndarray | None, at: np.ndarray) -> Sequence[Any]:
+        if values is None:
+            return [None] * len(sizes)
+        column = np.ones(sum(sizes), values.dtype)
+        column[: units.count] = values[at]
+        return [np.expand_dims(part, units.axis) for part in split(column, sizes, 0)]
+
+    rates = None
+    if scale is not None and not spec.has_powers:
+        rates = _rates(scale, second, units.blocks // (grid.down * grid.across), units.blocks, spec)
+    if is_tiny := rates is not None and bool(((rates > 0) & (rates < _LEAST)).any()):
+        scale = second = None
+    per_matrix = grid.down * grid.across
+    matrices = units.blocks // per_matrix if second is not None and len(second) > 1 else 0
+    parts = zip(
+        split(x, sizes, 1 - units.axis),
+        columns(scale, units.blocks),
+        columns(second, np.broadcast_to(matrices, units.blocks.shape)),
+        strict=True,
+    )
+    unit = unit_spec(spec if not is_tiny else _unscaled(spec), units.axis)
+    values = [np.asarray(unit_values(*part, unit, units.axis)) for part in parts]
+    joined = values[0] if len(values) == 1 else np.concatenate(values, axis=1 - units.axis)
+    kept = joined[: units.count] if units.axis == 1 else joined[:, : units.count]
+    if rates is not None and is_tiny:  # XLA's CPU takes subnormal numbers for 0
+        with np.errstate(under="ignore"):
+            kept = (kept * np.expand_dims(rates, units.axis)).astype(np.float32)
+    return units.elements(kept)
+
+
+@functools.cache
+def _unscaled(spec: BlockFormat) -> BlockFormat:
+    return BlockFormat.tensor(spec.element, scale=None)
+
+
+def _rates(
+    scale: np.ndarray,
+    second: np.ndarray | None,
+    matrices: np.ndarray,
+    blocks: np.ndarray,
+    spec: BlockFormat,
+) -> np.ndarray:
+    """float64: what the codes of each unit are multiplied by."""
+    rates = scale.astype(np.float32)[blocks]
+    if second is not None:
+        of_units = second[matrices if len(second) > 1 else matrices * 0]
+        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+            rates = rates / of_units if spec.tensor_scale_divides else rates * of_units
+    return rates.astype(np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def unit_values(
+    codes: jax.Array,
+    scale: jax.Array | None,
+    second: jax.Array | None,
+    spec: BlockFormat,
+    axis: int,
+) -> jax.Array:
+    """The float32 numbers that the codes of a tile stand for."""
+    lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
+    return dequantized(
+        codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32
+    )

@@ -10,7 +10,6 @@ from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._plan import compiled
 from qtoolkit.checkpoints._report import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._statistics import Statistics, statistics
 from qtoolkit.checkpoints._target import (
     Destination,
     byte_count,
@@ -19,6 +18,14 @@ from qtoolkit.checkpoints._target import (
     layout_in,
     worker_count,
 )
-from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, MisuseError, Tensor, listed, shown
+from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    Checkpoint,
+    MisuseError,
+    Statistics,
+    listed,
+    shown,
+    statistics,
+)
 from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
 from qtoolkit.checkpoints.layouts import SCALINGS, WRITTEN, Encoding

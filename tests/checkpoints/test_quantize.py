@@ -17,7 +17,6 @@ from qtoolkit.checkpoints._produce import Workers
 from qtoolkit.checkpoints._quantize import (
     Slab,
     Weight,
-    decoded_slab,
     largest_magnitudes,
     prepared,
     quantize_window,
@@ -25,6 +24,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._slabs import Grid
 from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
+from qtoolkit.checkpoints._values import decoded_slab
 from qtoolkit.formats import BlockFormat, Rules, spec
 from qtoolkit.scaling.internal import ErrorSums
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qtoolkit.checkpoints import CheckpointError, layout, load, save, write_safetensors
-from qtoolkit.checkpoints import _safetensors as safetensors_module
+from qtoolkit.checkpoints import _header as header_module
 
 TARGET = "model.safetensors"
 
@@ -150,7 +150,7 @@ def test_what_safetensors_has_no_place_for(tmp_path, tensors, metadata, message)
 
 
 def test_a_header_that_other_readers_would_refuse_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_module, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(header_module, "MAX_HEADER_BYTES", 100)
     with pytest.raises(CheckpointError, match="expected at most 100"):
         save(tmp_path / TARGET, {f"tensor {i}": np.zeros(1) for i in range(9)})
     assert os.listdir(tmp_path) == []

@@ -379,7 +379,7 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit.checkpoints._shards import Growing\n"
+        "from qtoolkit.checkpoints._growing import Growing\n"
         "def write(self, folder, name, value, write=Growing.write):\n"
         "    write(self, folder, name, value)\n"
         "    if name.startswith('model'):\n"
