@@ -3,15 +3,10 @@
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.casts.internal import is_zero, ordinal
-
-_ROW = 128  # elements whose squares are added in float32
-_ROWS = (2**5, 2**9, 2**13)  # rows of an array that is compared at once: programs for few shapes
-_SAFE = 60  # magnitudes up to 2**60, and arrays whose largest is above 2**-60, need no factor
+_RUN = 2**14  # elements whose squares are added in their own dtype
+_SAFE = 55  # magnitudes up to 2**55 have squares that float32 can add
 
 
 @dataclasses.dataclass
@@ -58,98 +53,38 @@ class ErrorSums:
 
 
 def error_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None = None) -> ErrorSums:
-    """The sums of two arrays of one shape, both float32 or both float64.
+    """The sums of two flat arrays, both float32 or both float64.
+
+    By NumPy, which on CPUs takes a tenth of the time of XLA's reductions for this.
 
     Args:
       beyond: Where x counts as clamped; None: nowhere.
     """
-    if x.dtype == np.float64:
-        return _float64_sums(x, y, beyond)
-    total = ErrorSums()
-    step = _ROWS[-1] * _ROW
-    for start in range(0, x.size, step):
-        some = slice(start, start + step)
-        total.add(_part_sums(x[some], y[some], None if beyond is None else beyond[some]))
-    return total
-
-
-def _part_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None) -> ErrorSums:
-    rows = next(n for n in _ROWS if n * _ROW >= x.size)
-    size = x.size
-    padded = [_padded(a, rows) for a in (x, y, np.zeros(size, bool) if beyond is None else beyond)]
-    squares, counts, largest = map(np.asarray, _sums(*padded))
-    factor = _factor(float(largest[0]) or max(_largest(x), _largest(y)))
-    if factor != 1:  # sums of subnormal numbers would be 0, and squares may overflow
-        padded[:2] = [a * np.float32(factor) for a in padded[:2]]
-        squares, _, largest = map(np.asarray, _sums(*padded))
-    signal, noise = (squares.astype(np.float64).sum(axis=1) / factor**2).tolist()
-    nonfinite, nonzero, flushed, saturated, differing = counts.tolist()
+    size, saturated = x.size, 0 if beyond is None else int(np.count_nonzero(beyond))
+    differing = int(np.count_nonzero(x != y))
+    known = np.isfinite(x) & np.isfinite(y)
+    if not known.all():
+        differing -= int(np.count_nonzero(np.isnan(x) & np.isnan(y)))
+        x, y = x[known], y[known]
+    top = max(float(np.max(np.abs(a), initial=0)) for a in (x, y))
+    if top and not 2.0**-_SAFE < top < 2.0**_SAFE:  # squares of float32 could leave its range
+        x, y = x.astype(np.float64), y.astype(np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        error = x - y
+        signal, noise = _squares(x), _squares(error)
     return ErrorSums(
         signal=signal,
         noise=noise,
-        nonfinite=nonfinite,
-        max_error=float(largest[1]) / factor,
+        nonfinite=size - x.size,
+        max_error=float(np.max(np.abs(error), initial=0)),
         size=size,
-        nonzero=nonzero,
-        flushed=flushed,
+        nonzero=int(np.count_nonzero(x)),
+        flushed=int(np.count_nonzero((y == 0) & (x != 0))),
         saturated=saturated,
         differing=differing,
     )
 
 
-def _largest(a: np.ndarray) -> float:
-    """The largest finite magnitude, which may be subnormal."""
-    return float(np.max(np.abs(a), initial=0, where=np.isfinite(a)))
-
-
-def _padded(a: np.ndarray, rows: int) -> np.ndarray:
-    if a.size == rows * _ROW:
-        return a.reshape(rows, _ROW)
-    padded = np.zeros(rows * _ROW, a.dtype)
-    padded[: a.size] = a
-    return padded.reshape(rows, _ROW)
-
-
-def _factor(largest: float) -> float:
-    """A power of two that moves the largest magnitude between 2**-60 and 2**60."""
-    if largest == 0 or 2.0**-_SAFE < largest <= 2.0**_SAFE:
-        return 1.0
-    return 2.0 ** -min(max(math.frexp(largest)[1], -126), 126)
-
-
-@jax.jit
-def _sums(x: jax.Array, y: jax.Array, beyond: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    known = jnp.isfinite(x) & jnp.isfinite(y)
-    zero = np.float32(0)
-    a, b = jnp.where(known, x, zero), jnp.where(known, y, zero)
-    error = a - b
-    squares = jnp.stack([jnp.sum(a * a, axis=1), jnp.sum(error * error, axis=1)])
-    # As integers: XLA's CPU takes subnormal numbers for 0 where it compares them.
-    same = (ordinal(x) == ordinal(y)) | (jnp.isnan(x) & jnp.isnan(y))
-    alive = ~is_zero(a)
-    counted = (~known, alive, alive & is_zero(b), beyond, ~same)
-    counts = jnp.stack([jnp.sum(mask.astype(jnp.int32)) for mask in counted])
-    largest = jnp.stack(
-        [jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))), jnp.max(jnp.abs(error))]
-    )
-    return squares, counts, largest
-
-
-def _float64_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None) -> ErrorSums:
-    known = np.isfinite(x) & np.isfinite(y)
-    same = (x == y) | (np.isnan(x) & np.isnan(y))
-    a, b = x[known], y[known]
-    with np.errstate(over="ignore", invalid="ignore"):
-        error = a - b
-        signal, noise = float(a @ a), float(error @ error)
-    return ErrorSums(
-        signal=signal,
-        noise=noise,
-        nonfinite=x.size - a.size,
-        max_error=float(np.max(np.abs(error), initial=0)),
-        size=x.size,
-        nonzero=int(np.count_nonzero(a)),
-        flushed=int(np.count_nonzero((a != 0) & (b == 0))),
-        saturated=0 if beyond is None else int(np.count_nonzero(beyond)),
-        differing=int(np.count_nonzero(~same)),
-    )
+def _squares(x: np.ndarray) -> float:
+    """The sum of squares: runs in the dtype of `x`, their sums in float64."""
+    return sum(float(np.dot(x[i : i + _RUN], x[i : i + _RUN])) for i in range(0, x.size, _RUN))
