@@ -398,7 +398,7 @@ def layouts_table() -> Table:
     rows = [
         [
             layout.name,
-            ", ".join(dict.fromkeys(scheme.format for scheme in layout.schemes)),
+            ", ".join(dict.fromkeys(s.format for s in layout.schemes)) or "only read",
             layout.loaders,
         ]
         for layout in LAYOUTS.values()
@@ -428,13 +428,15 @@ def layout_data(layout: Layout) -> dict[str, Any]:
 def layout_page(layout: Layout) -> list[str]:
     """The lines that describe a layout."""
     texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
-    width = max(map(len, texts))
+    width = max(map(len, texts), default=0)
     lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
     lines += [*textwrap.wrap(layout.note, 100), ""]
     for scheme, text in zip(layout.schemes, texts, strict=True):
         needs = "needs --input-scales" if scheme.needs_input_scale else ""
         about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
         lines.append(f"  --format {text:<{width}}  {about}")
+    if not layout.schemes:
+        return [*lines, "is only read: convert and dequantize take it as SRC"]
     return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]
 
 
