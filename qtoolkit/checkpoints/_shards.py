@@ -37,6 +37,7 @@ from qtoolkit.checkpoints._target import Destination, Shard, check_folder, file_
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError
 from qtoolkit.checkpoints._writing import (
     PLAN,
+    OvertakenError,
     check_no_plan,
     replace_folder,
     replaced_name,
@@ -127,10 +128,18 @@ def _tidied(growing: Growing, shared: Mapping[str, Any], *, is_own: bool) -> Ite
 
     `is_own` says whether this run has written all files that are there.
     """
+
+    def is_left_alone() -> bool:
+        """Whether no other process has begun to write there meanwhile."""
+        plan = growing.plan()
+        return is_own and (plan is None or plan.get("made") == shared["made"])
+
     try:
         yield
+    except OvertakenError:
+        raise
     except CheckpointError:  # a rerun would raise it again, so there is nothing to keep
-        if is_own:
+        if is_left_alone():
             growing.remove(shared)
         raise
     except BaseException as error:  # an interrupt, a full disk
@@ -142,7 +151,7 @@ def _tidied(growing: Growing, shared: Mapping[str, Any], *, is_own: bool) -> Ite
                 " whole and kept for a rerun with the same options; to remove what is there: "
                 f"qtoolkit finalize --discard {shlex.quote(str(growing.path))}"
             )
-        elif is_own:
+        elif is_left_alone():
             growing.remove(shared)
         raise
 
@@ -282,7 +291,7 @@ def _copy_others(growing: Growing, source: Checkpoint, only_missing: bool) -> No
 def _check_under_way(growing: Growing, shared: Mapping[str, Any]) -> None:
     """Raises if another process has replaced the plan: nobody holds a lock."""
     if (growing.plan() or {}).get("made") != shared["made"]:
-        raise CheckpointError(
+        raise OvertakenError(
             f"{growing.path}: finalized, discarded or begun anew by another process meanwhile; "
             "nothing more was written"
         )

@@ -39,6 +39,12 @@ _AHEAD = 8  # writes that may wait
 _FLUSH = 2**25  # bytes after which the system is asked to begin with storing them
 
 
+class OvertakenError(CheckpointError):
+    """Another process has begun to write the same target: what is there is no longer ours."""
+
+    __module__ = "qtoolkit.checkpoints"
+
+
 def partial_name(target: str) -> str:
     """The path at which `target` is written until it is whole."""
     folder, name = os.path.split(target)
@@ -166,7 +172,7 @@ def temporary_file(target: str, path: Path) -> Iterator[int]:
         yield opened[0]
         os.fsync(opened[0])
         if not _is_at(opened[0], name):
-            raise CheckpointError(
+            raise OvertakenError(
                 f"{path}: another conversion is writing it; wait for it, or choose another name"
             )
         os.replace(name, target)

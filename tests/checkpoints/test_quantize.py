@@ -243,6 +243,13 @@ def test_what_a_cast_cannot_hold_is_counted():
         assert_as_quantize(array, fmt, *quantized(array, fmt))
 
 
+@pytest.mark.parametrize("count", [50, 500])
+def test_only_what_is_not_finite_counts_so(count):
+    """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
+    x = np.array([[np.nan, 1e20] * count, [1e-20, 2e-20] * count], np.float32)
+    assert quantized(x, BlockFormat.channel("int8", 0))[-1].nonfinite == count
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (7,), (40, 100), (300, 200)])
 def test_the_largest_finite_magnitude(shape, dtype):

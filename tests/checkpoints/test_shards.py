@@ -521,3 +521,19 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "alone", format="int8")
     assert contents(dst) == contents(tmp_path / "alone")
     assert not (tmp_path / f"{PARTS}-replaced").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "int8"}])
+def test_of_two_runs_at_once_one_fails_and_the_checkpoint_is_whole(source, tmp_path, options):
+    """The second runs from begin to end while the first is at its second file."""
+    dst, second = tmp_path / "dst", []
+
+    def progress(name, done, total):
+        if 2 * done > total and not second:
+            second.append(convert(source, dst, max_shard_size=SIZE, **options))
+
+    with pytest.raises((CheckpointError, OSError)):
+        convert(source, dst, max_shard_size=SIZE, progress=progress)
+    convert(source, tmp_path / "alone", max_shard_size=SIZE, **options)
+    assert contents(dst) == contents(tmp_path / "alone")
+    assert sorted(os.listdir(tmp_path)) == ["alone", "dst", "src"]
