@@ -18,7 +18,7 @@ import numpy as np
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import NEAREST, exact_float32, product, projection_of
-from qtoolkit.checkpoints._slabs import Grid, Span, Units, tile_sizes
+from qtoolkit.checkpoints._slabs import Grid, Span, Units, columns_of, tiles_of
 from qtoolkit.checkpoints._tensors import Tensor
 from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling.internal import (
@@ -127,22 +127,14 @@ class _Batch:
         self.slabs, self.units, self.spec, self.axis = slabs, units, spec, axis
         self.offsets = [int(one.blocks.min()) for one in units]
         counts = [int(u.blocks.max()) + 1 - o for u, o in zip(units, self.offsets, strict=True)]
-        self.starts = _ends(one.count for one in units)
-        self.firsts = _ends(counts)
-        moved = [
-            one.blocks + (first - offset)
-            for one, first, offset in zip(units, self.firsts, self.offsets, strict=False)
-        ]
+        self.starts = [0, *itertools.accumulate(one.count for one in units)]
+        self.firsts = [0, *itertools.accumulate(counts)]
+        parts = zip(units, self.firsts, self.offsets, strict=False)
+        moved = [one.blocks + (first - offset) for one, first, offset in parts]
         self.places = moved[0] if len(moved) == 1 else np.concatenate(moved)
-        length = units[0].length
-        self.sizes = tile_sizes(self.starts[-1], length)
-        parts = [u.laid_out(slab.read()) for slab, u in zip(slabs, units, strict=True)]
-        missing = sum(self.sizes) - self.starts[-1]
-        if missing:
-            shape = (missing, length) if axis == 1 else (length, missing)
-            parts.append(np.zeros(shape, parts[0].dtype))
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
-        self.tiles = split(array, self.sizes, 1 - axis)
+        laid_out = [u.laid_out(slab.read()) for slab, u in zip(slabs, units, strict=True)]
+        self.tiles = tiles_of(laid_out, axis)
+        self.sizes = [tile.shape[1 - axis] for tile in self.tiles]
 
     def results(self) -> Iterator[QuantizedSlab]:
         spec, amaxes = self.spec, self._amaxes()
@@ -236,12 +228,9 @@ class _Batch:
         return _scales_of(amaxes, second, spec)
 
     def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
-        """A number for each block, as one for each unit of each tile; 1 for padding."""
-        if values is None:
-            return [None] * len(self.tiles)
-        column = np.ones(sum(self.sizes), values.dtype)
-        column[: len(self.places)] = values[self.places]
-        return [np.expand_dims(part, self.axis) for part in split(column, self.sizes, 0)]
+        """A number for each block, as one for each unit of each tile."""
+        of_units = None if values is None else values[self.places]
+        return columns_of(of_units, self.sizes, self.axis)
 
 
 def block_amaxes(
@@ -262,13 +251,7 @@ def slab_amaxes(slab: Slab, nan_wins: bool) -> tuple[int, np.ndarray]:
     """The amaxes of the blocks that lie in a slab, as far as they do, and the first of them."""
     units = slab.weight.grid.units(slab.span)
     first = int(units.blocks.min())
-    x = units.laid_out(slab.read())
-    sizes = tile_sizes(units.count, units.length)
-    missing = sum(sizes) - units.count
-    if missing:
-        pad = ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing))
-        x = np.pad(x, pad)
-    tiles = split(x, sizes, 1 - units.axis)
+    tiles = units.tiles(slab.read())
     blocks = int(units.blocks.max()) + 1 - first
     return first, block_amaxes(tiles, units.axis, units.blocks - first, blocks, nan_wins)
 
@@ -337,21 +320,6 @@ def _filled(values: np.ndarray | None, size: int) -> np.ndarray | None:
 def _some(values: np.ndarray | None, first: int, count: int) -> np.ndarray:
     assert values is not None
     return values[first : first + count]
-
-
-def _ends(counts: Iterable[int]) -> list[int]:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return ends
-
-
-def split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
-    if len(sizes) == 1:
-        return [array]
-    ends = _ends(sizes)
-    spans = [slice(a, b) for a, b in itertools.pairwise(ends)]
-    return [array[span] if axis == 0 else array[:, span] for span in spans]
 
 
 # The programs: compiled once for each shape of tiles, dtype and format.

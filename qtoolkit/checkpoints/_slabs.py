@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -198,6 +198,10 @@ class Units:
         x = x.reshape(outer * places * (padded // self.length), self.length, inner)
         return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(self.length, -1)
 
+    def tiles(self, elements: np.ndarray) -> list[np.ndarray]:
+        """The units of the elements of a slab, in tiles of few shapes, padded with zeros."""
+        return tiles_of([self.laid_out(elements)], self.axis)
+
     def elements(self, units: np.ndarray) -> np.ndarray:
         """The elements of a slab, flat, from its units."""
         outer, size, inner = self.slab
@@ -251,6 +255,34 @@ def _columns(grid: Grid, span: Span) -> Units:
         slab=(matrices, rows, span.columns),
         block=length,
     )
+
+
+def tiles_of(units: Sequence[np.ndarray], axis: int) -> list[np.ndarray]:
+    """Arrays of units side by side, in tiles of few shapes; the last one is padded with zeros."""
+    count = sum(part.shape[1 - axis] for part in units)
+    length, parts = units[0].shape[axis], [*units]
+    sizes = tile_sizes(count, length)
+    if missing := sum(sizes) - count:
+        shape = (missing, length) if axis == 1 else (length, missing)
+        parts.append(np.zeros(shape, parts[0].dtype))
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
+    return split(array, sizes, 1 - axis)
+
+
+def columns_of(values: np.ndarray | None, sizes: Sequence[int], axis: int) -> Sequence[Any]:
+    """A number for each unit, as columns that broadcast to tiles of these sizes; 1 for padding."""
+    if values is None:
+        return [None] * len(sizes)
+    column = np.ones(sum(sizes), values.dtype)
+    column[: len(values)] = values
+    return [np.expand_dims(part, axis) for part in split(column, sizes, 0)]
+
+
+def split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+    """An array in parts of these sizes along axis 0 or 1."""
+    ends = [0, *itertools.accumulate(sizes)]
+    spans = [slice(*span) for span in itertools.pairwise(ends)]
+    return [array[span] if axis == 0 else array[:, span] for span in spans]
 
 
 def tile_sizes(units: int, length: int) -> list[int]:

@@ -4,15 +4,15 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.checkpoints._quantize import split, unit_spec
-from qtoolkit.checkpoints._slabs import Grid, Span, tile_sizes
+from qtoolkit.checkpoints._quantize import unit_spec
+from qtoolkit.checkpoints._slabs import Grid, Span, columns_of
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
 from qtoolkit.formats import BlockFormat
@@ -279,40 +279,27 @@ def decoded_slab(
       second: Its tensor scales, one for each matrix or one in all.
     """
     units = grid.units(span)
-    sizes = tile_sizes(units.count, units.length)
-    missing = sum(sizes) - units.count
-    x = units.laid_out(codes)
-    if missing:
-        x = np.pad(x, ((0, missing), (0, 0)) if units.axis == 1 else ((0, 0), (0, missing)))
-
-    def columns(values: np.ndarray | None, at: np.ndarray) -> Sequence[Any]:
-        if values is None:
-            return [None] * len(sizes)
-        column = np.ones(sum(sizes), values.dtype)
-        column[: units.count] = values[at]
-        return [np.expand_dims(part, units.axis) for part in split(column, sizes, 0)]
-
-    rates = None
-    if scale is not None and not spec.has_powers:
-        rates = _rates(scale, second, units.blocks // (grid.down * grid.across), units.blocks, spec)
-    if is_tiny := rates is not None and bool(((rates > 0) & (rates < _LEAST)).any()):
-        scale = second = None
-    per_matrix = grid.down * grid.across
-    matrices = units.blocks // per_matrix if second is not None and len(second) > 1 else 0
-    parts = zip(
-        split(x, sizes, 1 - units.axis),
-        columns(scale, units.blocks),
-        columns(second, np.broadcast_to(matrices, units.blocks.shape)),
-        strict=True,
-    )
-    unit = unit_spec(spec if not is_tiny else _unscaled(spec), units.axis)
-    values = [np.asarray(unit_values(*part, unit, units.axis)) for part in parts]
-    joined = values[0] if len(values) == 1 else np.concatenate(values, axis=1 - units.axis)
-    kept = joined[: units.count] if units.axis == 1 else joined[:, : units.count]
-    if rates is not None and is_tiny:  # XLA's CPU takes subnormal numbers for 0
+    tiles, axis, blocks = units.tiles(codes), units.axis, units.blocks
+    matrices = blocks // (grid.down * grid.across)
+    of_units = None if scale is None else scale[blocks]
+    seconds = None if second is None else second[matrices if len(second) > 1 else matrices * 0]
+    rates = None if of_units is None or spec.has_powers else _rates(of_units, seconds, spec)
+    if rates is not None and not ((rates > 0) & (rates < _LEAST)).any():
+        rates = None
+    if rates is not None:  # XLA's CPU takes subnormal numbers for 0
+        spec, of_units, seconds = _unscaled(spec), None, None
+    sizes = [tile.shape[1 - axis] for tile in tiles]
+    columns = (columns_of(values, sizes, axis) for values in (of_units, seconds))
+    spec = unit_spec(spec, axis)
+    parts = [
+        np.asarray(unit_values(*tile, spec, axis)) for tile in zip(tiles, *columns, strict=True)
+    ]
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
+    values = joined[: units.count] if axis == 1 else joined[:, : units.count]
+    if rates is not None:
         with np.errstate(under="ignore"):
-            kept = (kept * np.expand_dims(rates, units.axis)).astype(np.float32)
-    return units.elements(kept)
+            values = (values * np.expand_dims(rates, axis)).astype(np.float32)
+    return units.elements(values)
 
 
 @functools.cache
@@ -320,19 +307,12 @@ def _unscaled(spec: BlockFormat) -> BlockFormat:
     return BlockFormat.tensor(spec.element, scale=None)
 
 
-def _rates(
-    scale: np.ndarray,
-    second: np.ndarray | None,
-    matrices: np.ndarray,
-    blocks: np.ndarray,
-    spec: BlockFormat,
-) -> np.ndarray:
+def _rates(scale: np.ndarray, second: np.ndarray | None, spec: BlockFormat) -> np.ndarray:
     """float64: what the codes of each unit are multiplied by."""
-    rates = scale.astype(np.float32)[blocks]
+    rates = scale.astype(np.float32)
     if second is not None:
-        of_units = second[matrices if len(second) > 1 else matrices * 0]
         with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            rates = rates / of_units if spec.tensor_scale_divides else rates * of_units
+            rates = rates / second if spec.tensor_scale_divides else rates * second
     return rates.astype(np.float64)
 
 
