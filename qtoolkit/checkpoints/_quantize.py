@@ -27,6 +27,7 @@ from qtoolkit.scaling.internal import (
     block_codes,
     effective,
     element_values,
+    error_sums,
     magnitude_max,
     scale_from,
     scaled_values,
@@ -34,6 +35,7 @@ from qtoolkit.scaling.internal import (
 )
 
 _KEEPING_INF = projection_of("quantized", (), "nearest_even", "propagate")
+LEAST_RATE = np.float32(2.0**-100)  # what is multiplied by less may be subnormal
 _COUNTS = tuple(2**n for n in (6, 10, 14, 20))  # of scales that are computed at once
 
 
@@ -162,12 +164,23 @@ class _Batch:
                 largest = float(np.fmax.reduce(effectives[blocks], initial=0))
             of_slab = stats[:, some] if len(self.slabs) > 1 else stats
             signal, noise, nonfinite, overflowed = of_slab.sum(axis=1).tolist()
+            sums = ErrorSums(signal, noise, int(nonfinite), int(overflowed), largest)
+            if effectives is not None and _may_be_subnormal(effectives[blocks], spec):
+                exact = self._exact_sums(i, part, effectives[self.places[some]])
+                sums.signal, sums.noise = exact.signal, exact.noise
             yield QuantizedSlab(
                 units.elements(part).reshape(slab.span.rows, slab.span.columns),
                 self.offsets[i],
                 None if scales is None else scales[blocks],
-                ErrorSums(signal, noise, int(nonfinite), int(overflowed), largest),
+                sums,
             )
+
+    def _exact_sums(self, i: int, codes: np.ndarray, rates: np.ndarray) -> ErrorSums:
+        """Of a slab with subnormal numbers, which XLA's CPU takes for 0."""
+        values = self.spec.element.values()[codes] * np.expand_dims(rates, self.axis).astype("f8")
+        with np.errstate(under="ignore", invalid="ignore"):
+            y = self.units[i].elements(values.astype(np.float32))
+            return error_sums(self.slabs[i].read().astype(np.float32), y)
 
     def _factors(self, amaxes: np.ndarray) -> np.ndarray:
         """Powers of two by which the largest elements become about 1: one for each block, or for a
@@ -231,6 +244,10 @@ class _Batch:
         """A number for each block, as one for each unit of each tile."""
         of_units = None if values is None else values[self.places]
         return columns_of(of_units, self.sizes, self.axis)
+
+
+def _may_be_subnormal(rates: np.ndarray, spec: BlockFormat) -> bool:
+    return not spec.has_powers and bool(((rates > 0) & (rates < LEAST_RATE)).any())
 
 
 def block_amaxes(

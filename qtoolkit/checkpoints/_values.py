@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qtoolkit.checkpoints._quantize import unit_spec
+from qtoolkit.checkpoints._quantize import LEAST_RATE, unit_spec
 from qtoolkit.checkpoints._slabs import Grid, Span, columns_of
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
@@ -19,7 +19,6 @@ from qtoolkit.formats import BlockFormat
 from qtoolkit.scaling import QArray
 from qtoolkit.scaling.internal import Blocks, Scales, dequantized
 
-_LEAST = np.float32(2.0**-100)  # smaller scales may make subnormal numbers
 ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
@@ -284,7 +283,7 @@ def decoded_slab(
     of_units = None if scale is None else scale[blocks]
     seconds = None if second is None else second[matrices if len(second) > 1 else matrices * 0]
     rates = None if of_units is None or spec.has_powers else _rates(of_units, seconds, spec)
-    if rates is not None and not ((rates > 0) & (rates < _LEAST)).any():
+    if rates is not None and not ((rates > 0) & (rates < LEAST_RATE)).any():
         rates = None
     if rates is not None:  # XLA's CPU takes subnormal numbers for 0
         spec, of_units, seconds = _unscaled(spec), None, None
