@@ -83,8 +83,9 @@ class Growing:
         """Removes on this machine what runs that were killed have left: a file, a folder."""
         if os.path.isdir(self.partial):
             shutil.rmtree(self.partial)
-        elif os.path.lexists(self.partial):
-            os.unlink(self.partial)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.partial)
 
     def remove_strays(self, files: Sequence[str]) -> None:
         """Removes half-written files that a killed process has left beside the finished ones."""

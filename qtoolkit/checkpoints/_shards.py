@@ -184,7 +184,8 @@ def _begin(
     """Writes the plan. A run without shards first removes the files of another plan, `there`."""
     path = growing.path
     if not is_url(path):
-        if not shared["shards"] or not os.path.isdir(growing.partial):
+        # Not a folder of shards: another one may have made it just now.
+        if not shared["shards"] or os.path.isfile(growing.partial):
             growing.clear()
         os.makedirs(growing.content, exist_ok=True)
     elif shared["shards"]:
