@@ -175,7 +175,7 @@ def qarray_of(
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
     bits = spec.element.bits
-    codes = _unpacked_entry(read(encoding.codes), encoding.packing, bits, shape)
+    codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
         check_codes(codes, encoding)
     if order is not None:
@@ -206,16 +206,17 @@ def qarray_of(
 
 
 def _unpacked_entry(
-    data: np.ndarray, packing: Packing | None, bits: int, shape: tuple[int, ...]
+    entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
 ) -> np.ndarray:
     """The codes of an entry, in this shape."""
+    data = read(entry)
     if packing is None:
         return data.reshape(shape)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if packing.axis == -1:
         return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
-    # Words that run along the rows: as rows of the transposed matrix.
-    height, size = shape[-2], packing.word // 8
+    # Elements of the entry that run along the rows: as rows of the transposed matrix.
+    height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
     words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
     turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
     codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
@@ -239,14 +240,13 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
 def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -> np.ndarray:
     entry, packing, element = encoding.zero_point, encoding.zero_packing, encoding.spec.element
     assert entry is not None
-    data = read(entry)
     if packing is None:
-        points = data.view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
-    else:
-        codes = _unpacked_entry(data, packing, element.bits, counts).astype(np.int32)
-        half = 1 << (element.bits - 1)  # codes of signed integers are two's complement
-        points = (codes ^ half) - half if element.signed else codes
-    return points + np.int32(encoding.zero_offset)
+        return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
+    bits = element.bits
+    codes = _unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
+    half = 1 << (bits - 1)  # codes of signed integers are two's complement
+    return (codes ^ half) - half if element.signed else codes
 
 
 def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
