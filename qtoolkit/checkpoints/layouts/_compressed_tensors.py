@@ -149,7 +149,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
-    widths = widths_of(weights, where)
+    widths = widths_of(weights, config.get("version"), where)
     is_asymmetric = bool(weights) and all(group.get("symmetric") is False for group in weights)
     encodings = {}
     for name, info in headers.items():

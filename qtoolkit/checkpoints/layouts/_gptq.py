@@ -28,7 +28,8 @@ _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    if not config:  # no entry says what is added to a zero
+    if not config:
+        _check_none(headers, where)
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
@@ -41,6 +42,19 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         for name, info in headers.items()
         if f".{name}".endswith(".qweight")
     }
+
+
+def _check_none(headers: Headers, where: str) -> None:
+    """Raises where there are weights, since no entry says what is added to a zero point."""
+    for name, info in headers.items():
+        scale = headers.get(entry_beside(name, "scales"))
+        is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
+        if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)}: of a weight quantized by GPTQ, as its name says, "
+                "expected a config.json, which says what its zero points mean; give the folder "
+                "with it"
+            )
 
 
 def _decoded(

@@ -12,7 +12,6 @@ compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from qtoolkit._version import __version__
@@ -103,10 +102,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
                 "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
                 "the program that made it"
             )
-        # "experts.down_proj_weight_scale" belongs to "experts.down_proj".
-        is_fused = not name.endswith("weight")
-        beside = (lambda suffix: f"{name}_{suffix}") if is_fused else partial(entry_beside, name)
-        scale_name, second_name = beside("weight_scale"), beside(_SECOND)
+        scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
         scale = headers.get(scale_name)
         if info.dtype == "U8" and second_name in headers:
             codes = check_entry(headers, name, ("U8",), where)
@@ -121,6 +117,11 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             if encoding is not None:
                 encodings[name] = encoding
     return encodings
+
+
+def _beside(name: str, suffix: str) -> str:
+    """The entry of a weight; that of fused experts: experts.down_proj_weight_scale."""
+    return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
 def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:

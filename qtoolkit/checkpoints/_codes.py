@@ -1,0 +1,148 @@
+"""Finds tensors that may be codes of a layout that is not read, and scales whose weight is gone.
+
+Copied as they are, codes look like weights to a loader: of a model whose weights have a mean
+magnitude of 0.37 it saw 47.8. No list of layouts is complete, so what counts is the dtype.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_BITS,
+    FLOATS,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    listed,
+    shown,
+)
+from qtoolkit.checkpoints.layouts._qarrays import copied_parts
+
+_NARROW = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8 and dtype[0] == "F"}
+_INTEGERS = {dtype for dtype in DTYPE_BITS if dtype[0] in "IU"}
+# What models hold as integers of two or more dimensions that are no weights: masks, positions,
+# tables from tokens to experts, keys and counters of Flax.
+_NO_WEIGHT = re.compile(
+    r"(^|[._/])(\w*_)?(ids?|idx|index|positions?|masks?|bias|tid2eid|keys?|counts?|steps?)(/value)?$"
+)
+# Of which weight an entry is the scale, or the zero point.
+_SCALE = re.compile(
+    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv)$"
+)
+# Endings of entries beside codes, and the program that writes them.
+_PROGRAMS = {
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    "weight_scales": "EETQ",
+    "scale_weight": "ComfyUI",
+    "codebooks": "AQLM",
+    "Qidxs": "QuIP#",
+    "trellis": "ExLlamaV3",
+    "q_weight": "ExLlamaV2",
+    "W_q": "HQQ",
+    "_data": "optimum-quanto",
+}
+
+
+def check_codes(
+    source: Checkpoint,
+    layout: str = "",
+    is_allowed: Callable[[str], bool] = lambda name: False,
+    remedy: str = "",
+) -> bool:
+    """Raises where tensors may be codes that no layout explains, or scales have no weight.
+
+    Args:
+      source: The checkpoint, with what is quantized as float32 weights.
+      layout: The layout that its config names; "" if it names none.
+      is_allowed: Whether a tensor may be there all the same, by its name.
+      remedy: What else to write in order to keep them.
+
+    Returns:
+      Whether there are such tensors that are allowed.
+    """
+    described = copied_parts(source.metadata, source.tensors, source.encodings)
+    entries = [tensor.entry for tensor in source.tensors.values() if tensor.encoding is None]
+    names = source.stored or source.tensors
+    others = [entry for entry in entries if entry.name not in described]
+    codes = [entry for entry in others if _may_be_codes(entry)]
+    refused = [entry for entry in codes if not is_allowed(entry.name)]
+    if refused:
+        raise _unexplained(source, refused, layout, remedy)
+    scales = [
+        entry
+        for entry in others
+        if entry.dtype in FLOATS
+        and _weight_is_gone(entry.name, names)
+        and not is_allowed(entry.name)
+    ]
+    if scales:
+        raise CheckpointError(
+            f"{source.path}: tensor {_named(scales)}: a scale, and its weight is not there, "
+            f"expected both; fetch the checkpoint again, or give the whole folder{remedy}"
+        )
+    return bool(codes)
+
+
+def _may_be_codes(entry: Entry) -> bool:
+    """Whether it is a narrow float, or an integer that is no mask, position or other table."""
+    if not entry.nbytes and entry.dtype not in ("F4", "F6_E2M3", "F6_E3M2"):
+        return False
+    if entry.dtype in _NARROW:
+        return True
+    is_table = sum(n > 2 for n in entry.shape) < 2 and DTYPE_BITS[entry.dtype] == 64
+    is_weight = entry.dtype in _INTEGERS and len(entry.shape) >= 2 and not is_table
+    return is_weight and _NO_WEIGHT.search(entry.name) is None
+
+
+def _weight_is_gone(name: str, names: Iterable[str]) -> bool:
+    found = _SCALE.match(name)
+    if found is None:
+        return False
+    base = found["weight"]
+    stems = (base, f"{base}weight", f"{base}_weight", f"{base}weight_packed")
+    return not any(stem in names for stem in stems)
+
+
+def _unexplained(
+    source: Checkpoint, codes: list[Entry], layout: str, remedy: str
+) -> CheckpointError:
+    first = codes[0].name
+    module = first.rpartition(".")[0]
+    beside = [
+        tensor.entry
+        for name, tensor in source.tensors.items()
+        if (name.rpartition(".")[0] == module or name.startswith((f"{first}.", f"{first}_")))
+        and name != first
+        and not name.endswith("bias")
+    ]
+    program = _program(codes[0], *beside)
+    what = "without a scale that is known, so that it may hold codes"
+    if layout:
+        what = f"without the scales that layout {layout} has, as config.json says"
+    if program:
+        advice = (
+            f"by the names of its entries it is of {program}, which is not read; dequantize it "
+        )
+        advice += f"with {program}"
+    elif layout and not beside:
+        advice = "fetch the checkpoint again"
+    else:
+        advice = "dequantize the checkpoint with the program that made it"
+        if beside:
+            what += f" (beside it: {listed((f'{shown(e.name)} {e}' for e in beside), 2)})"
+    return CheckpointError(f"{source.path}: tensor {_named(codes)}, {what}; {advice}{remedy}")
+
+
+def _program(*entries: Entry) -> str:
+    """The program that writes entries of such names; "" where none is known."""
+    by = (by for entry in entries for end, by in _PROGRAMS.items() if entry.name.endswith(end))
+    return next(by, "")
+
+
+def _named(entries: list[Entry]) -> str:
+    """The names of the first ones; of a single one its dtype and shape, too."""
+    if len(entries) == 1:
+        return f"{shown(entries[0].name)}: {entries[0]}"
+    return listed((f"{shown(e.name)} {e}" for e in entries), 3)
