@@ -66,7 +66,7 @@ def check_codes(
     entries = [tensor.entry for tensor in source.tensors.values() if tensor.encoding is None]
     names = source.stored or source.tensors
     others = [entry for entry in entries if entry.name not in described]
-    codes = [entry for entry in others if _may_be_codes(entry)]
+    codes = sorted(filter(_may_be_codes, others), key=lambda entry: -entry.nbytes)
     refused = [entry for entry in codes if not is_allowed(entry.name)]
     if refused:
         raise _unexplained(source, refused, layout, remedy)
@@ -109,7 +109,7 @@ def _unexplained(
     source: Checkpoint, codes: list[Entry], layout: str, remedy: str
 ) -> CheckpointError:
     first = codes[0].name
-    module = first.rpartition(".")[0]
+    module = first.rpartition(".")[0] or None
     beside = [
         tensor.entry
         for name, tensor in source.tensors.items()
@@ -118,7 +118,7 @@ def _unexplained(
         and not name.endswith("bias")
     ]
     program = _program(codes[0], *beside)
-    what = "without a scale that is known, so that it may hold codes"
+    what = "without a scale of a layout that is read, so that these may be codes"
     if layout:
         what = f"without the scales that layout {layout} has, as config.json says"
     if program:
