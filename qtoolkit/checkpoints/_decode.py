@@ -189,7 +189,7 @@ def _modelopt_config(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     raise CheckpointError(
         f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
-        'expected {"quant_algo": "FP8", ...}; fetch it again'
+        'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
     )
 
 

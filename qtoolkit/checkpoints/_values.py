@@ -153,7 +153,7 @@ def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     if (index < 0).any() or not full.all() or len(counts) != -(-len(index) // length):
         raise CheckpointError(
             f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} rows, "
-            f"expected {length} in each; it cannot be read"
+            f"expected {length} in each; dequantize the checkpoint with the program that made it"
         )
     order = np.argsort(index, kind="stable")
     sorted_rows = dataclasses.replace(encoding, group_index=None, transposed=False)

@@ -225,7 +225,8 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     if not known or not all(isinstance(weights, dict) for weights in found):
         raise CheckpointError(
             f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
-            'of groups, {"group_0": {"weights": {...}}}; fetch the checkpoint again'
+            'of groups, {"group_0": {"weights": {...}}}; dequantize the checkpoint with '
+            "compressed-tensors"
         )
     return found
 
