@@ -19,6 +19,7 @@ from qtoolkit.checkpoints import (
     load,
     open_source,
     save,
+    verify,
 )
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._values import Values
@@ -419,3 +420,13 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path, case):
     np.testing.assert_array_equal(found, values)
     assert max(sizes) == values.size // 2 // len(values)
     assert sum(sizes) < values.size  # each byte once
+
+
+@pytest.mark.parametrize("case", ["gptq_4", "awq", "gpt_oss", "asymmetric_4_group"])
+def test_verify_does_not_judge_what_it_cannot_make_again(tmp_path, case):
+    config, entries, _ = CASES[case]()
+    source = folder(tmp_path / "source", config, entries)
+    dequantize_checkpoint(source, tmp_path / "values", dtype="float32")
+    (problem,) = verify(tmp_path / "values", source).problems
+    assert "is read, not written" in problem
+    assert problem.endswith("measure it with `qtoolkit compare`")
