@@ -509,7 +509,7 @@ def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
     written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
     assert list(data) == [*written, "gpt-oss", "gptq", "awq"]
     assert [name for name, about in data.items() if about["schemes"]] == written
-    assert "is read, not written" in run("layouts", "gptq").stdout
+    assert "is only read" in run("layouts", "gptq").stdout
     assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}
     (tmp_path / "scales.json").write_text('{"model.layers.0.mlp.down_proj": 0.5}')
     for layout, about in data.items():
