@@ -23,11 +23,12 @@ _INTEGERS = {dtype for dtype in DTYPE_BITS if dtype[0] in "IU"}
 # What models hold as integers of two or more dimensions that are no weights: masks, positions,
 # tables from tokens to experts, keys and counters of Flax.
 _NO_WEIGHT = re.compile(
-    r"(^|[._/])(\w*_)?(ids?|idx|index|positions?|masks?|bias|tid2eid|keys?|counts?|steps?)(/value)?$"
+    r"(^|[._/])(\w*_)?(ids?|idxs?|index|positions?|masks?|bias|tid2eid|keys?|counts?|steps?)(/value)?$"
 )
+_TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
 # Of which weight an entry is the scale, or the zero point.
 _SCALE = re.compile(
-    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv)$"
+    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
 )
 # Endings of entries beside codes, and the program that writes them.
 _PROGRAMS = {
@@ -63,37 +64,36 @@ def check_codes(
       Whether there are such tensors that are allowed.
     """
     described = copied_parts(source.metadata, source.tensors, source.encodings)
-    entries = [tensor.entry for tensor in source.tensors.values() if tensor.encoding is None]
     names = source.stored or source.tensors
-    others = [entry for entry in entries if entry.name not in described]
-    codes = sorted(filter(_may_be_codes, others), key=lambda entry: -entry.nbytes)
-    refused = [entry for entry in codes if not is_allowed(entry.name)]
-    if refused:
+    scales, codes = [], []
+    for tensor in source.tensors.values():
+        if tensor.encoding is None and tensor.name not in described:
+            may_be_codes = _may_be_codes(tensor.entry)
+            if (may_be_codes or tensor.dtype in FLOATS) and _weight_is_gone(tensor.name, names):
+                scales.append(tensor.entry)
+            elif may_be_codes:
+                codes.append(tensor.entry)
+    if refused := [entry for entry in codes if not is_allowed(entry.name)]:
+        refused.sort(key=lambda entry: -entry.nbytes)
         raise _unexplained(source, refused, layout, remedy)
-    scales = [
-        entry
-        for entry in others
-        if entry.dtype in FLOATS
-        and _weight_is_gone(entry.name, names)
-        and not is_allowed(entry.name)
-    ]
-    if scales:
+    if refused := [entry for entry in scales if not is_allowed(entry.name)]:
         raise CheckpointError(
-            f"{source.path}: tensor {_named(scales)}: a scale, and its weight is not there, "
-            f"expected both; fetch the checkpoint again, or give the whole folder{remedy}"
+            f"{source.path}: tensor {_named(refused)}: of a weight that is not there, expected "
+            f"both; fetch the checkpoint again, or give the whole folder{remedy}"
         )
-    return bool(codes)
+    return bool(codes or scales)
 
 
 def _may_be_codes(entry: Entry) -> bool:
     """Whether it is a narrow float, or an integer that is no mask, position or other table."""
-    if not entry.nbytes and entry.dtype not in ("F4", "F6_E2M3", "F6_E3M2"):
+    if 0 in entry.shape:
         return False
     if entry.dtype in _NARROW:
         return True
-    is_table = sum(n > 2 for n in entry.shape) < 2 and DTYPE_BITS[entry.dtype] == 64
-    is_weight = entry.dtype in _INTEGERS and len(entry.shape) >= 2 and not is_table
-    return is_weight and _NO_WEIGHT.search(entry.name) is None
+    if entry.dtype not in _INTEGERS or len(entry.shape) < 2 or _NO_WEIGHT.search(entry.name):
+        return False
+    is_long = DTYPE_BITS[entry.dtype] == 64
+    return not is_long or not (sum(n > 2 for n in entry.shape) < 2 or _TABLE.search(entry.name))
 
 
 def _weight_is_gone(name: str, names: Iterable[str]) -> bool:

@@ -37,11 +37,12 @@ UNREAD = {
     "QuIP#": {"a.Qidxs": np.ones((8, 8), np.int64), "a.SU": SCALE},
     "ExLlamaV3": {"a.trellis": np.ones((8, 8, 48), np.int16), "a.suh": SCALE},
     "": {"a.weight": codes(E4M3), "a.scale": SCALE},
+    "one scale": {"a.weight": codes(E4M3), "a.scale": SCALE[:1].reshape(1, 1)},
+    "indices": {"a.indices": np.ones((8, 8), np.int16), "a.centroids": SCALE[:4]},
     "without": {"a.weight": codes(E5M2)},
     "blocks": {"a.blocks": codes(np.uint8, (8, 4, 16)), "a.exponents": codes(np.uint8, (8, 4))},
     "wide words": {"a.packed": np.ones((8, 8), np.int32), "a.absmax": SCALE},
     "one row": {"a.weight": codes(np.uint8, (512, 1)), "a.weight.absmax": SCALE},
-    "a scale": {"a.weight_scale": np.ones((8, 8), E8M0)},
 }
 
 
@@ -75,6 +76,8 @@ def test_codes_are_copied_if_told_to(tmp_path, program, options):
 
 TABLES = {
     "embeddings.position_ids": np.ones((1, 512), np.int64),
+    "stages.0.attention_bias_idxs": np.ones((49, 49), np.int64),
+    "rel_pos_indices": np.ones((49, 49), np.int64),
     "h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8),
     "layers.0.attn.relative_position_index": np.ones((49, 49), np.int64),
     "layers.0.ffn.gate.tid2eid": np.ones((64, 6), np.int64),
@@ -120,7 +123,7 @@ BY_BLOCK = {"a.weight": codes(E4M3), "a.weight_scale_inv": np.ones((1, 1), np.fl
         ),
         (
             {"c.weight_scale_inv": np.ones((1, 1), np.float32)},
-            r"tensor c\.weight_scale_inv: F32 .1, 1.: a scale, and its weight is not there.*fetch",
+            r"tensor c\.weight_scale_inv: F32 .1, 1.: of a weight that is not there.*fetch",
         ),
     ],
 )
@@ -137,10 +140,21 @@ def test_a_weight_or_a_scale_alone_is_named(tmp_path, changes, message, act):
         do[act]()
 
 
-def test_a_scale_alone_is_named_without_a_config_too(tmp_path):
-    save(tmp_path / "f", {"a.weight_scale": SCALE, **WIDE})
-    with pytest.raises(CheckpointError, match=r"a\.weight_scale: F32 .64.: a scale, and its wei"):
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("a.weight_scale", SCALE),
+        ("a.weight_scale", np.ones((8, 8), E8M0)),
+        ("a.weight_zero_point", np.ones((8, 8), np.int32)),
+        ("a.qzeros", np.ones((8, 8), np.int32)),
+        ("experts.up_proj_weight_scale_2", SCALE),
+    ],
+)
+def test_a_scale_alone_is_named_without_a_config_too(tmp_path, name, array):
+    save(tmp_path / "f", {name: array, **WIDE})
+    with pytest.raises(CheckpointError, match=rf"tensor {name}: .*: of a weight that is not there"):
         convert(tmp_path / "f", tmp_path / "out")
+    convert(tmp_path / "f", tmp_path / "out", layout="plain", allow_codes=True)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, np.int8])

@@ -33,7 +33,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     encodings = {}
     for name, info in headers.items():
         if f".{name}".endswith(".qweight"):
-            encoding = _decoded(headers, info)
+            encoding = _decoded(config, headers, info)
             if encoding is not None:
                 encodings[encoding.name] = encoding
             elif config:
@@ -41,7 +41,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     return encodings
 
 
-def _decoded(headers: Headers, codes: Entry) -> Encoding | None:
+def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encoding | None:
     """How a weight is stored; None where entries have not the shapes of this layout."""
     scale = headers.get(entry_beside(codes.name, "scales"))
     zero = headers.get(entry_beside(codes.name, "qzeros"))
@@ -53,6 +53,9 @@ def _decoded(headers: Headers, codes: Entry) -> Encoding | None:
     if not (is_packed and fits and groups) or inputs % groups:
         return None
     length = inputs // groups  # AutoAWQ makes whole groups only
+    wanted = config.get("group_size", config.get("q_group_size", length))
+    if length != (inputs if wanted == -1 else wanted):
+        return None
     return Encoding(
         name=entry_beside(codes.name, "weight"),
         shape=(outputs, inputs),
@@ -77,7 +80,7 @@ def _not_fitting(headers: Headers, codes: Entry, where: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: tensor {shown(name)}: {list(codes.shape)}, scales {list(scale.shape)}, qzeros "
         f"{list(zero.shape)}, expected [inputs, outputs / 8], [groups, outputs] and "
-        "[groups, outputs / 8]; dequantize the checkpoint with AutoAWQ"
+        "[groups, outputs / 8] in the groups of config.json; dequantize the checkpoint with AutoAWQ"
     )
 
 

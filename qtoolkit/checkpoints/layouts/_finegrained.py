@@ -8,6 +8,7 @@ integrations/finegrained_fp8.py, which finds the size of a block by dividing sha
 axes have to be multiples of 128.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, A
     if f".{name}".endswith(".weight") and beside in headers:
         grid = block_counts(info.shape, BLOCK)
         is_known = headers[beside].dtype in ("F32", "F8_E8M0") and headers[beside].shape == grid
+        is_known &= math.prod(grid) > 1
         if config or is_known or microscaled(headers, name, beside, ""):
             return beside
     return name + "_scale" if config and name + "_scale" in headers else None

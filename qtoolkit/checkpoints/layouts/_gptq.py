@@ -106,9 +106,10 @@ def _decoded(
 def _group_length(config: Mapping[str, Any], inputs: int, groups: int) -> int:
     """Inputs of a group: those of the config, unless a module has groups of its own."""
     length = config.get("group_size")
-    if type(length) is int and length > 0 and -(-inputs // length) == groups:
-        return length
-    return max(inputs // groups, 1) if groups else 1
+    length = length if type(length) is int and length > 0 else max(inputs, 1)
+    if config.get("dynamic") and groups and inputs % groups == 0:
+        return max(inputs // groups, 1)
+    return length
 
 
 LAYOUT = Layout(
