@@ -183,34 +183,42 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
 
 
 def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
-    """Values of rows of which each says in which block it lies."""
+    """Values of inputs of which each says in which block it lies."""
     assert encoding.group_index is not None
     dtype = NUMPY_DTYPES[encoding.group_index.dtype]
     index = read(encoding.group_index).view(dtype).astype(np.int64)
-    length = encoding.lengths[0]
-    counts = np.bincount(index[index >= 0], minlength=-(-len(index) // length))
-    full = counts[:-1] == length
-    if (index < 0).any() or not full.all() or len(counts) != -(-len(index) // length):
+    axis = 0 if encoding.transposed else 1
+    length = encoding.lengths[axis]
+    groups = -(-len(index) // length)
+    if (index < 0).all():  # compressed-tensors: they are not reordered
+        index = np.arange(len(index)) // length
+    is_inside = (index >= 0) & (index < groups)
+    counts = np.bincount(index[is_inside], minlength=groups)
+    if not is_inside.all() or not (counts[:-1] == length).all():
         raise CheckpointError(
-            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} rows, "
-            f"expected {length} in each; dequantize the checkpoint with the program that made it"
+            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} "
+            f"inputs, expected {length} in each; dequantize the checkpoint with the program that "
+            "made it"
         )
     order = np.argsort(index, kind="stable")
-    sorted_rows = dataclasses.replace(encoding, group_index=None, transposed=False)
-    sorted_rows = dataclasses.replace(sorted_rows, shape=encoding.matrix_shape)
-    qarray = qarray_of(sorted_rows, read, order)
-    values = np.empty(encoding.matrix_shape, np.float32)
-    values[order] = np.asarray(qarray.dequantize("float32"))
+    in_order = dataclasses.replace(
+        encoding, group_index=None, transposed=False, shape=encoding.matrix_shape
+    )
+    values = np.asarray(qarray_of(in_order, read, (order, axis)).dequantize("float32"))
+    values = np.take(values, np.argsort(order), axis)
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
 
 
 def qarray_of(
-    encoding: Encoding, read: ReadEntry, order: np.ndarray | None = None, dtype: Any = "float32"
+    encoding: Encoding,
+    read: ReadEntry,
+    order: tuple[np.ndarray, int] | None = None,
+    dtype: Any = "float32",
 ) -> QArray:
     """The weight as a `QArray`, a code to a byte.
 
     Args:
-      order: Rows in which order; None: as they are.
+      order: The codes in which order, along which axis; None: as they are.
       dtype: That of the numbers: float32, bfloat16 or float16.
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
@@ -219,7 +227,7 @@ def qarray_of(
     if encoding.packing is None:
         check_codes(codes, encoding)
     if order is not None:
-        codes = codes[order]
+        codes = np.take(codes, *order)
     counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
     scale, second = _scales(encoding, read)
     zero = None

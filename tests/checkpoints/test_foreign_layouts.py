@@ -299,6 +299,26 @@ def pack_quantized(bits, strategy, is_asymmetric=False, make=stream, dtype=np.fl
     return config | {"config_groups": groups}, entries, {f"{MODULE}.weight": values}
 
 
+def pack_quantized_act_order():
+    """compressed-tensors 0.9, quantization/lifecycle/forward.py: columns lie in group g_idx."""
+    config, entries, expected = pack_quantized(4, "group", True, whole_words)
+    ((name, values),) = expected.items()
+    order = rng().permutation(values.shape[1])
+    packed = entries[f"{MODULE}.weight_packed"].view(np.uint32)
+    nibbles = packed[:, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
+    codes = nibbles.reshape(len(packed), -1)[:, order]
+    entries[f"{MODULE}.weight_packed"] = whole_words(codes, 4)
+    entries[f"{MODULE}.weight_g_idx"] = (np.arange(values.shape[1]) // 32)[order].astype(np.int32)
+    return config, entries, {name: values[:, order]}
+
+
+def pack_quantized_in_place():
+    """-1 in g_idx: the columns are not reordered."""
+    config, entries, expected = pack_quantized(4, "group")
+    entries[f"{MODULE}.weight_g_idx"] = np.full(480, -1, np.int32)
+    return config, entries, expected
+
+
 def int_quantized_asymmetric():
     """compressed-tensors, compressors/naive_quantized: a code to a byte."""
     codes = rng().integers(-128, 128, (40, 64))
@@ -322,7 +342,7 @@ CASES = {
             *(gpt_oss, gpt_oss_original, deepseek_v31, deepseek_v4, deepseek_v4_without_config),
             *(deepseek_v4_fused, sglang_mxfp8, modelopt_mxfp8, modelopt_fused),
             *(modelopt_fused_llama4, modelopt_fused_fp8, awq, awq_without_config, gptq_old),
-            int_quantized_asymmetric,
+            *(int_quantized_asymmetric, pack_quantized_act_order, pack_quantized_in_place),
         )
     },
     **{f"gptq_{bits}": lambda bits=bits: gptq(bits) for bits in (2, 3, 4, 8)},

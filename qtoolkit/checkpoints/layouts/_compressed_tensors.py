@@ -46,6 +46,7 @@ from qtoolkit.checkpoints.layouts._packed_integers import (
     Width,
     decode_integers,
     widths_of,
+    with_group_index,
     with_zero_point,
 )
 from qtoolkit.formats import (
@@ -160,11 +161,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             encoding = _decode_bytes(headers, name, where, blocks)
         else:
             continue
-        if (entry := entry_beside(name, "weight_g_idx")) in headers:
-            raise CheckpointError(
-                f"{where}: tensor {shown(entry)}: reordered weights are not read; dequantize the "
-                "checkpoint with compressed-tensors first"
-            )
+        encoding = with_group_index(headers, encoding, where)
         encodings[encoding.name] = with_zero_point(headers, encoding, where, is_asymmetric)
     return encodings
 

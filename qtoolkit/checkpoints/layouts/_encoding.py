@@ -64,8 +64,8 @@ class Encoding:
       zero_packing: How zero points are packed, along the last axis unless it says otherwise; None:
         they are integers of the entry's dtype.
       zero_offset: What is added to a stored zero point: 1 for GPTQ.
-      group_index: The entry that says in which block each row of `matrix_shape` lies (GPTQ's
-        g_idx); None: in that of its place.
+      group_index: The entry that says in which block each input, an index of the last axis of a
+        matrix, lies (g_idx of GPTQ); None: in that of its place.
       transposed: Whether entries hold the last two axes of the weight in the other order.
       constants: Further entries, with their bytes.
     """

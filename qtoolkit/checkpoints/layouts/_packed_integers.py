@@ -4,7 +4,7 @@
 0.18 of the package codes cross the ends of words; before, a word held 32 // bits whole codes. That
 differs for 3, 5, 6 and 7 bits. `weight_zero_point` holds codes of the same kind, along the outputs:
 I32 [words, groups]; of a scale for the whole tensor it is one I8.
-x = scale * (code - zero point).
+x = scale * (code - zero point). `weight_g_idx`, in some, has the group of each input.
 Source: compressed-tensors, compressors/pack_quantized/base.py and helpers.py.
 """
 
@@ -107,6 +107,20 @@ def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Enc
         scale=scale,
         packing=dense(bits, biased=True) if is_dense and 32 % bits else WORDS,
     )
+
+
+def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encoding:
+    """The encoding with the groups of inputs that were sorted by activations, if they were."""
+    name = entry_beside(encoding.name, "weight_g_idx")
+    if name not in headers:
+        return encoding
+    index = check_entry(headers, name, ("I32", "I64"), where)
+    if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {list(index.shape)}, expected the group of each input "
+            f"of {list(encoding.shape)}; dequantize the checkpoint with compressed-tensors"
+        )
+    return dataclasses.replace(encoding, group_index=index)
 
 
 def with_zero_point(
