@@ -6,6 +6,7 @@ makes entries and the weight that they stand for, and shares no code with qtoolk
 
 import dataclasses
 import json
+import re
 
 import jax
 import ml_dtypes
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from qtoolkit.checkpoints import (
+    CheckpointError,
     compare,
     convert,
     dequantize_checkpoint,
@@ -450,3 +452,58 @@ def test_verify_does_not_judge_what_it_cannot_make_again(tmp_path, case):
     (problem,) = verify(tmp_path / "values", source).problems
     assert "is read, not written" in problem
     assert problem.endswith("measure it with `qtoolkit compare`")
+
+
+@pytest.mark.parametrize(
+    "index", [np.full(96, 2**31 - 1), np.arange(96) % 4, np.where(np.arange(96) < 33, 0, 2)]
+)
+def test_groups_of_inputs_that_are_no_groups_are_named(tmp_path, index):
+    config, entries, _ = gptq(4)
+    entries[f"{MODULE}.g_idx"] = index.astype(np.int32)
+    source = folder(tmp_path / "source", config, entries)
+    with pytest.raises(CheckpointError, match=r"down_proj\.g_idx: groups of .*expected 32 in each"):
+        dequantize_checkpoint(source, tmp_path / "values")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("gptq_4", {"checkpoint_format": "marlin"}, r"checkpoint_format marlin .*GPTQModel"),
+        ("gptq_4", {"group_size": 64}, r"qweight: .12, 64., .*in groups of 64; .*GPTQModel"),
+        ("awq", {"version": "gemv"}, r"version gemv .*expected gemm; .*with AutoAWQ"),
+        ("awq", {"group_size": 64}, r"qweight: .64, 6., .*with AutoAWQ"),
+        (
+            "packed_3_group",
+            {"config_groups": {}},
+            r"weight_packed: 45 words a row .*expected 4 bit",
+        ),
+        ("modelopt_mxfp8", {"quant_algo": "W4A8_AWQ"}, r"quant_algo W4A8_AWQ .*dequantize"),
+    ],
+)
+def test_variants_that_are_not_read_name_the_program_that_does(tmp_path, case, changes, message):
+    config, entries, _ = CASES[case]()
+    source = folder(tmp_path / "source", config | changes, entries)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        dequantize_checkpoint(source, tmp_path / "values")
+    assert "fetch" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "entry"),
+    [
+        ("gpt_oss", f"{EXPERTS}.gate_up_proj_scales"),
+        ("gptq_4", f"{MODULE}.qzeros"),
+        ("awq", f"{MODULE}.scales"),
+        ("asymmetric_4_group", f"{MODULE}.weight_zero_point"),
+        ("packed_4_group", f"{MODULE}.weight_scale"),
+        ("modelopt_fused", f"{EXPERTS}.gate_up_proj_weight_scale"),
+    ],
+)
+def test_a_missing_entry_is_named(tmp_path, case, entry):
+    config, entries, _ = CASES[case]()
+    del entries[entry]
+    source = folder(tmp_path / "source", config, entries)
+    message = f"tensor {re.escape(entry)}: no such tensor, expected .*; fetch the checkpoint again"
+    for act in (dequantize_checkpoint, convert):
+        with pytest.raises(CheckpointError, match=message):
+            act(source, tmp_path / "values")
