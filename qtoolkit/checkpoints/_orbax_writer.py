@@ -72,7 +72,7 @@ def write_orbax(
             with SafetensorsFile(scratch) as file:
                 _save(path, content, arrays, file, metadata)
             check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
-            replace_folder(content, target)
+            replace_folder(content, target, path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

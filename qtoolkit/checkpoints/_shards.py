@@ -395,7 +395,7 @@ def _finalized(growing: Growing, shared: Mapping[str, Any], overwrite: bool) -> 
     if not is_url(growing.path):
         growing.remove_strays(files)
         check_folder(growing.path, overwrite, own)  # somebody may have written it meanwhile
-        replace_folder(growing.content, growing.target)
+        replace_folder(growing.content, growing.target, growing.path)
     with whole(str(growing.path)):
         if not is_url(growing.path):
             storage(growing.target).remove_folder(replaced_name(growing.target))

@@ -72,8 +72,11 @@ def restore(target: str) -> None:
             os.rename(old_name(target), target)
 
 
-def replace_folder(content: str, target: str) -> None:
-    """Renames the folder `content` to `target`, and removes an old target."""
+def replace_folder(content: str, target: str, path: Path) -> None:
+    """Renames the folder `content` to `target`, and an old target to `replaced_name`.
+
+    `path` is what messages call the target.
+    """
     old, replaced = old_name(target), replaced_name(target)
     shutil.rmtree(old, ignore_errors=True)
     if os.path.isdir(target):
@@ -83,11 +86,12 @@ def replace_folder(content: str, target: str) -> None:
     except BaseException:
         restore(target)
         raise
-    _keep_mode(old, target)
-    # Rename it before removing it, which may take long: a run that is killed meanwhile must not
-    # make a later one restore it.
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(old, replaced)
+    with whole(str(path)):
+        _keep_mode(old, target)
+        # Rename it before removing it, which may take long: a run that is killed meanwhile must not
+        # make a later one restore it.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(old, replaced)
 
 
 def plan_in(partial: Path) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-_RUN = 2**14  # elements whose squares are added in their own dtype
+_RUN = 2**11  # elements whose squares are added in their own dtype
 _SAFE = 55  # magnitudes up to 2**55 have squares that float32 can add
 
 

@@ -347,8 +347,8 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
     shard(source, tmp_path / "dst", 0, 1)
     replace = shards_module.replace_folder
 
-    def killed(content, target):
-        replace(content, target)
+    def killed(*paths):
+        replace(*paths)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shards_module, "replace_folder", killed)
