@@ -1,23 +1,45 @@
-"""Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes."""
+"""Reads, writes and quantizes checkpoints as a stream. JAX is imported only by what computes.
+
+The way of a weight, file by file:
+
+  _containers   opens a checkpoint: `_safetensors`, `_folder`, `_arrays` and `_orbax` each yield a
+                `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
+  _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
+                makes a `QArray`, or float32 numbers, of what an encoding describes
+  _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`
+  _produce      yields the bytes of planned tensors, slab by slab (`_slabs`), codes and scales by
+                `_quantize`, packed as the encoding of the target says
+  _safetensors  writes them under a temporary name (`_writing`) and renames what is whole;
+  _shards       does so for the files of a folder (`_files`, `_growing`), in one process or many
+
+`convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row, `verify` the middle
+ones, with the bytes compared, `compare` and `load` the first two. A layout knows headers only.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.checkpoints._compare import Comparison, TensorComparison, compare
-from qtoolkit.checkpoints._dequantized import dequantize
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, layout
-from qtoolkit.checkpoints._parts import discard, finalize
-from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._planner import make_plan
-from qtoolkit.checkpoints._pytrees import load, save
-from qtoolkit.checkpoints._report import Report, TensorReport
+from qtoolkit.checkpoints._containers import open_source
+from qtoolkit.checkpoints._formats import safetensors_dtype
+from qtoolkit.checkpoints._header import TensorInfo, layout
+from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._pytrees import dequantize, load, save
+from qtoolkit.checkpoints._report import (
+    Comparison,
+    Plan,
+    Report,
+    TensorComparison,
+    TensorPlan,
+    TensorReport,
+)
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._source import open_source
-from qtoolkit.checkpoints._targets import safetensors_dtype
+from qtoolkit.checkpoints._shards import discard, finalize
+from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout
 
 if TYPE_CHECKING:
+    from qtoolkit.checkpoints._compare import compare
     from qtoolkit.checkpoints._convert import convert, dequantize_checkpoint
     from qtoolkit.checkpoints._verify import Verification, verify
 
@@ -54,6 +76,7 @@ __all__ = [
 
 # Names whose modules import JAX, so they are imported on first use.
 _COMPUTING = {
+    "compare": "_compare",
     "convert": "_convert",
     "dequantize_checkpoint": "_convert",
     "verify": "_verify",

@@ -2,24 +2,33 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._base import Source
-from qtoolkit.checkpoints._container import Destination, layout_in, tree_of
-from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
-from qtoolkit.checkpoints._input_scales import InputScales
-from qtoolkit.checkpoints._limits import file_limit, worker_count
-from qtoolkit.checkpoints._parts import Shard, check_shard, write_folder
-from qtoolkit.checkpoints._plan import ContainerName, Plan
-from qtoolkit.checkpoints._planner import make_plan
-from qtoolkit.checkpoints._report import Progress, Report
+from qtoolkit.checkpoints._containers import open_source
+from qtoolkit.checkpoints._decode import check_quantized, dequantized
+from qtoolkit.checkpoints._folder import CONFIG
+from qtoolkit.checkpoints._formats import InputScales
+from qtoolkit.checkpoints._paths import Path
+from qtoolkit.checkpoints._plan import make_plan
+from qtoolkit.checkpoints._produce import Production, Workers
+from qtoolkit.checkpoints._report import ContainerName, Plan, Progress, Report, TensorReport
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._safetensors import write_safetensors
-from qtoolkit.checkpoints._source import CONFIG, Folder, open_source
-from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._workers import Workers
+from qtoolkit.checkpoints._shards import write_folder
+from qtoolkit.checkpoints._target import (
+    Destination,
+    Shard,
+    check_shard,
+    file_limit,
+    layout_in,
+    worker_count,
+)
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed, shown
 from qtoolkit.formats import FormatLike, Rules, SpecLike
+
+_NAMED = 20  # tensors with NaN or Inf that are named
 
 
 def convert(
@@ -36,6 +45,7 @@ def convert(
     to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
+    allow_codes: bool = False,
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
@@ -56,7 +66,8 @@ def convert(
         "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
         folder behind a URL each file does, config.json last.
-      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales: As in `make_plan`.
+      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes: As in
+        `make_plan`.
       to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
         split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
         every run, its bytes are not: orbax chooses names of files at random.
@@ -119,8 +130,9 @@ def convert(
             keep_dtype=keep_dtype,
             channel_axis=channel_axis,
             input_scales=input_scales,
+            allow_codes=allow_codes,
         )
-        return _written(destination, opened, source, plan, allow_nonfinite, progress, threads)
+        return _written(destination, source, plan, allow_nonfinite, progress, threads)
 
 
 def dequantize_checkpoint(
@@ -130,6 +142,7 @@ def dequantize_checkpoint(
     dtype: FormatLike | None = None,
     to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
+    allow_codes: bool = False,
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
@@ -140,7 +153,8 @@ def dequantize_checkpoint(
 
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
-      to, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
+      to, max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
+        `convert`.
       dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
         the one that config.json names, else float32; the others keep theirs.
 
@@ -163,8 +177,8 @@ def dequantize_checkpoint(
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = check_quantized(opened)
-        plan = make_plan(source, format=None, keep_dtype=dtype)
-        return _written(destination, opened, source, plan, True, progress, threads)
+        plan = make_plan(source, format=None, keep_dtype=dtype, allow_codes=allow_codes)
+        return _written(destination, source, plan, True, progress, threads)
 
 
 @contextlib.contextmanager
@@ -173,8 +187,8 @@ def _begun(
     workers: int | None,
     max_memory: int | str | None,
     progress: Progress | None,
-) -> Iterator[tuple[Source, Workers]]:
-    """Checks the arguments, locks the target, opens the source and starts threads."""
+) -> Iterator[tuple[Checkpoint, Workers]]:
+    """Checks the arguments, opens the source and starts threads."""
     file_limit(destination.max_shard_size)
     check_shard(destination.shard)
     count = worker_count(workers, max_memory)
@@ -183,62 +197,78 @@ def _begun(
             f"progress={progress!r}, expected a function of (name, bytes written, bytes to write "
             "in all), or None"
         )
-    with (
-        destination.reserved(),
-        open_source(destination.src) as opened,
-        Workers(count) as threads,
-    ):
+    destination.check()
+    with open_source(destination.src) as opened, Workers(count) as threads:
         yield opened, threads
 
 
 def _written(
     destination: Destination,
-    opened: Source,
-    source: Source,
+    source: Checkpoint,
     plan: Plan,
     allow_nonfinite: bool,
     progress: Progress | None,
     threads: Workers,
 ) -> Report:
-    from qtoolkit.checkpoints._work import Work  # loads JAX
-
     dst, to, overwrite = destination.dst, destination.to, destination.overwrite
     report = Report(
-        source=str(opened.path),
+        source=str(source.path),
         target=str(dst),
         container=to,
         layout=plan.layout,
         format=plan.format_names,
         scaling=plan.scaling,
         dequantized=plan.dequantizes,
-        left=_left(opened, source, plan, to),
+        left=_left(source, plan, to),
         loads_nowhere=plan.loads_nowhere,
         quantization_config=plan.quantization_config,
         caution=plan.caution,
         tensors=(),
     )
-    work = Work(source, plan, allow_nonfinite, progress, threads)
-    if isinstance(opened, Folder) and to == "safetensors":
-        return write_folder(destination, opened, work, report)
-    work.start(plan.tensors)
-    chunks = work.chunks(plan.tensors, work.finish)
+    production = Production(plan.tensors, threads, progress)
+    refused = functools.partial(_refused, source, allow_nonfinite)
+    if source.folder is not None and to == "safetensors":
+        return write_folder(destination, source, plan, production, report, refused)
+    production.total = sum(tensor.nbytes for tensor in plan.tensors)
+
+    def chunks() -> Iterator[tuple[str, Any]]:
+        yield from production.chunks(plan.tensors)
+        if error := refused(production.reports):
+            raise error
+
     if to == "orbax":
+        from qtoolkit.checkpoints._orbax import Tree
         from qtoolkit.checkpoints._orbax_writer import write_orbax
 
-        custom = getattr(opened, "custom_metadata", {})
-        write_orbax(dst, plan, chunks, tree_of(opened), custom, overwrite=overwrite)
+        write_orbax(dst, plan, chunks(), source.tree or Tree(), overwrite=overwrite)
     else:
-        write_safetensors(dst, plan.outputs, chunks, plan.metadata, overwrite=overwrite)
-    return dataclasses.replace(report, tensors=tuple(work.reports))
+        write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
+    return dataclasses.replace(report, tensors=tuple(production.reports))
 
 
-def _left(opened: Source, source: Source, plan: Plan, to: ContainerName) -> tuple[str, ...]:
+def _refused(
+    source: Checkpoint, allow_nonfinite: bool, reports: Sequence[TensorReport]
+) -> CheckpointError | None:
+    """The error for weights that had NaN or Inf and may not."""
+    bad = [r for r in reports if r.nonfinite and r.action != "keep"]
+    if allow_nonfinite or not bad:
+        return None
+    named = listed((f"{shown(r.name)} ({r.nonfinite:,})" for r in bad), _NAMED)
+    casts = " and without --keep-dtype" if any(r.action == "cast" for r in bad) else ""
+    return CheckpointError(
+        f"{source.path}: NaN or Inf in weights: {named}; expected finite numbers; "
+        f"copy them as they are, with --skip{casts}, or pass --allow-nonfinite"
+    )
+
+
+def _left(source: Checkpoint, plan: Plan, to: ContainerName) -> tuple[str, ...]:
     """What of a source does not go with the weights: files of a folder, and scales of activations
     and caches, which belonged to the codes that are gone.
     """
     written = {entry.name for tensor in plan.tensors for entry in tensor.entries}
-    scales = [name for name in source.beside if name not in written]
-    if not isinstance(opened, Folder):
+    scales = [name for name in source.auxiliary if name not in written]
+    folder = source.folder
+    if folder is None:
         return tuple(scales)
-    config = [CONFIG] if opened.has_config else []
-    return (*opened.left, *(() if to == "safetensors" else (*config, *opened.copied)), *scales)
+    config = [CONFIG] if folder.has_config else []
+    return (*folder.left, *(() if to == "safetensors" else (*config, *folder.copied)), *scales)

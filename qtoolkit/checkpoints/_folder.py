@@ -1,161 +1,322 @@
-"""The files of a checkpoint folder, as Hugging Face has them, and checks of paths. No JAX."""
+"""Folders as Hugging Face has them: safetensors files, an index, config.json, files to copy."""
 
-import errno
+import contextlib
+import dataclasses
+import functools
+import glob
+import json
 import os
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, listed, shown
-from qtoolkit.checkpoints._plan import Plan, TensorPlan
-from qtoolkit.checkpoints._safetensors import exists_already
-from qtoolkit.checkpoints._source import is_under_way, weight_files
-from qtoolkit.checkpoints._storage import Path, identity, is_url, join, storage
-from qtoolkit.checkpoints.layouts._layout import WIDE
+from qtoolkit.checkpoints._paths import Path, is_url, join, read_file, storage
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._writing import plan_in
 
-# Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
-# refuses to remove anything else.
-_BESIDE_WEIGHTS = re.compile(
-    r"\w*config\w*\.json|(tokenizer|special_tokens_map|added_tokens|vocab|modules|params)\.json"
-    r"|chat_template\.(json|jinja)|.+\.safetensors\.index\.json|(merges|vocab)\.txt"
-    r"|(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|\.gitattributes"
-    r"|(configuration|modeling|processing|image_processing|tokenization)_\w+\.py"
-    r"|(README|LICENSE|NOTICE|USE_POLICY)(\.(md|txt))?"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+# The name that config.json gets beside weights that no loader can read, so that none opens them:
+# transformers would take codes for weights without an error.
+PARKED_CONFIG = "qtoolkit_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
+# A folder in a target behind a URL while it is written: folders cannot be renamed there.
+UNDER_WAY = ".qtoolkit-partial"
+_MAX_JSON = 256 * 2**20
+_SHARD = re.compile(r".*-\d+-of-(\d+)\.safetensors$")
+# Never copied: weights in other containers, and files that describe the source's own weights.
+_WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|gguf|msgpack|h5|onnx|onnx_data|npz|tflite|mlmodel)$"
+    r"|\.(safetensors|bin)\.index\.json$|^hf_quant_config\.json$",
+    re.IGNORECASE,
 )
-_CONFIGS = ("quantization_config", "compression_config")
 
 
-def shards(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
-    """Tensors in files of at most `limit` bytes; a larger tensor has a file of its own."""
-    cut: list[list[TensorPlan]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if cut[-1] and size + tensor.nbytes > limit:
-            cut.append([])
-            size = 0
-        cut[-1].append(tensor)
-        size += tensor.nbytes
-    return cut
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderFiles:
+    """What a folder holds beside tensors.
+
+    Attributes:
+      has_config: Whether there is a `config.json`, or a `qtoolkit_config.json`.
+      modelopt_config: The content of `hf_quant_config.json`, which NVIDIA's modelopt writes; empty
+        without it.
+      weights_name: The name of its weights without the ending, from the index or the only file:
+        "model" of model.safetensors. For several files without an index also "model".
+      weights: Names of the files with its weights.
+      copied: Names of the files that go with the weights, also in folders below ("1_Pooling/
+        config.json"): tokenizer, generation config and so on.
+      left: Names of what is not copied: hidden files, weights of other kinds.
+      is_adapter: Whether the weights are those of an adapter (LoRA), as PEFT loads them.
+    """
+
+    has_config: bool
+    modelopt_config: Mapping[str, Any]
+    weights_name: str
+    weights: list[str]
+    copied: list[str]
+    left: list[str]
+    is_adapter: bool
 
 
-def shard_names(count: int, base: str = "model") -> list[str]:
-    if count == 1:
-        return [f"{base}.safetensors"]
-    return [f"{base}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+def open_folder(path: Path) -> Checkpoint:
+    """Opens a folder of Hugging Face's.
 
+    `config` is the content of `config.json`, else of `qtoolkit_config.json`; empty without either.
+    `metadata` is that of the first file.
 
-def check_paths(src: Path, dst: Path) -> None:
-    """Raises where the target is the source, or one lies in the other."""
-    source, target = identity(src), identity(dst)
-    if source == target:
+    Raises:
+      CheckpointError: No weights, a file is missing or damaged, the index does not fit the files or
+        names one outside of the folder, the weights are of a kind that is not read, or a conversion
+        that writes them is not finished.
+      OSError: Something cannot be read.
+    """
+    entries = storage(path).entries(path)
+    if is_under_way(path, entries):
         raise CheckpointError(
-            f"{dst}: is the source itself; choose another name, so that nothing is lost if the "
-            "result is not what you want"
+            f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
+            f"its files are there: qtoolkit finalize {path}"
         )
-    inner, outer = (target, source) if len(target) > len(source) else (source, target)
-    if inner.startswith(outer + "/") and storage(src).kind(src) == "folder":
-        raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
+    names = [name for name, is_folder in entries.items() if not is_folder]
+    config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
+    content = {} if config is None else read_json(join(path, config))
+    modelopt = read_json(join(path, MODELOPT_CONFIG)) if MODELOPT_CONFIG in names else {}
+    weights, index = weight_files(path, [*entries])
+    index_name = _index_in([*entries]) or INDEX
+    is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
+    named = weights[0] if is_one else index_name.removesuffix(".index.json")
+    made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
+    copied, left = _others(path, entries, _modules(path, names))
+    opened = contextlib.ExitStack()
+    with contextlib.ExitStack() as failing:
+        failing.callback(opened.close)
+        files: dict[str, SafetensorsFile] = {}
+        for name in weights:
+            files[name] = SafetensorsFile(join(path, name))
+            opened.callback(files[name].close)
+        tensors = _tensors(path, files, index, join(path, index_name))
+        failing.pop_all()
+    return Checkpoint(
+        path=path,
+        tensors=tensors,
+        metadata=dict(next(iter(files.values())).metadata),
+        config=content,
+        folder=FolderFiles(
+            has_config=config is not None,
+            modelopt_config=modelopt,
+            weights_name=named.removesuffix(".safetensors"),
+            weights=weights,
+            copied=[name for name in copied if name not in made],
+            left=[name for name in left if name not in made],
+            is_adapter=ADAPTER_CONFIG in names,
+        ),
+        opened=opened,
+    )
 
 
-def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
-    """Raises where a folder cannot be written, or files would be lost by it.
+def _tensors(
+    path: Path,
+    files: Mapping[str, SafetensorsFile],
+    index: Mapping[str, str] | None,
+    index_path: str,
+) -> dict[str, Tensor]:
+    """The tensors of open files: those that the index places there; without an index all."""
+    tensors: dict[str, Tensor] = {}
+    for file_name, file in files.items():
+        for name, info in file.tensors.items():
+            if index is not None and name not in index:
+                raise CheckpointError(
+                    f"{index_path}: tensor {shown(name)} of {shown(file_name)} is not in it, "
+                    "expected every tensor; fetch both again, or delete the index where the "
+                    "folder holds all weights"
+                )
+            if index is not None and index[name] != file_name:
+                continue  # the index says that another file has it, too, and that one counts
+            if name in tensors:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)}: it is in {file_name} and in another "
+                    f"file, expected one, or an index, {INDEX}, that says which"
+                )
+            read = functools.partial(file.read_into, name)
+            tensors[name] = Tensor(name, info.dtype, info.shape, read)
+    _check_index(index_path, index, tensors)
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      CheckpointError: The file holds no JSON object.
+      OSError: It cannot be read.
+    """
+    data = read_file(path, _MAX_JSON)
+    try:
+        value = json.loads(data)
+    except UnicodeDecodeError as error:  # whose text is about an encoding that JSON may have
+        raise CheckpointError(f"{path}: no text, expected a JSON object") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {shown(str(error))}, expected a JSON object") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def is_under_way(path: Path, found: Container[str]) -> bool:
+    """Whether a folder with `found` is unfinished. Only URLs: on disk they appear complete."""
+    return is_url(path) and UNDER_WAY in found and plan_in(join(path, UNDER_WAY)) is not None
+
+
+def _others(
+    path: Path, found: Mapping[str, bool], modules: set[str], prefix: str = ""
+) -> tuple[list[str], list[str]]:
+    """Two lists of files in a folder and below: those to copy with the weights, and the others.
+
+    If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
-      path: The folder.
-      overwrite: Whether a checkpoint of that name may be replaced.
-      own: Names of files and folders in the new checkpoint; the old one may have these, too.
+      found: The names in the folder `path`/`prefix`, and whether each is a folder.
+      modules: Folders below, as seen from `path`, that are copied with their weights.
     """
-    place = storage(path)
-    if is_url(path):
-        target = str(path).rstrip("/")
-    else:
-        target = os.path.realpath(path)
-        check_nameable(path, target)
-    kind = place.kind(target)
-    if kind not in ("folder", ""):
-        raise CheckpointError(
-            f"{path}: is a file, expected the name of a folder, as the source is one"
+    copied, left = [], []
+    for name, is_folder in found.items():
+        relative, where = prefix + name, join(path, *(prefix + name).split("/"))
+        # A linked folder may contain itself; reading a pipe could wait for ever.
+        is_odd = not is_url(path) and (
+            os.path.islink(where) if is_folder else not os.path.isfile(where)
         )
-    found = place.entries(target) if kind == "folder" else {}
-    if not found or is_under_way(path, found):
-        return
-    if not overwrite:
-        raise exists_already(path)
-    _check_replaceable(path, target, found, own)
+        if is_odd or name.startswith("."):
+            left.append(relative)
+        elif is_folder:
+            more, without = _others(path, storage(path).entries(where), modules, f"{relative}/")
+            copied += more
+            left += without if more else [relative]
+        elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
+            left.append(relative)
+        else:
+            copied.append(relative)
+    return copied, left
 
 
-def check_nameable(path: Path, target: str) -> None:
-    """Raises if no folder can be renamed to this name."""
-    if os.path.ismount(target):
-        raise CheckpointError(
-            f"{path}: is a mount point, and the folder that is written gets its name by a "
-            f"rename; give a folder in it: {join(path, 'NAME')}"
-        )
-    if _is_around_us(target):
-        raise CheckpointError(
-            f"{path or repr('')}: is the folder that this process is in, or one around it, and "
-            "replacing it would leave the process in a removed one; give another name"
-        )
-    parent = os.path.dirname(target)
-    if not os.path.isdir(parent):
-        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
-    if not os.access(parent, os.W_OK):
-        raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
+def _index_in(names: list[str]) -> str | None:
+    """The name of the index: that of transformers, else the only other one, as of diffusers."""
+    if INDEX in names or "model.safetensors" in names:
+        return INDEX if INDEX in names else None
+    found = [name for name in names if name.endswith(".safetensors.index.json")]
+    return found[0] if len(found) == 1 else None
 
 
-def _is_around_us(target: str) -> bool:
+def _modules(path: Path, names: list[str]) -> set[str]:
+    """The folders of a model of sentence-transformers, whose modules have weights of their own."""
+    if "modules.json" not in names:
+        return set()
     try:
-        here = os.getcwd()
-    except FileNotFoundError:  # removed by somebody
-        return False
-    return f"{os.path.realpath(here)}/".startswith(f"{target}/")
-
-
-def _check_replaceable(
-    path: Path, target: str, found: Mapping[str, bool], own: Container[str]
-) -> None:
-    """Raises unless a folder, with the entries `found`, is a checkpoint and holds nothing else."""
-    folders = [name for name, is_folder in found.items() if is_folder and name not in own]
-    if folders or not any(name.endswith(".safetensors") for name in found):
-        what = f"holds the folder {shown(folders[0])}" if folders else "holds no safetensors"
+        modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
+        return {str(module["path"]) for module in modules if module["path"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: {what}, so it is no checkpoint of safetensors that --overwrite could "
-            "replace; choose another name"
-        )
-    try:
-        weights, _ = weight_files(target, [*found])
-    except CheckpointError as error:
-        reason = str(error).partition("; ")[0].removeprefix(f"{target}: ")  # not its remedies
-        raise CheckpointError(
-            f"{path}: --overwrite replaces nothing but a checkpoint, and this is none: {reason}; "
-            "choose another name"
+            f"{join(path, 'modules.json')}: {shown(str(error))}, expected a list of modules with "
+            "their paths; fetch it again"
         ) from error
-    known = {*weights, *(name for name in found if _BESIDE_WEIGHTS.fullmatch(name))}
-    others = [name for name in found if name not in known and name not in own]
-    if others:
+
+
+def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
+    """The safetensors files of a folder in the order of their names, and the map of the index.
+
+    The map is {tensor: file}; None where there is no index. `names` are those in the folder.
+
+    Raises:
+      CheckpointError: There are none, one is missing, or nothing says which belong together.
+    """
+    index_name = _index_in(names)
+    if index_name is not None:
+        index = _weight_map(path, index_name, names)
+        return sorted(set(index.values())), index
+    files = [name for name in names if name.endswith(".safetensors")]
+    if "model.safetensors" in files:
+        return ["model.safetensors"], None
+    if not files:
+        raise CheckpointError(f"{path}: {_no_weights(path, names)}")
+    shards = {name: _SHARD.match(name) for name in files}
+    totals = {int(match[1]) for match in shards.values() if match}
+    if len(files) > 1 and (None in shards.values() or totals != {len(files)}):
         raise CheckpointError(
-            f"{path}: --overwrite would delete {listed(map(shown, others))}, expected nothing but "
-            f"a checkpoint; move {'them' if len(others) > 1 else 'it'} away, or choose another name"
+            f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
+            f"together, expected one; fetch it again, or give one file: "
+            f"{join(path, files[0])}"
         )
+    if len(files) == 1 and totals and totals != {1}:
+        raise CheckpointError(
+            f"{path}: {shown(files[0])} is one of {totals.pop()} files, and the others and "
+            f"{INDEX} are missing; fetch them again"
+        )
+    return files, None
 
 
-def new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """config.json of the target: that of the source, changed to describe the planned weights."""
-    new = {key: value for key, value in config.items() if key not in _CONFIGS}
-    if isinstance(new.get("text_config"), dict):
-        new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
-    # Loaders build the model in the dtype that the config names, so it must be that of the wide
-    # weights. If all weights are dequantized, those that have the dtype already count as well.
-    only_wide = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
-    wide = {
-        tensor.dtype
-        for tensor in plan.tensors
-        if tensor.action == "cast" or (only_wide and tensor.dtype in WIDE)
-    }
-    for part in (new, new.get("text_config")):
-        for key in ("dtype", "torch_dtype"):
-            if len(wide) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
-                part[key] = WIDE[next(iter(wide))].name
-    if plan.quantization_config:
-        new["quantization_config"] = dict(plan.quantization_config)
-    return new
+def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]:
+    """{tensor: file} of an index; raises if a file is not in the folder."""
+    where = join(path, index_name)
+    index = read_json(where).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+        raise CheckpointError(
+            f"{where}: no weight_map of names and files; fetch it again, or delete it where "
+            "the folder holds all weights"
+        )
+    for name in sorted(set(index.values())):
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{where}: file {shown(name)} is not in the folder itself, expected a plain name"
+            )
+        if name not in names:
+            raise CheckpointError(
+                f"{where}: file {shown(name)} is missing in {path}; fetch it again"
+            )
+    return index
+
+
+def _no_weights(path: Path, names: list[str]) -> str:
+    """The message for a folder without safetensors: what it holds instead, and what to do."""
+    steps = [name for name in names if name.isdigit()]
+    if steps:
+        return (
+            f"no weights in the folder, but {shown(steps[-1])}, as orbax names steps; give one of "
+            f"them: {join(path, steps[-1])}"
+        )
+    for ending, remedy in (
+        (".bin", PICKLE),
+        (".pt", PICKLE),
+        (".pth", PICKLE),
+        (".gguf", "give the GGUF file itself"),
+        (".msgpack", "give the msgpack file itself"),
+        (".npz", "give the npz file itself"),
+    ):
+        found = [name for name in names if name.lower().endswith(ending)]
+        if found:
+            return f"no safetensors in the folder, but {shown(found[0])}; {remedy}"
+    # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
+    for pattern in ("*", os.path.join("snapshots", "*")):
+        inside = "" if is_url(path) else os.path.join(glob.escape(os.fspath(path)), pattern)
+        if found := sorted(glob.glob(os.path.join(inside, "*.safetensors"))) if inside else []:
+            folder = shown(os.path.dirname(found[0]))
+            return f"no safetensors files in the folder itself, but in {folder}; give that one"
+    return "no safetensors files in the folder, expected at least one"
+
+
+PICKLE = (
+    "a pickle, which may run any code when it is read, is refused; convert it where you trust it: "
+    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+)
+
+
+def _check_index(
+    where: Path, index: Mapping[str, str] | None, tensors: Mapping[str, Tensor]
+) -> None:
+    absent = [name for name in index or {} if name not in tensors]
+    if absent:
+        assert index is not None
+        raise CheckpointError(
+            f"{where}: tensor {shown(absent[0])} "
+            + (f"and {len(absent) - 1} more are" if len(absent) > 1 else "is")
+            + f" not in {shown(index[absent[0]])}, where it says; fetch both again"
+        )

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: parsed with suspicion, built byte for byte."""
+"""The header of a safetensors file: parsed with suspicion, built byte for byte. No JAX here."""
 
 import dataclasses
 import json
@@ -8,65 +8,20 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers the 8-bit float names with numpy)
 import numpy as np
 
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_BITS,
+    DTYPE_RANK,
+    NUMPY_DTYPES,
+    CheckpointError,
+    shown,
+)
+
 MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
-
-# Bits of an element, and NumPy's name for it, in the order in which the reference implementation
-# lays tensors out (the last first), so that every tensor starts at a multiple of its element size.
-# Source: github.com/huggingface/safetensors, safetensors/src/tensor.rs, enum Dtype.
-_DTYPES = {
-    "BOOL": (8, "bool"),
-    "F4": (4, None),
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "U8": (8, "uint8"),
-    "I8": (8, "int8"),
-    "F8_E5M2": (8, "float8_e5m2"),
-    "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E8M0": (8, "float8_e8m0fnu"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
-    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
-    "I16": (16, "int16"),
-    "U16": (16, "uint16"),
-    "F16": (16, "float16"),
-    "BF16": (16, "bfloat16"),
-    "I32": (32, "int32"),
-    "U32": (32, "uint32"),
-    "F32": (32, "float32"),
-    "C64": (64, "complex64"),
-    "F64": (64, "float64"),
-    "I64": (64, "int64"),
-    "U64": (64, "uint64"),
-}
-DTYPE_BITS = {dtype: bits for dtype, (bits, _) in _DTYPES.items()}
-_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
-NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if name}
-DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
-
 _METADATA = "__metadata__"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, converted or written. One line says where and what to do.
-
-    Examples:
-      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
-      >>> try:
-      ...     qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
-      ... except qt.checkpoints.CheckpointError as error:
-      ...     print(str(error).partition(";")[0])
-      model.safetensors: exists already
-    """
-
-    __module__ = "qtoolkit.checkpoints"  # tracebacks show the public name
-
-
-class MisuseError(CheckpointError):
-    """Options that exclude each other, or one that could have no effect: exit code 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,18 +56,6 @@ class TensorInfo:
         return NUMPY_DTYPES.get(self.dtype)
 
 
-def shown(name: str) -> str:
-    """`name` fit for a one-line message or a terminal."""
-    return name if name.isprintable() else ascii(name)
-
-
-def listed(texts: Iterable[str], most: int = 5) -> str:
-    """The first of some texts, with commas between them, and how many more there are."""
-    texts = [*texts]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
-
-
 def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
     """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
 
@@ -143,7 +86,7 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorI
                 f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "
                 "multiple of 8 bits; pad the last axis"
             )
-    for name, dtype, shape in sorted(tensors, key=lambda t: (-_RANK[t[1]], t[0])):
+    for name, dtype, shape in sorted(tensors, key=lambda t: (-DTYPE_RANK[t[1]], t[0])):
         stop = start + math.prod(shape) * DTYPE_BITS[dtype] // 8
         placed.append(TensorInfo(name, dtype, shape, start, stop))
         start = stop

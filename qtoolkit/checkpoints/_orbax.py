@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from qtoolkit.checkpoints._header import CheckpointError, shown
-from qtoolkit.checkpoints._memory import ArraySource, check_once
-from qtoolkit.checkpoints._storage import Path, is_url, join, storage
+from qtoolkit.checkpoints._arrays import array_checkpoint, check_unique
+from qtoolkit.checkpoints._paths import Path, is_url, join, storage
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, shown
 
 _METADATA = "_METADATA"  # beside the arrays of a tree
 # In the custom metadata of what `convert` writes: the names of lists that became dictionaries.
@@ -45,22 +46,20 @@ class Tree(NamedTuple):
       paths: Where each array is, by name.
       empty: The keys of what has no arrays, and what is there: None, or an empty container.
       lists: The names of dictionaries with keys "0", "1" and so on that stand for lists.
+      custom_metadata: The JSON that the checkpoint was saved with.
     """
 
     paths: Mapping[str, TreePath] = {}
     empty: Sequence[tuple[tuple[Any, ...], Any]] = ()
     lists: frozenset[str] = frozenset()
+    custom_metadata: Mapping[str, Any] = {}
 
 
-class OrbaxFolder(ArraySource):
-    """An open checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
+def open_orbax(path: Path) -> Checkpoint:
+    """Opens a checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
 
     Names are paths in the tree, joined by "."; of a variable of `nnx.state` that of the variable.
     Texts in the checkpoint's custom metadata are its `metadata`.
-
-    Attributes:
-      tree: Where everything is.
-      custom_metadata: The JSON that the checkpoint was saved with.
 
     Args:
       path: Of the checkpoint, or of a step of a manager, with one item in it.
@@ -69,63 +68,79 @@ class OrbaxFolder(ArraySource):
       CheckpointError: It is damaged, holds several items or what is no array, or QArrays.
       ImportError: orbax is missing.
     """
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
+        ) from error
+    folder = os.path.abspath(_of_one_item(path))  # orbax takes no other
+    structure: Any
+    try:
+        with quiet():  # a step's item has no metadata of its own, which it warns of
+            described = ocp.PyTreeCheckpointer().metadata(folder).item_metadata
+        if described is None:
+            raise ValueError("arrays are missing")
+        leaves, structure = jax.tree_util.tree_flatten_with_path(described.tree)
+        nodes, _ = jax.tree_util.tree_flatten_with_path(described.tree, is_leaf=_is_empty)
+        custom = dict(described.custom_metadata or {})
+    except Exception as error:  # whatever orbax, tensorstore and json raise
+        raise _damaged(path, error) from error
+    paths = tree_paths([keys for keys, _ in leaves])
+    names = [tree_path.name for tree_path in paths]
+    _check_names(path, names)
+    _check_arrays(path, names, [leaf for _, leaf in leaves])
+    headers = {
+        name: (np.dtype(leaf.dtype), tuple(leaf.shape))
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
+    arrays = _Arrays(path, folder, structure, headers)
+    checkpoint = array_checkpoint(path, headers, arrays.read)
+    checkpoint.opened.callback(arrays.ready.clear)
+    checkpoint.metadata = {k: text for k, text in custom.items() if isinstance(text, str)}
+    checkpoint.tree = Tree(
+        paths=dict(zip(names, paths, strict=True)),
+        empty=[(keys, node) for keys, node in nodes if _is_empty(node)],
+        lists=frozenset(_lists(custom)),
+        custom_metadata=custom,
+    )
+    return checkpoint
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import orbax.checkpoint as ocp
-        except ImportError as error:
-            raise ImportError(
-                f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
-            ) from error
-        self._orbax = ocp
-        self._folder = os.path.abspath(_of_one_item(path))  # orbax takes no other
-        self._structure: Any
-        try:
-            with quiet():  # a step's item has no metadata of its own, which it warns of
-                described = ocp.PyTreeCheckpointer().metadata(self._folder).item_metadata
-            if described is None:
-                raise ValueError("arrays are missing")
-            leaves, self._structure = jax.tree_util.tree_flatten_with_path(described.tree)
-            nodes, _ = jax.tree_util.tree_flatten_with_path(described.tree, is_leaf=_is_empty)
-            self.custom_metadata = dict(described.custom_metadata or {})
-        except Exception as error:  # whatever orbax, tensorstore and json raise
-            raise self._damaged(path, error) from error
-        paths = tree_paths([keys for keys, _ in leaves])
-        names = [path.name for path in paths]
-        self._index = {name: i for i, name in enumerate(names)}
-        self._read: dict[str, np.ndarray] = {}
-        _check_names(path, names, self._index)
-        _check_arrays(path, names, [leaf for _, leaf in leaves])
-        super().__init__(
-            path,
-            {
-                name: (np.dtype(leaf.dtype), tuple(leaf.shape))
-                for name, (_, leaf) in zip(names, leaves, strict=True)
-            },
-            self._array,
-        )
-        self.tree = Tree(
-            paths=dict(zip(names, paths, strict=True)),
-            empty=[(keys, node) for keys, node in nodes if _is_empty(node)],
-            lists=frozenset(_lists(self.custom_metadata)),
-        )
-        self.metadata = {
-            k: text for k, text in self.custom_metadata.items() if isinstance(text, str)
-        }
 
-    def _array(self, name: str) -> np.ndarray:
-        if name not in self._read:
-            self._read = self._arrays(self._from(name))
-        return self._read[name]
+class _Arrays:
+    """Reads arrays of a checkpoint, small ones together: each time orbax looks at all metadata.
 
-    def _from(self, name: str) -> list[str]:
-        """The array, and those behind it that are read with it."""
-        names = list(self.tensors)[self._index[name] :]
-        sizes = itertools.accumulate(self.tensors[name].nbytes for name in names)
-        return [n for n, size in zip(names, sizes, strict=True) if n == name or size <= _TOGETHER]
+    Attributes:
+      ready: Those that were read together with the last one.
+    """
 
-    def _arrays(self, names: list[str]) -> dict[str, np.ndarray]:
-        ocp, count = self._orbax, self._structure.num_leaves
+    def __init__(
+        self,
+        path: Path,
+        folder: str,
+        structure: Any,
+        headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    ) -> None:
+        self._path, self._folder, self._structure = path, folder, structure
+        self._index = {name: i for i, name in enumerate(headers)}
+        self._sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in headers.values()]
+        self.ready: dict[str, np.ndarray] = {}
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self.ready:
+            self.ready.clear()
+            names = [*self._index][self._index[name] :]
+            sizes = itertools.accumulate(self._sizes[self._index[name] :])
+            some = [
+                n for n, size in zip(names, sizes, strict=True) if n == name or size <= _TOGETHER
+            ]
+            self.ready |= self._restored(some)
+        return self.ready[name]
+
+    def _restored(self, names: list[str]) -> dict[str, np.ndarray]:
+        import orbax.checkpoint as ocp
+
+        count = self._structure.num_leaves
         wanted = [ocp.PLACEHOLDER] * count
         for name in names:
             wanted[self._index[name]] = 0
@@ -137,19 +152,16 @@ class OrbaxFolder(ArraySource):
             with quiet():
                 restored = ocp.PyTreeCheckpointer().restore(self._folder, args=arguments)
         except Exception as error:
-            raise self._damaged(f"{self.path}: tensor {shown(names[0])}", error) from error
+            raise _damaged(f"{self._path}: tensor {shown(names[0])}", error) from error
         leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
         return {name: np.asarray(leaves[self._index[name]]) for name in names}
 
-    def close(self) -> None:
-        self._read = {}
-        super().close()
 
-    def _damaged(self, where: Path, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{where}: {shown(str(error).splitlines()[0][:200] if str(error) else repr(error))}, "
-            "expected what orbax reads; write it again"
-        )
+def _damaged(where: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {shown(str(error).splitlines()[0][:200] if str(error) else repr(error))}, "
+        "expected what orbax reads; write it again"
+    )
 
 
 @contextlib.contextmanager
@@ -226,8 +238,9 @@ def _check_arrays(path: Path, names: list[str], leaves: list[Any]) -> None:
             )
 
 
-def _check_names(path: Path, names: list[str], known: dict[str, int]) -> None:
-    check_once(path, names)
+def _check_names(path: Path, names: list[str]) -> None:
+    check_unique(path, names)
+    known = {*names}
     stored = [name for name in known if name.endswith(".codes") and f"{name[:-5]}scale" in known]
     if stored:
         raise CheckpointError(

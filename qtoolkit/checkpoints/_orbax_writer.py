@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,15 +14,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import DictKey, SequenceKey
 
-from qtoolkit.checkpoints._container import check_orbax_folder
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, CheckpointError, shown
 from qtoolkit.checkpoints._orbax import LISTS_KEY, Tree, TreePath, quiet, tree_paths
-from qtoolkit.checkpoints._partial import check_no_shards
-from qtoolkit.checkpoints._place import Place, whole
-from qtoolkit.checkpoints._plan import Plan
+from qtoolkit.checkpoints._paths import Path, naming
+from qtoolkit.checkpoints._report import Plan
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._storage import Path, naming, storage
-from qtoolkit.checkpoints._stored import Entry
+from qtoolkit.checkpoints._target import check_orbax_folder
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, shown
+from qtoolkit.checkpoints._writing import (
+    PARTIAL,
+    clear_partial,
+    partial_name,
+    replace_folder,
+    replaced_name,
+    whole,
+)
 
 _SCRATCH = "weights.safetensors"
 _Leaves = Sequence[tuple[tuple[Any, ...], Any]]
@@ -32,46 +38,47 @@ def write_orbax(
     plan: Plan,
     chunks: Iterable[tuple[str, Any]],
     tree: Tree,
-    custom_metadata: Mapping[str, Any],
     *,
     overwrite: bool,
 ) -> None:
     """Writes a checkpoint of orbax, which appears when it is whole.
 
-    The engine produces codes and scales in pieces and interleaved, but orbax asks for whole arrays,
-    in an order of its own. So the engine writes a safetensors file beside the target first, from
-    which orbax then gets one array at a time. `tree` and `custom_metadata` are the source's; names
-    of tensors that are not in the tree are split at their dots.
+    Codes and scales are produced in pieces and interleaved, but orbax asks for whole arrays, in an
+    order of its own. So a safetensors file is written beside the target first, from which orbax
+    then gets one array at a time. `tree` is the source's; names of tensors that are not in it are
+    split at their dots.
 
     Raises:
-      CheckpointError: `path` exists, or another process writes it; an array is empty, which orbax
-        does not store, or two paths exclude each other. Nothing is left.
+      CheckpointError: `path` exists; an array is empty, which orbax does not store, or two paths
+        exclude each other. Nothing is left.
       OSError: It cannot be written.
     """
     arrays, lists = promised_tree(path, plan, tree)
     # Texts are the source's `metadata`, which the plan has as they are to be.
-    others = {key: value for key, value in custom_metadata.items() if not isinstance(value, str)}
+    others = {k: v for k, v in tree.custom_metadata.items() if not isinstance(v, str)}
     metadata = {**others, **plan.metadata}
     metadata.pop(LISTS_KEY, None)
     if lists:
         metadata[LISTS_KEY] = json.dumps(lists)
-    place = Place.of(path)
-    with naming(path, place.parts), place.locked(shared=False):
-        check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
-        check_no_shards(place.parts, path, overwrite)
-        place.clear()
+    target = os.path.realpath(path)
+    partial = partial_name(target)
+    with naming(path, PARTIAL):
+        clear_partial(target, path, overwrite)
+        os.mkdir(partial)
         try:
-            scratch = os.path.join(place.parts, _SCRATCH)
+            scratch = os.path.join(partial, _SCRATCH)
             write_safetensors(scratch, plan.outputs, chunks, overwrite=True)
+            content = os.path.join(partial, "checkpoint")
             with SafetensorsFile(scratch) as file:
-                _save(path, place.content, arrays, file, metadata)
-            check_orbax_folder(path, overwrite)
-            place.replace()
+                _save(path, content, arrays, file, metadata)
+            check_orbax_folder(path, overwrite)  # somebody else may have written it meanwhile
+            replace_folder(content, target, path)
         except BaseException:
-            storage(path).remove_folder(place.parts)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
         with whole(str(path)):
-            storage(path).remove_folder(place.parts)
+            shutil.rmtree(replaced_name(target), ignore_errors=True)
+            shutil.rmtree(partial)
 
 
 class _Promised(np.ndarray):
@@ -154,15 +161,15 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
     """
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:
-        beside = tree.paths.get(tensor.name, _split(tensor.name))
+        place = tree.paths.get(tensor.name, _split(tensor.name))
         for entry in tensor.entries:
             if 0 in entry.shape:
                 raise CheckpointError(
                     f"{path}: tensor {shown(entry.name)} has shape {list(entry.shape)}, expected "
                     "elements: orbax stores no empty arrays; write safetensors, without --to orbax"
                 )
-            keys = _with_suffix(beside.keys, entry.name.removeprefix(tensor.name))
-            tail = (DictKey("value"),) if beside.is_variable else ()
+            keys = _with_suffix(place.keys, entry.name.removeprefix(tensor.name))
+            tail = (DictKey("value"),) if place.is_variable else ()
             leaves.append(((*keys, *tail), _Promised.of(entry)))
     for read, (_, leaf) in zip(tree_paths([keys for keys, _ in leaves]), leaves, strict=True):
         if read.name != leaf.name:

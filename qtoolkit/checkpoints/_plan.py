@@ -1,139 +1,447 @@
-"""The plan of a conversion: what is done to each tensor. Data only, no JAX here."""
+"""What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
-from typing import Any, Literal
+import json
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from qtoolkit.checkpoints._base import StoredAs
-from qtoolkit.checkpoints._header import TensorInfo
-from qtoolkit.checkpoints._header import layout as placed
-from qtoolkit.checkpoints._stored import Entry, Stored
-from qtoolkit.checkpoints._targets import is_named
-from qtoolkit.checkpoints.layouts import Scheme
-from qtoolkit.formats import BlockFormat, Format, Rules
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._checks import (
+    DIFFUSERS,
+    check_known,
+    check_loads,
+    check_names,
+    kept_modules,
+    used_schemes,
+)
+from qtoolkit.checkpoints._decode import check_explained
+from qtoolkit.checkpoints._formats import (
+    InputScales,
+    check_used,
+    dtype_of,
+    input_scale,
+    model_dtype,
+    resolve_target,
+    safetensors_dtype,
+    scheme_of,
+    wide_dtype,
+)
+from qtoolkit.checkpoints._report import Plan, TensorPlan
+from qtoolkit.checkpoints._roles import (
+    AXIS_CHOICES,
+    EMBEDDING,
+    SKIPPED,
+    AxisChoice,
+    Roles,
+    fused_group,
+)
+from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._tensors import (
+    Checkpoint,
+    CheckpointError,
+    MisuseError,
+    Tensor,
+    listed,
+    shown,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
+from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
+from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
-ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a target
+METADATA_KEY = "qtoolkit"
+
+
+def make_plan(
+    source: Checkpoint | SafetensorsFile,
+    *,
+    format: SpecLike | Rules[Any] | None = "e4m3fn",
+    scaling: str | None = None,
+    layout: str | None = None,
+    skip: Sequence[str] = (),
+    keep_dtype: FormatLike | None = None,
+    channel_axis: AxisChoice = "auto",
+    input_scales: InputScales | None = None,
+    allow_codes: bool = False,
+) -> Plan:
+    """Decides what `convert` does with every tensor of `source`.
+
+    One format quantizes the float32, float16 and bfloat16 tensors of two or more dimensions whose
+    names match neither `DEFAULT_SKIP` nor `skip`. With `Rules`, `skip` still comes first, but
+    `DEFAULT_SKIP` and the number of dimensions do not count. A tensor that no rule matches gets the
+    default of the rules if it is float32, float16 or bfloat16.
+
+    Args:
+      source: The open checkpoint; only its headers are read. `convert` opens a quantized one as
+        the float weights that it stands for.
+      format: An element format or a published block format, in any spelling, that the layout holds.
+        Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
+        format: nothing is quantized.
+      scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
+        elements, but one for each output in convolutions [O, I, kh, kw]. None: what the layout
+        has first for the format. Formats without scales, bfloat16 and float16, and block formats
+        take None alone.
+      layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
+        that layout holds the format and the model is not of diffusers; else "plain".
+      skip: Regular expressions; a tensor is kept if one is found in its name.
+      keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
+        are not quantized; None leaves them as they are.
+      channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
+        decides by architecture, names and biases.
+      input_scales: Static activation scales by module, or one for all, if the layout asks for them.
+      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats and integers of
+        two or more dimensions that are no masks or tables by their names. `skip` and rules that
+        name them allow them, too.
+
+    Raises:
+      CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
+        scales are given to formats that have none; the source is a folder of an adapter, or one
+        that loaders would misread for lack of a config.json; a tensor to be quantized is float64
+        (by a rule: not float32, float16 or bfloat16); the name for its scales is taken; a regular
+        expression is invalid, or it or a rule matches nothing; the axis of the outputs cannot be
+        found out.
+      TypeError: A rule has a class as its key, or a value that is no format.
+      ValueError: Unknown format, scaling or layout.
+
+    Examples:
+      >>> tensors = {"mlp/kernel": jnp.ones((64, 32)), "embed/kernel": jnp.ones((8, 32))}
+      >>> qt.checkpoints.save("model.safetensors", tensors)
+      >>> with qt.checkpoints.open_source("model.safetensors") as source:
+      ...     plan = qt.checkpoints.make_plan(source, scaling="tensor")
+      >>> for tensor in plan.tensors:
+      ...     print(tensor.name, tensor.dtype, tensor.reason or tensor.action)
+      embed/kernel F32 skipped by default
+      mlp/kernel F8_E4M3 quantize
+    """
+    if scaling is not None and scaling not in SCALINGS:
+        raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
+    if layout is not None and layout not in [*WRITTEN]:  # the argument may have no hash
+        raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(WRITTEN)}")
+    if channel_axis not in AXIS_CHOICES:
+        raise ValueError(
+            f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
+        )
+    if isinstance(source, SafetensorsFile):
+        source = source.checkpoint()
+    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    planner = _Planner(
+        source=source,
+        layout=chosen,
+        scaling=scaling,
+        keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
+        roles=Roles(source.tensors, source.config, channel_axis),
+        input_scales=input_scales,
+        parts=copied_parts(source.metadata, source.tensors, source.encodings),
+        allow_codes=allow_codes,
+    )
+    plan = planner.plan(format, skip)
+    check_loads(source, plan)
+    check_known(source, plan)
+    return plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """What is done to one tensor.
+class _Planner:
+    """The choices of one conversion. `parts` are of quantized arrays that are copied."""
 
-    Attributes:
-      source: The tensor in the source, dequantized if the source is quantized.
-      action: "quantize"; "cast", rounded to another wide dtype; or "keep", copied unchanged.
-      reason: Why it is not quantized; empty if it is.
-      dtype: The dtype of its codes, or else of the tensor, in the target, as safetensors spells it.
-      spec: The format to which it is quantized or cast; None if it is kept.
-      stored: How it is stored; None if it is not quantized or has no scale.
-      scheme: The scheme of the layout; None in the same cases.
-      group: A key that tensors with a common tensor scale share; "" if it has its own scale.
-    """
+    source: Checkpoint
+    layout: Layout
+    scaling: str | None
+    keep_dtype: str | None
+    roles: Roles
+    input_scales: InputScales | None
+    parts: set[str]
+    allow_codes: bool
 
-    source: TensorInfo
-    action: Literal["quantize", "cast", "keep"]
-    reason: str
-    dtype: str
-    spec: BlockFormat | None = None
-    stored: Stored | None = None
-    scheme: Scheme | None = None
-    group: str = ""
-
-    @classmethod
-    def quantized(
-        cls, source: TensorInfo, stored: Stored, scheme: Scheme, group: str = ""
-    ) -> "TensorPlan":
-        """A weight that is quantized with scales."""
-        return cls(
-            source=source,
-            action="quantize",
-            reason="",
-            dtype=stored.codes.dtype,
-            spec=stored.spec,
-            stored=stored,
-            scheme=scheme,
-            group=group,
+    def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
+        given, rules = self._rules(format)
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        if self.scaling is not None and not has_scales:
+            names = ", ".join(dict.fromkeys(f.name for f in _formats(rules)))
+            raise MisuseError(
+                f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
+                "expected no --scaling; leave it out"
+            )
+        is_plain = not isinstance(given, Rules)
+        patterns = self._patterns(skip)
+        keeps_codes = self._check_codes(given is None, rules, patterns)
+        tensors = tuple(
+            self._tensor(info, *self._choice(info, rules, is_plain, patterns))
+            for info in self.source.tensors.values()
+        )
+        check_names(self.source, tensors)
+        check_used(self.input_scales, tensors, self.layout)
+        used = used_schemes(tensors)
+        if format is not None:
+            self._check_schemes(used, tensors)
+        word = self._scaling_word(used, has_scales)
+        kept = kept_modules(tensors) if used else []
+        if used:
+            self._check_loadable(tensors)
+        return Plan(
+            layout=self.layout.name,
+            format=given,
+            scaling=word,
+            tensors=tensors,
+            metadata=self._metadata(given, word, tensors, keeps_codes),
+            quantization_config=self.layout.config(used, kept) if used else {},
+            files=self.layout.files(used, kept) if used else {},
+            dequantizes=self.source.layout,
+            caution=self.layout.caution(used, kept) if used else "",
         )
 
-    @property
-    def name(self) -> str:
-        return self.source.name
+    def _check_codes(
+        self, only_dequantizes: bool, rules: Rules[Any], skip: Sequence[re.Pattern[str]]
+    ) -> bool:
+        """Whether codes are kept that no layout explains; raises unless they may be."""
 
-    @property
-    def format(self) -> Format | None:
-        """The element format; None where it is kept."""
-        return None if self.spec is None else self.spec.element
+        def is_allowed(name: str) -> bool:
+            named = any(p.search(name) for p in skip) or rules.match_index(name) is not None
+            return self.allow_codes or named
 
-    @functools.cached_property
-    def entries(self) -> tuple[Entry, ...]:
-        """The tensors of the target that are written for it: name, dtype and shape of each."""
-        if self.stored is not None:
-            return self.stored.entries
-        return (Entry(self.name, self.dtype, self.source.shape),)
+        ways = "--allow-codes" if only_dequantizes else "--skip PATTERN or --allow-codes"
+        remedy = f"; if it is what the model has, copy it as it is with {ways}"
+        return check_explained(self.source, is_allowed, remedy)
 
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Bytes of what is written for it."""
-        return sum(entry.nbytes for entry in self.entries)
+    def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
+        """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
+        patterns = [compiled(p) for p in _strings(skip)]
+        names = list(self.source.tensors)
+        unused = [p.pattern for p in patterns if not any(map(p.search, names))]
+        if unused:
+            raise CheckpointError(
+                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
+                "found in the name of a tensor; there is "
+                + (listed(map(shown, names), 3) or "nothing")
+            )
+        return patterns
+
+    def _check_schemes(
+        self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
+    ) -> None:
+        """Raises if nothing is quantized, or several schemes are used in a layout of one."""
+        if not used and self.layout.linear_only:
+            reasons = [tensor.reason for tensor in tensors if tensor.reason]
+            counted = ", ".join(f"{r}: {reasons.count(r)}" for r in dict.fromkeys(reasons))
+            raise CheckpointError(
+                f"{self.source.path}: nothing to quantize for layout {self.layout.name} "
+                f"({counted or 'no tensors'}), expected matrices named NAME.weight; --layout plain "
+                "and --rules take others"
+            )
+        if len(used) > 1 and not self.layout.is_mixed:
+            raise CheckpointError(
+                f"layout {self.layout.name}: {len(used)} formats by the rules, expected one; only "
+                "compressed-tensors holds several"
+            )
+
+    def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
+        """`Plan.scaling`: what all schemes in use have, else what was asked for."""
+        words = {scheme.scaling or "none" for scheme in used}
+        if len(words) == 1:
+            return words.pop()
+        return (self.scaling or "tensor") if has_scales else "none"
+
+    def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
+        """Raises where loaders of the layout are known to fail at a tensor of this name."""
+        for tensor in tensors:
+            for pattern, reason in self.layout.refused.items():
+                if re.search(pattern, tensor.name):
+                    raise self._error(tensor.source, reason)
+
+    def _rules(
+        self, format: SpecLike | Rules[Any] | None
+    ) -> tuple[Format | BlockFormat | Rules[Any] | None, Rules[Any]]:
+        if not isinstance(format, Rules):
+            one = None if format is None else self._target(format)
+            return one, Rules((), default=one)
+        try:
+            rules: Rules[Any] = format.map(self._target)
+            rules.map(lambda fmt: fmt.name)
+            for key, _ in rules.rules:
+                if not isinstance(key, str):
+                    raise TypeError(
+                        f"Rules: rule {key.__name__} is a class, which JSON cannot hold; expected "
+                        "a regular expression"
+                    )
+            rules.check_used(str(self.source.path), self.source.tensors)
+        except ValueError as error:
+            raise CheckpointError(shown(str(error))) from error
+        return rules, rules
+
+    def _target(self, of: SpecLike) -> Format | BlockFormat:
+        """The format of this spelling; raises where the layout cannot hold it."""
+        target = resolve_target(of)
+        scheme_of(self.layout, target, self.scaling)
+        return target
+
+    def _choice(
+        self, info: Tensor, rules: Rules[Any], is_plain: bool, skip: list[re.Pattern[str]]
+    ) -> tuple[Format | BlockFormat | None, str]:
+        """The format of a tensor, or None and the reason not to quantize it."""
+        position, fmt = rules.match_index(info.name), rules.lookup(info.name)
+        if info.name in self.parts and (is_plain or fmt is None):
+            return None, "of a quantized array that is copied"
+        if position is None and info.dtype not in (*WIDE, "F64"):
+            return None, f"dtype {info.dtype}"
+        if fmt is not None and dtype_of(fmt) == info.dtype:
+            return None, f"{info.dtype} already"
+        if is_plain and len(info.shape) < 2:
+            return None, "fewer than two dimensions"
+        if any(pattern.search(info.name) for pattern in skip):
+            return None, "--skip"
+        if is_plain and SKIPPED.search(info.name):
+            return None, "skipped by default"
+        if is_plain and fmt is None:
+            return None, "dequantized"
+        if is_plain and self.layout.linear_only and len(info.shape) != 2:
+            return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if self.layout.linear_only and 0 in info.shape:
+            return None, "empty"
+        if fmt is None:
+            return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
+        return fmt, ""
+
+    def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
+        if fmt is None:
+            return self._kept(info, reason)
+        if info.name in self.parts:
+            raise self._error(
+                info, "of a quantized array, which rules cannot quantize again; leave it out"
+            )
+        if info.dtype not in WIDE:
+            raise self._error(
+                info, f"dtype {info.dtype}, expected F32, F16 or BF16; leave it out with --skip"
+            )
+        if isinstance(fmt, Format) and not fmt.needs_scale:
+            dtype = safetensors_dtype(fmt)
+            spec = BlockFormat.tensor(fmt, scale=None)
+            return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
+        scheme = self._scheme(info, fmt)
+        if self.input_scales is not None:
+            scheme = self.layout.static.get(scheme, scheme)
+        encoding = self._encoding(info, scheme)
+        shares = encoding.spec.tensor_scale is not None
+        group = fused_group(info.name) if shares else ""
+        return TensorPlan.quantized(info, encoding, scheme, group)
+
+    def _scheme(self, info: Tensor, fmt: Format | BlockFormat) -> Scheme:
+        """The scheme of the layout, with "channel" for "block" in a convolution [O, I, kh, kw].
+
+        Blocks lie in the last two axes, which have kh * kw elements: a 1x1 convolution would get a
+        float32 scale for every element.
+        """
+        scheme = scheme_of(self.layout, fmt, self.scaling)
+        is_by_block = scheme.scaling == "block" and len(info.shape) > 3
+        if is_by_block and self.roles.outputs_last(info) is False:
+            return scheme_of(self.layout, fmt, "channel")
+        return scheme
+
+    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding:
+        """What the layout writes for a tensor; raises where it cannot hold it."""
+        by_channel = scheme.scaling == "channel" and len(info.shape) > 1
+        try:
+            if self.layout.linear_only:
+                self._check_linear(info)
+            axes = self.roles.axes(info) if by_channel else ()
+            scale = input_scale(self.input_scales, info, scheme, self.layout)
+            return self.layout.encode(info.entry, scheme, axes, scale)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.source.path}: {error}") from error
+
+    def _check_linear(self, info: Tensor) -> None:
+        # Not "/weight": other entries replace what follows the last dot of the name.
+        if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: expected a matrix named "
+                f"NAME.weight, as layout {self.layout.name} holds them; leave it out with --skip, "
+                "or use --layout plain"
+            )
+        if EMBEDDING.search(info.name):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}: a table of embeddings by its name, and loaders of "
+                f"layout {self.layout.name} take quantized weights of linear layers only; keep it "
+                "by a rule or with --skip, or use --layout plain"
+            )
+        if self.roles.outputs_last(info):
+            raise CheckpointError(
+                f"tensor {shown(info.name)}, {list(info.shape)}: it is [inputs, outputs], as "
+                f"GPT-2's Conv1D or by --channel-axis, and layout {self.layout.name} holds "
+                "[outputs, inputs] only; use --layout plain"
+            )
+
+    def _kept(self, info: Tensor, reason: str) -> TensorPlan:
+        """A tensor that is not quantized: copied, or cast to another wide dtype."""
+        is_cast = info.dtype in WIDE and info.name not in self.parts
+        wanted = self.keep_dtype if is_cast else None
+        if wanted is None and info.encoding is not None:
+            wanted = model_dtype(self.source.config)
+        if wanted is None or wanted == info.dtype:
+            return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
+        spec = BlockFormat.tensor(WIDE[wanted], scale=None)
+        return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
+
+    def _error(self, info: Tensor, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
+
+    def _metadata(
+        self, given: Any, word: str, tensors: Sequence[TensorPlan], keeps_codes: bool
+    ) -> dict[str, str]:
+        about: dict[str, Any] = {"scaling": word, "version": __version__}
+        if keeps_codes:
+            about["keeps_codes"] = True
+        if isinstance(given, Rules):
+            named = given.map(lambda fmt: fmt.name)
+            about["rules"] = {"rules": named.rules, "default": named.default}
+        elif given is not None:
+            about["format"] = given.name
+        if self.layout.name != "plain":
+            about["layout"] = self.layout.name
+        changed = {t.name for t in tensors if t.action != "keep"}
+        changed |= self.source.encodings.keys()
+        metadata = remaining_arrays(self.source.metadata, changed)
+        if self.layout.linear_only:
+            metadata["format"] = "pt"  # transformers asks for it
+        if given is None:
+            metadata.pop(METADATA_KEY, None)
+            return metadata
+        return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is done to a checkpoint.
+def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    if format is None or not source.config or DIFFUSERS in source.config:
+        return "plain"
+    loaded = LAYOUTS["compressed-tensors"]
+    for target in _formats(format) if isinstance(format, Rules) else [format]:
+        try:
+            loaded.scheme(resolve_target(target), scaling)
+        except CheckpointError:
+            return "plain"
+    return loaded.name
 
-    Attributes:
-      layout: The name of the layout.
-      format: The format to which tensors are quantized, or the rules that say so.
-      scaling: "tensor", "channel" or "block"; "none" if the format's scales have no such word.
-      tensors: One plan for each tensor of the source, in the order of its data.
-      metadata: The metadata of the target: that of the source, plus a summary under "qtoolkit".
-      quantization_config: Written to config.json for loaders; empty: nothing is written.
-      files: Further JSON files, by name.
-      dequantizes: The layout of a quantized source; "" if the source is not quantized.
-      stored_as: How its quantized tensors are stored, by name.
-      caution: What one of the layout's loaders is known to misread; "" if nothing.
-    """
 
-    layout: str
-    format: Format | BlockFormat | Rules[Any] | None
-    scaling: str
-    tensors: tuple[TensorPlan, ...]
-    metadata: Mapping[str, str]
-    quantization_config: Mapping[str, Any]
-    files: Mapping[str, Any]
-    dequantizes: str = ""
-    stored_as: Mapping[str, StoredAs] = dataclasses.field(default_factory=dict)
-    caution: str = ""
+def _formats(rules: Rules[Any]) -> list[Any]:
+    values = (rules.default, *(value for _, value in rules.rules))
+    return [value for value in values if value is not None]
 
-    def before(self, tensor: TensorPlan) -> StoredAs:
-        """How one of `tensors` is stored in the source."""
-        source = tensor.source
-        return self.stored_as.get(source.name) or StoredAs(source.dtype, source.nbytes)
 
-    @property
-    def outputs(self) -> tuple[TensorInfo, ...]:
-        """Every tensor of the target, placed in one file."""
-        return placed(entry for tensor in self.tensors for entry in tensor.entries)
-
-    @property
-    def loads_nowhere(self) -> bool:
-        """Whether no loader of models can read the weights: codes that no config describes."""
-        return not self.quantization_config and any(t.stored is not None for t in self.tensors)
-
-    @property
-    def format_names(self) -> str:
-        """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
-        specs = dict.fromkeys(
-            # Unique ones first: there are few, and finding the name of a format takes long.
-            (tensor.scheme.spec if tensor.scheme else tensor.spec, tensor.scheme is not None)
-            for tensor in self.tensors
-            if tensor.spec is not None and tensor.action == "quantize"
+def _strings(skip: Any) -> list[Any]:
+    given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
+    if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
+        raise TypeError(
+            f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
+            "skip=['lm_head']"
         )
-        used = dict.fromkeys(
-            (spec if has_scheme and is_named(spec) else spec.element).name
-            for spec, has_scheme in specs
-        )
-        if not used and isinstance(self.format, Format | BlockFormat):
-            return self.format.name
-        return ", ".join(used) or "nothing"
+    return given
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of `skip`; raises CheckpointError, with the position, where it is invalid."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
+            r"'(^|/)head/'; write special characters with a backslash"
+        ) from error

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from qtoolkit.checkpoints._dequantized import dequantized, info_of, is_qarray
-from qtoolkit.checkpoints._header import DTYPE_OF, CheckpointError, shown
-from qtoolkit.checkpoints._qarrays import qarray_of
+from qtoolkit.checkpoints._containers import kind_of, opened_as
+from qtoolkit.checkpoints._decode import check_explained, dequantized
+from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
-from qtoolkit.checkpoints._saved import ARRAYS_KEY, PARTS, not_described
-from qtoolkit.checkpoints._source import Folder, kind_of, opened_as
-from qtoolkit.checkpoints._storage import Path
-from qtoolkit.checkpoints._stored import Entry
+from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
 
 # What reads other files than `load` does.
 _READ_BY = {
@@ -72,7 +71,7 @@ def save(
                 'write {"name": array}, or of a model of nnx nnx.state(model)'
             )
         entries = {name: leaf}
-        if is_qarray(leaf):
+        if _is_qarray(leaf):
             entries, quantized[name] = _entries(path, name, leaf)
         for entry, array in entries.items():
             if entry in arrays:
@@ -135,7 +134,7 @@ def load(path: Path, like: Any = None) -> Any:
         )
     with opened_as(kind, path) as file:
         described = file.metadata.get(ARRAYS_KEY)
-        if isinstance(file, Folder) and described is None:
+        if file.folder is not None and described is None:
             loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))
         else:
             arrays: dict[str, Any] = {name: file.read(name) for name in file.tensors}
@@ -242,7 +241,7 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
             "of `like`; convert codes with their scales: load the file that `convert` or `save` "
             "wrote"
         )
-    if is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
+    if _is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
         return found  # JAX would narrow 64 bits
     return jnp.asarray(found)
 
@@ -355,39 +354,103 @@ def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
     Raises:
       CheckpointError: The scales belong to no blocks of the codes.
     """
-    from qtoolkit.checkpoints.layouts import LAYOUTS
-
     if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
         return None
     arrays = {"codes": codes, "codes_scale": scale}
-    infos = {name: info_of(name, x) for name, x in arrays.items()}
-    (stored,) = LAYOUTS["plain"].read({}, infos, "load").values()
+    (encoding,) = _plain_encodings("load", arrays).values()
+    return _qarray_of(encoding, arrays, getattr(wanted, "dtype", np.dtype("float32")))
+
+
+def _plain_encodings(where: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Encoding]:
+    """The weights among arrays that `convert` has quantized in the plain layout."""
+    headers = {
+        name: Entry(name, DTYPE_OF[array.dtype.name], array.shape)
+        for name, array in arrays.items()
+        if array.dtype.name in DTYPE_OF
+    }
+    return LAYOUTS["plain"].decode({}, headers, where)
+
+
+def _qarray_of(encoding: Encoding, arrays: Mapping[str, np.ndarray], dtype: Any) -> Any:
+    from qtoolkit.checkpoints._values import qarray_of  # loads JAX
 
     def read(entry: Entry) -> np.ndarray:
         return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
 
-    return qarray_of(stored, read, getattr(wanted, "dtype", np.dtype("float32")))
+    return qarray_of(encoding, read, dtype=dtype)
 
 
-def _of_folder(folder: Folder, wanted: Collection[str] | None) -> dict[str, Any]:
+def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
     """The tensors of a folder by name; what is quantized is a `QArray`, whatever the layout.
 
     What loaders keep beside the weights, such as input scales, is left out if it is not `wanted`.
     """
     source = dequantized(folder)
-
-    def read(entry: Entry) -> np.ndarray:
-        data = np.empty(entry.nbytes, np.uint8)
-        folder.read_into(entry.name, 0, data.data)
-        return data
-
-    weights = source.stored
-    found: dict[str, Any] = {}
+    check_explained(source)
+    loaded: dict[str, Any] = {}
     for name in source.everything if wanted is None else {*source.tensors, *wanted}:
-        array = qarray_of(weights[name], read, "float32") if name in weights else None
-        if array is not None:
-            found[name] = array
-            continue
-        entries = [e.name for e in weights[name].entries] if name in weights else [name]
-        found |= {entry: folder.read(entry) for entry in entries if entry in folder.tensors}
-    return found
+        encoding = source.encodings.get(name)
+        if encoding is None:
+            loaded |= {name: folder.read(name)} if name in folder.tensors else {}
+        elif 0 in encoding.shape or encoding.scale is None:
+            loaded |= {e.name: folder.read(e.name) for e in encoding.entries}
+        else:
+            loaded[name] = _loaded(encoding, folder)
+    return loaded
+
+
+def _loaded(encoding: Encoding, folder: Checkpoint) -> Any:
+    from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
+
+    read = entry_reader(folder.tensors)
+    if encoding.group_index is not None:
+        return values_of(encoding, read)
+    array = qarray_of(encoding, read)
+    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
+
+
+def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The float32 values of tensors that `convert` has quantized in the plain layout.
+
+    Args:
+      tensors: Arrays by name, as `load` returns them.
+
+    Returns:
+      The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
+      code * scale in float32, and the scale left out; and every `QArray` by its own.
+
+    Raises:
+      TypeError: `tensors` is no dictionary.
+
+    Examples:
+      >>> weights = {"w": jnp.asarray([[896.0, 0.3]]), "bias": jnp.ones(2)}
+      >>> qt.checkpoints.save("model.safetensors", weights)
+      >>> report = qt.checkpoints.convert("model.safetensors", "fp8.safetensors", scaling="tensor")
+      >>> tensors = qt.checkpoints.load("fp8.safetensors")
+      >>> tensors["w"].dtype, tensors["w_scale"]
+      (dtype(float8_e4m3fn), array([2.], dtype=float32))
+      >>> qt.checkpoints.dequantize(tensors)["w"]
+      array([[8.960e+02, 3.125e-01]], dtype=float32)
+    """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"dequantize: tensors has type {type(tensors).__name__}, expected arrays by name; "
+            "write dequantize(load(path))"
+        )
+    arrays = {
+        name: np.asarray(tensor.dequantize("float32") if _is_qarray(tensor) else tensor)
+        for name, tensor in tensors.items()
+    }
+    encodings = _plain_encodings("dequantize", arrays)
+    parts = {entry.name for encoding in encodings.values() for entry in encoding.entries}
+    values = {n: array for n, array in arrays.items() if n not in parts or n in encodings}
+    for name, encoding in encodings.items():
+        if 0 in encoding.shape:
+            values[name] = np.zeros(encoding.shape, np.float32)
+        else:
+            values[name] = np.asarray(_qarray_of(encoding, arrays, "float32").dequantize())
+    return values
+
+
+def _is_qarray(x: Any) -> bool:
+    return hasattr(x, "codes") and hasattr(x, "spec")  # without JAX

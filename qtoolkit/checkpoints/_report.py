@@ -1,27 +1,150 @@
-"""The report of a conversion. No JAX here."""
+"""What a conversion will do, `Plan`, has done, `Report`, and cost, `Comparison`. Data, no JAX."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._header import TensorInfo, shown
-from qtoolkit.checkpoints._plan import ContainerName
+from qtoolkit.checkpoints._header import TensorInfo, layout
+from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
+from qtoolkit.checkpoints.layouts import Encoding, Scheme
+from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
+
+_PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
+ContainerName = Literal["safetensors", "orbax"]  # what holds the tensors of a target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """What is done to one tensor.
+
+    Attributes:
+      source: The tensor in the source, dequantized if the source is quantized.
+      action: "quantize"; "cast", rounded to another wide dtype; or "keep", copied unchanged.
+      reason: Why it is not quantized; empty if it is.
+      dtype: The dtype of its codes, or else of the tensor, in the target, as safetensors spells it.
+      spec: The format to which it is quantized or cast; None if it is kept.
+      encoding: How it is stored; None if it is not quantized or has no scale.
+      scheme: The scheme of the layout; None in the same cases.
+      group: A key that tensors with a common tensor scale share; "" if it has its own scale.
+    """
+
+    source: Tensor
+    action: Literal["quantize", "cast", "keep"]
+    reason: str
+    dtype: str
+    spec: BlockFormat | None = None
+    encoding: Encoding | None = None
+    scheme: Scheme | None = None
+    group: str = ""
+
+    @classmethod
+    def quantized(
+        cls, source: Tensor, encoding: Encoding, scheme: Scheme, group: str = ""
+    ) -> "TensorPlan":
+        """A weight that is quantized with scales."""
+        return cls(
+            source=source,
+            action="quantize",
+            reason="",
+            dtype=encoding.codes.dtype,
+            spec=encoding.spec,
+            encoding=encoding,
+            scheme=scheme,
+            group=group,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def format(self) -> Format | None:
+        """The element format; None where it is kept."""
+        return None if self.spec is None else self.spec.element
+
+    @functools.cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The tensors of the target that are written for it: name, dtype and shape of each."""
+        if self.encoding is not None:
+            return self.encoding.entries
+        return (Entry(self.name, self.dtype, self.source.shape),)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of what is written for it."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is done to a checkpoint.
+
+    Attributes:
+      layout: The name of the layout.
+      format: The format to which tensors are quantized, or the rules that say so.
+      scaling: "tensor", "channel" or "block"; "none" if the format's scales have no such word.
+      tensors: One plan for each tensor of the source, in the order of its data.
+      metadata: The metadata of the target: that of the source, plus a summary under "qtoolkit".
+      quantization_config: Written to config.json for loaders; empty: nothing is written.
+      files: Further JSON files, by name.
+      dequantizes: The layout of a quantized source; "" if the source is not quantized.
+      caution: What one of the layout's loaders is known to misread; "" if nothing.
+    """
+
+    layout: str
+    format: Format | BlockFormat | Rules[Any] | None
+    scaling: str
+    tensors: tuple[TensorPlan, ...]
+    metadata: Mapping[str, str]
+    quantization_config: Mapping[str, Any]
+    files: Mapping[str, Any]
+    dequantizes: str = ""
+    caution: str = ""
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """Every tensor of the target, placed in one file."""
+        return layout(entry for tensor in self.tensors for entry in tensor.entries)
+
+    @property
+    def loads_nowhere(self) -> bool:
+        """Whether no loader of models can read the weights: codes that no config describes."""
+        return not self.quantization_config and any(t.encoding is not None for t in self.tensors)
+
+    @property
+    def format_names(self) -> str:
+        """What tensors are quantized to, with commas between: "e4m3fn", "nothing"."""
+        specs = dict.fromkeys(
+            # Unique ones first: there are few, and finding the name of a format takes long.
+            (tensor.scheme.spec if tensor.scheme else tensor.spec, tensor.scheme is not None)
+            for tensor in self.tensors
+            if tensor.spec is not None and tensor.action == "quantize"
+        )
+        used = dict.fromkeys(
+            (spec if has_scheme and spec.name in _PUBLISHED else spec.element).name
+            for spec, has_scheme in specs
+        )
+        if not used and isinstance(self.format, Format | BlockFormat):
+            return self.format.name
+        return ", ".join(used) or "nothing"
+
 
 # Called after each piece of work with (name of the tensor, amount done, amount in all).
 Progress = Callable[[str, int, int], None]
 
 
-def followed(infos: Iterable[TensorInfo], progress: Progress | None) -> Iterator[TensorInfo]:
+def followed(tensors: Iterable[Tensor], progress: Progress | None) -> Iterator[Tensor]:
     """Yields tensors; when the next one is asked for, it says that one is done."""
-    infos = list(infos)
-    done, total = 0, sum(info.nbytes for info in infos)
-    for info in infos:
-        yield info
-        done += info.nbytes
+    tensors = list(tensors)
+    done, total = 0, sum(tensor.nbytes for tensor in tensors)
+    for tensor in tensors:
+        yield tensor
+        done += tensor.nbytes
         if progress is not None:
-            progress(shown(info.name), done, total)
+            progress(shown(tensor.name), done, total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,11 +265,58 @@ class Report:
         return sum(lossy) / len(lossy) if lossy else None
 
 
-def decibels(signal: float, noise: float) -> float | None:
-    """Ratio of two sums of squares in dB; None where there is no signal to compare."""
-    if not (signal > 0 and math.isfinite(signal) and math.isfinite(noise)):
-        return None
-    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """How a tensor b differs from a.
+
+    Attributes:
+      name: The name of the tensor.
+      format: The format to which b is quantized, else its dtype.
+      size: The number of elements.
+      equal: Whether all values are the same; for tensors that are no floats, all bytes.
+      sqnr_db: 10 log10(sum a^2 / sum (a - b)^2) over the elements that are finite in both; infinite
+        if these are equal, None if a is zero in all of them, a sum overflows float64, or the
+        tensors are no floats.
+      max_error: The largest |a - b| of the same elements; None if the tensors are no floats.
+      saturated: The share of elements that were clamped: the code in b is the largest, its
+        negative or the lowest, and |a| exceeds |b| by more than half of the last step. None where b
+        is not quantized.
+      flushed: The share of the elements of a other than zero that are zero in b; None likewise.
+      nonfinite: How many elements are NaN or infinite in a or b.
+    """
+
+    name: str
+    format: str
+    size: int
+    equal: bool
+    sqnr_db: float | None = None
+    max_error: float | None = None
+    saturated: float | None = None
+    flushed: float | None = None
+    nonfinite: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How a checkpoint b differs from a.
+
+    Attributes:
+      a, b: The paths of the two.
+      tensors: The comparison of each tensor that both have, in the order of a.
+      only_a, only_b: Names of tensors that only one of them has.
+    """
+
+    a: str
+    b: str
+    tensors: tuple[TensorComparison, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors with the same values."""
+        same = all(tensor.equal for tensor in self.tensors)
+        return same and not self.only_a and not self.only_b
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Tensor, shown
 
 AxisChoice = Literal["auto", "first", "last"]
 AXIS_CHOICES: tuple[AxisChoice, ...] = ("auto", "first", "last")
@@ -92,7 +92,7 @@ class Roles:
 
     def __init__(
         self,
-        tensors: Mapping[str, TensorInfo],
+        tensors: Mapping[str, Tensor],
         config: Mapping[str, Any],
         choice: AxisChoice = "auto",
     ) -> None:
@@ -102,7 +102,7 @@ class Roles:
         self._has_conv1d = self._finds_conv1d()
         self._last: dict[str, bool | None] = {}  # by name: each weight is asked for several times
 
-    def outputs_last(self, info: TensorInfo) -> bool | None:
+    def outputs_last(self, info: Tensor) -> bool | None:
         """Whether the last axes of a weight hold its outputs, not the first; None if not known.
 
         A bias decides if its length is that of only one of the axes; else the naming convention.
@@ -111,7 +111,7 @@ class Roles:
             self._last[info.name] = self._outputs_last(info)
         return self._last[info.name]
 
-    def _outputs_last(self, info: TensorInfo) -> bool | None:
+    def _outputs_last(self, info: Tensor) -> bool | None:
         if self._choice != "auto":
             return self._choice == "last"
         last = re.split(r"[./]", info.name)[-1]
@@ -128,7 +128,7 @@ class Roles:
             return False if by_bias is None or len(info.shape) != 2 else by_bias
         return by_bias
 
-    def axes(self, info: TensorInfo) -> tuple[int, ...]:
+    def axes(self, info: Tensor) -> tuple[int, ...]:
         """The axes of a weight that hold its outputs.
 
         Raises:
@@ -151,7 +151,7 @@ class Roles:
         heads = rank == 3 and re.search(r"(^|[./])(query|key|value)[./]kernel$", info.name)
         return (1, 2) if heads else (rank - 1,)
 
-    def _by_bias(self, info: TensorInfo) -> bool | None:
+    def _by_bias(self, info: Tensor) -> bool | None:
         bias = self._tensors.get(re.sub(r"[^./]+$", "bias", info.name))
         if bias is None or bias.name == info.name or len(bias.shape) != 1 or len(info.shape) < 2:
             return None
@@ -172,7 +172,7 @@ class Roles:
                     return last > first
         return str(self._config.get("model_type", "")) in ("gpt2", "openai-gpt", "imagegpt")
 
-    def _experts_outputs_last(self, info: TensorInfo) -> bool | None:
+    def _experts_outputs_last(self, info: Tensor) -> bool | None:
         """Whether the weights of all experts in one tensor are [E, in, out], as Llama 4 and GPT-OSS
         have them, or [E, out, in]; None if nothing says it.
         """

@@ -1,42 +1,36 @@
-"""A streaming reader and writer of safetensors files, 8-bit floats included.
+"""Reads and writes safetensors files, 8-bit floats included, piece by piece. No JAX here.
 
 The package of that name cannot read 8-bit floats into numpy and cannot write a file whose tensors
 do not all fit in memory. Nothing here maps files: mapped pages would count as memory in use.
 """
 
 import contextlib
-import errno
-import os
+import functools
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from qtoolkit.checkpoints._base import Source
 from qtoolkit.checkpoints._header import (
-    DTYPE_OF,
-    CheckpointError,
     TensorInfo,
     header_bytes,
     header_length,
     layout,
     parse_header,
-    shown,
 )
-from qtoolkit.checkpoints._partial import PARTIAL, Writer, keep_mode, locked, partial_name
-from qtoolkit.checkpoints._storage import (
-    Path,
-    check_path,
-    check_writable,
-    fill,
-    is_url,
-    naming,
-    storage,
+from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, storage
+from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._writing import (
+    PARTIAL,
+    Writer,
+    check_target,
+    clear_partial,
+    temporary_file,
 )
 
 
-class SafetensorsFile(Source):
+class SafetensorsFile:
     """An open safetensors file, its header read and checked. A context manager.
 
     Attributes:
@@ -72,6 +66,22 @@ class SafetensorsFile(Source):
         except BaseException:
             self._file.close()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def checkpoint(self) -> Checkpoint:
+        """The file as a checkpoint, which closes it."""
+        opened = contextlib.ExitStack()
+        opened.callback(self.close)
+        tensors = {
+            name: Tensor(name, info.dtype, info.shape, functools.partial(self.read_into, name))
+            for name, info in self.tensors.items()
+        }
+        return Checkpoint(self.path, tensors, self.metadata, opened=opened)
 
     def close(self) -> None:
         self._file.close()
@@ -142,9 +152,8 @@ def write_safetensors(
 
     The file appears under its name once it is complete and on the disk. Until then its data is in a
     partial file in the same folder. A failure or interrupt removes that file; if the process is
-    killed, the next run does. The partial file is locked: of two runs with the same target the
-    second fails at once. For a URL the data is first written to a local temporary file, and nothing
-    is locked.
+    killed, the next run does. Of two runs with the same target the one that began first fails. For
+    a URL the data is first written to a local temporary file.
 
     Args:
       path: Where to; a file or a URL.
@@ -156,7 +165,7 @@ def write_safetensors(
       overwrite: Whether a file of that name may be replaced.
 
     Raises:
-      CheckpointError: The target exists or is being written by another process, or the chunks are
+      CheckpointError: The target exists, another process has begun to write it, or the chunks are
         not what `tensors` announces.
       OSError: The file cannot be written; it names the file.
 
@@ -176,62 +185,11 @@ def write_safetensors(
             check_target(path, overwrite)
             storage(path).upload(scratch, path)
         return
-    with naming(path, PARTIAL), locked(target, path, folder=False, overwrite=overwrite) as file:
-        os.ftruncate(file, 0)  # a run that was killed may have left it, and its lock went with it
-        temporary = partial_name(target)
-        keep_mode(target, temporary)  # before anybody could read what is in it
-        _write_all(file, path, tensors, chunks, metadata)
-        os.fsync(file)
-        check_target(path, overwrite)  # somebody else may have written it meanwhile
-        os.replace(temporary, target)
-    _sync_folder(os.path.dirname(target))
-
-
-_OTHER_FILES = (".npz", ".npy", ".msgpack", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5")
-
-
-def check_target(path: Path, overwrite: bool) -> str:
-    """The real path to write `path` to; raises where that cannot work or would lose a file."""
-    check_path(path, "path")
-    check_writable(path)
-    stem, ending = os.path.splitext(str(path))
-    if ending.lower() in _OTHER_FILES:
-        raise CheckpointError(
-            f"{path}: what is written is a safetensors file, which readers of {ending} refuse; "
-            f"name it {stem}.safetensors"
-        )
-    if str(path).endswith("/") and not os.path.isdir(path):
-        raise CheckpointError(
-            f"{path}: ends with a slash, as names of folders do, and what is written is a file; "
-            f"name it {str(path).rstrip('/')}.safetensors"
-        )
-    if is_url(path):
-        kind = storage(path).kind(path)
-        if kind == "folder":
-            raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
-        _check_new(path, kind != "", overwrite)
-        return str(path)
-    target = os.path.realpath(path)
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "is a folder, expected a file name", str(path))
-    if not os.path.isdir(os.path.dirname(target)):
-        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise CheckpointError(f"{path}: is not a regular file, expected one or a new name")
-    _check_new(path, os.path.exists(target), overwrite)
-    return target
-
-
-def _check_new(path: Path, exists: bool, overwrite: bool) -> None:
-    if exists and not overwrite:
-        raise exists_already(path)
-
-
-def exists_already(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: exists already; pass --overwrite (in Python overwrite=True) to replace it, "
-        "or choose another name"
-    )
+    with naming(path, PARTIAL):
+        clear_partial(target, path, overwrite)
+        with temporary_file(target, path) as file:
+            _write_all(file, path, tensors, chunks, metadata)
+            check_target(path, overwrite)  # somebody else may have written it meanwhile
 
 
 def write_arrays(
@@ -290,13 +248,3 @@ def _as_bytes(chunk: Any) -> memoryview:
     if isinstance(chunk, np.ndarray):  # arrays of ml_dtypes' dtypes have no buffer protocol
         chunk = chunk.reshape(-1).view(np.uint8)
     return memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")
-
-
-def _sync_folder(folder: str) -> None:
-    """Makes the new name survive a power failure, where the system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,22 +1,18 @@
-"""Checks a converted checkpoint: quantizes its source again and compares the bytes."""
+"""Checks a converted checkpoint: plans and quantizes its source again and compares the bytes."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from qtoolkit.checkpoints._base import Source
-from qtoolkit.checkpoints._batches import all_quantized
-from qtoolkit.checkpoints._beside import problems_beside
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._engine import Sums, quantized
-from qtoolkit.checkpoints._header import NUMPY_DTYPES, TensorInfo, shown
-from qtoolkit.checkpoints._report import Progress, followed
-from qtoolkit.checkpoints._storage import Path, check_path
-from qtoolkit.checkpoints._stored import Stored, Values
-from qtoolkit.checkpoints._work import copied, entries, reader, shared_amax, tasks_of
-from qtoolkit.checkpoints.layouts import LAYOUTS
+from qtoolkit.checkpoints._loading import config_problems
+from qtoolkit.checkpoints._paths import Path, check_path
+from qtoolkit.checkpoints._produce import Production, Workers
+from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Checkpoint, Tensor, shown
+from qtoolkit.checkpoints._values import Values
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
 from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
@@ -76,10 +72,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(src, "src")
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
-        check = _Check(source, target)
-        for info in followed(source.tensors.values(), progress):
-            check.tensor(info)
-        problems = [*problems_beside(source, target), *check.problems] + [
+        problems = [*config_problems(source, target), *_differences(source, target, progress)] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
             if name not in source.tensors
@@ -87,110 +80,102 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
         return Verification(
             source=str(src),
             converted=str(converted),
-            tensors=sum(name in check.everything for name in source.tensors),
-            quantized=len(check.stored),
+            tensors=sum(name in target.everything for name in source.tensors),
+            quantized=sum(name in source.tensors for name in target.encodings),
             problems=tuple(problems),
         )
 
 
-class _Check:
-    """A comparison under way."""
+def _differences(
+    source: Checkpoint, target: Checkpoint, progress: Progress | None
+) -> Iterator[str]:
+    """A line for each tensor of the source that the target has not as the conversion gives it."""
+    plans = {t.name: _plan(t, target) for t in source.tensors.values()}
+    production = Production([p for p in plans.values() if isinstance(p, TensorPlan)], Workers())
+    for tensor in followed(source.tensors.values(), progress):
+        plan = plans[tensor.name]
+        if isinstance(plan, str):
+            yield f"{shown(tensor.name)}: {plan}"
+        elif tensor.size and (difference := _difference(production, plan, target)):
+            yield f"{shown(tensor.name)}: {difference}"
 
-    def __init__(self, source: Source, target: Source) -> None:
-        self.problems: list[str] = []
-        self.stored = {n: w for n, w in target.stored.items() if n in source.tensors}
-        self._source, self._target = source, target
-        self.everything = target.everything
-        self._seconds: dict[str, bytes] = {}
-        self._amaxes: dict[bytes, float] = {}
-        for name, weight in self.stored.items():
-            if weight.second is not None:
-                data = bytearray(weight.second.nbytes)
-                target.read_stored(weight.second.name, 0, memoryview(data))
-                self._seconds[name] = bytes(data)
 
-    def tensor(self, info: TensorInfo) -> None:
-        """Compares a tensor of the source; at most one problem of it is named."""
-        name, found = info.name, self.everything.get(info.name)
-        if found is None or found.shape != info.shape:
-            got = "is missing" if found is None else f"shape {list(found.shape)}"
-            self._problem(name, f"{got}, expected shape {list(info.shape)}")
-        elif 0 in info.shape:
-            pass  # no elements: there is nothing that its scales could change
-        elif name in self.stored:
-            stored = self._written(name)
-            amax = functools.partial(self._shared_amax, name)
-            tasks = tasks_of(self._source, info, stored, amax)
-            again = entries(stored, all_quantized(tasks), Sums())
-            self._differences(name, again, self._target.read_stored)
-        elif found.dtype == info.dtype:
-            self._differences(name, copied(self._source, info), self._target.read_into)
-        elif info.dtype in WIDE and found.dtype in WIDE:
-            self._differences(name, self._rounded(info, found.dtype), self._target.read_into)
-        else:
-            self._problem(name, f"dtype {found.dtype}, expected {info.dtype}")
+def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
+    """What the conversion did with a tensor; or what is wrong if it did no such thing."""
+    found = target.everything.get(tensor.name)
+    if found is None or found.shape != tensor.shape:
+        got = "is missing" if found is None else f"shape {list(found.shape)}"
+        return f"{got}, expected shape {list(tensor.shape)}"
+    if found.encoding is not None:
+        if not found.encoding.is_sliceable:
+            return (
+                f"in layout {target.layout} as {found.encoding.spec.name}, which is read, not "
+                "written, expected codes that can be made again; measure it with `qtoolkit compare`"
+            )
+        encoding = _computed(found.encoding, target)
+        return TensorPlan(
+            source=tensor,
+            action="quantize",
+            reason="",
+            dtype=encoding.codes.dtype,
+            spec=encoding.spec_as_stored,
+            encoding=encoding,
+            group=_second_scale(encoding, target),
+        )
+    if found.dtype == tensor.dtype:
+        return TensorPlan(source=tensor, action="keep", reason="", dtype=tensor.dtype)
+    if tensor.dtype in WIDE and found.dtype in WIDE:
+        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[found.dtype]), scale=None)
+        return TensorPlan(source=tensor, action="cast", reason="", dtype=found.dtype, spec=spec)
+    return f"dtype {found.dtype}, expected {tensor.dtype}"
 
-    def _written(self, name: str) -> Stored:
-        """The `Stored` of a weight, with the rules of scales of its layout.
 
-        And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was
-        used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
-        scale then.
-        """
-        stored = self.stored[name]
-        if self._target.layout in LAYOUTS:
-            spec = LAYOUTS[self._target.layout].computed(stored.spec)
-            stored = dataclasses.replace(stored, spec=spec)
-        least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
-        spec = stored.spec
-        if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
-            return stored
-        if np.nanmin(Values(stored, self._target.read_stored).scales(), initial=np.inf) != least:
-            return stored
-        spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
-        return dataclasses.replace(stored, spec=spec)
+def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
+    """The encoding, with the rules of scales of its layout.
 
-    def _problem(self, name: str, what: str) -> None:
-        self.problems.append(f"{shown(name)}: {what}")
+    And with DeepSeek's least amax of 1e-4 if the scales show it. No file says whether it was
+    used. If the least scale is exactly 1e-4 / 448, it was: blocks with a smaller amax have that
+    scale then.
+    """
+    spec = encoding.spec
+    if target.layout in LAYOUTS:
+        spec = LAYOUTS[target.layout].computed(spec)
+    encoding = dataclasses.replace(encoding, spec=spec)
+    least = np.float32(DEEPSEEK_128X128.amax_epsilon) / np.float32(DEEPSEEK_128X128.largest)
+    if len(spec.block) != 2 or (spec.element, spec.scale) != (E4M3FN, FLOAT32):
+        return encoding
+    scale, _ = Values(encoding, target.stored).scales()
+    if scale is None or np.nanmin(scale, initial=np.inf) != least:
+        return encoding
+    spec = dataclasses.replace(spec, amax_epsilon=DEEPSEEK_128X128.amax_epsilon)
+    return dataclasses.replace(encoding, spec=spec)
 
-    def _differences(
-        self,
-        name: str,
-        expected: Iterator[tuple[str, np.ndarray]],
-        read: Callable[[str, int, memoryview], None],
-    ) -> None:
-        """Compares (entry, next bytes of it) with what the target has."""
-        places: dict[str, int] = {}
-        for entry, array in expected:
-            wanted = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            got = np.empty_like(wanted)
-            start = places.get(entry, 0)
-            read(entry, start, got.data)
-            places[entry] = start + len(got)
-            differ = np.flatnonzero(got != wanted)
-            if len(differ):
-                at = int(differ[0])
-                self._problem(
-                    name,
-                    ("" if entry == name else f"{shown(entry)}: ")
-                    + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again",
-                )
-                return
 
-    def _rounded(self, info: TensorInfo, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[dtype]), scale=None)
-        read = reader(self._source, info.name)
-        _, pieces = quantized(read, info.shape, info.dtype, spec, sums=Sums())
-        for piece in pieces:
-            yield info.name, piece.codes
+def _second_scale(encoding: Encoding, target: Checkpoint) -> str:
+    """The bytes of its one tensor scale: weights with an equal one may share it. Else ""."""
+    entry = encoding.tensor_scale
+    if entry is None or entry.nbytes > 4:
+        return ""
+    data = bytearray(entry.nbytes)
+    target.stored[entry.name].read_into(0, memoryview(data))
+    return data.hex()
 
-    def _shared_amax(self, name: str) -> float | None:
-        """The largest magnitude of all weights with an equal second scale: they may share it."""
-        second = self._seconds.get(name)
-        if second is None or len(second) > 4:
-            return None  # no second scale, or one for each expert, which is not shared
-        if second not in self._amaxes:
-            infos = self._source.tensors.values()
-            sharing = (info for info in infos if self._seconds.get(info.name) == second)
-            self._amaxes[second] = shared_amax(self._source, sharing)
-        return self._amaxes[second]
+
+def _difference(production: Production, plan: TensorPlan, target: Checkpoint) -> str:
+    """Where the target first differs from what is produced again; "" where it does not."""
+    name = plan.name
+    places: dict[str, int] = {}
+    for entry, array in production.chunks([plan]):
+        wanted = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        got = np.empty_like(wanted)
+        start = places.get(entry, 0)
+        stored = target.stored if plan.encoding is not None else target.everything
+        stored[entry].read_into(start, got.data)
+        places[entry] = start + len(got)
+        differ = np.flatnonzero(got != wanted)
+        if len(differ):
+            at = int(differ[0])
+            return (
+                "" if entry == name else f"{shown(entry)}: "
+            ) + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again"
+    return ""

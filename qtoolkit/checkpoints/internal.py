@@ -2,20 +2,30 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
-from qtoolkit.checkpoints._base import Source, StoredAs
-from qtoolkit.checkpoints._container import Destination, check_holds, layout_in
-from qtoolkit.checkpoints._dequantized import check_quantized, dequantized
-from qtoolkit.checkpoints._header import MisuseError, listed, shown
-from qtoolkit.checkpoints._limits import byte_count, file_limit, worker_count
-from qtoolkit.checkpoints._parts import part_names
-from qtoolkit.checkpoints._place import WHOLE, whole
-from qtoolkit.checkpoints._plan import ContainerName
-from qtoolkit.checkpoints._planner import compiled
+from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
+from qtoolkit.checkpoints._files import files_of_shard
+from qtoolkit.checkpoints._folder import read_json
+from qtoolkit.checkpoints._formats import resolve_target, target_names
+from qtoolkit.checkpoints._paths import join
+from qtoolkit.checkpoints._plan import compiled
+from qtoolkit.checkpoints._report import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
-from qtoolkit.checkpoints._safetensors import check_target
-from qtoolkit.checkpoints._source import Folder, read_json
-from qtoolkit.checkpoints._statistics import Statistics, statistics
-from qtoolkit.checkpoints._storage import join
-from qtoolkit.checkpoints._stored import Stored
-from qtoolkit.checkpoints._targets import resolve_target, target_names
-from qtoolkit.checkpoints.layouts import SCALINGS
+from qtoolkit.checkpoints._target import (
+    Destination,
+    byte_count,
+    check_tree,
+    file_limit,
+    layout_in,
+    worker_count,
+)
+from qtoolkit.checkpoints._tensors import (
+    FLOATS,
+    Checkpoint,
+    MisuseError,
+    Statistics,
+    listed,
+    shown,
+    statistics,
+)
+from qtoolkit.checkpoints._writing import WHOLE, check_target, whole
+from qtoolkit.checkpoints.layouts import SCALINGS, WRITTEN, Encoding

@@ -15,19 +15,19 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
+    WRITTEN,
     AxisChoice,
+    Checkpoint,
     ContainerName,
     Destination,
-    Folder,
-    Source,
     byte_count,
-    check_holds,
     check_quantized,
+    check_tree,
     compiled,
     dequantized,
     file_limit,
+    files_of_shard,
     layout_in,
-    part_names,
     read_json,
     resolve_target,
     shown,
@@ -144,10 +144,10 @@ _FORMAT = typer.Option(
 )
 _LAYOUT = typer.Option(
     metavar="NAME",
-    **_one_of("--layout", tuple(LAYOUTS)),
+    **_one_of("--layout", WRITTEN),
     show_default="compressed-tensors of a folder with config.json, where that holds the "
     "format; else plain, which no loader of models opens",
-    help=f"Who can load it: {', '.join(LAYOUTS)}; `qtoolkit layouts` says more.",
+    help=f"Who can load it: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
 )
 _RULES = typer.Option(
     metavar="FILE",
@@ -188,6 +188,11 @@ _INPUT_SCALES = typer.Option(
 _ALLOW_NONFINITE = typer.Option(
     "--allow-nonfinite",
     help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+)
+_ALLOW_CODES = typer.Option(
+    "--allow-codes",
+    help="Copy 8-bit floats and integers that may be codes, though no layout that is read says "
+    "what they stand for.",
 )
 _SHARD = typer.Option(
     metavar="I/N",
@@ -240,6 +245,7 @@ def convert(
     to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
     allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
+    allow_codes: Annotated[bool, _ALLOW_CODES] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, _WORKERS] = None,
@@ -261,6 +267,8 @@ def convert(
     if format is not None and rules is not None:
         raise failure("--format and --rules exclude each other; give one of them", 2)
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
+    if not dry_run:
+        checkpoints.convert  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors(f"{dst} was not written"):
         options: dict[str, Any] = {
             "format": (format or "e4m3fn") if rules is None else _read_rules(rules),
@@ -270,6 +278,7 @@ def convert(
             "keep_dtype": keep_dtype,
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
+            "allow_codes": allow_codes,
         }
         destination = Destination(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
@@ -303,6 +312,7 @@ def dequantize(
     ] = None,
     to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
+    allow_codes: Annotated[bool, _ALLOW_CODES] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, _WORKERS] = None,
@@ -319,16 +329,20 @@ def dequantize(
     the quantization.
     """
     shown_as = _ShownAs.of(report, as_json, quiet, verbose)
+    if not dry_run:
+        checkpoints.dequantize_checkpoint  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors(f"{dst} was not written"):
         destination = Destination(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
         )
         if dry_run:
-            _dry_run(destination, {"format": None, "keep_dtype": dtype}, shown_as)
+            options = {"format": None, "keep_dtype": dtype, "allow_codes": allow_codes}
+            _dry_run(destination, options, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
                 dtype=dtype,
+                allow_codes=allow_codes,
                 **dataclasses.asdict(destination),
                 workers=workers,
                 max_memory=max_memory,
@@ -466,7 +480,8 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
     with checkpoints.open_source(destination.src) as opened:
         source = dequantized(opened) if options["format"] else check_quantized(opened)
         plan = checkpoints.make_plan(source, **options)
-        check_holds(to, dst, plan, opened)
+        if to == "orbax":
+            check_tree(dst, plan, opened)
         part = _part(destination, opened, plan)
     if shown_as.quiet:
         return
@@ -478,12 +493,12 @@ def _dry_run(destination: Destination, options: dict[str, Any], shown_as: _Shown
         typer.echo(line)
 
 
-def _part(destination: Destination, opened: Source, plan: checkpoints.Plan) -> str:
+def _part(destination: Destination, opened: Checkpoint, plan: checkpoints.Plan) -> str:
     """The words for what a shard would write, for the summary of a plan; "" without a shard."""
     shard = destination.shard
-    if shard is None or not isinstance(opened, Folder):
+    if shard is None or opened.folder is None:
         return ""
-    names, count = part_names(plan, opened, file_limit(destination.max_shard_size), shard)
+    names, count = files_of_shard(plan, opened, file_limit(destination.max_shard_size), shard)
     listed = f": {', '.join(map(shown, names))}" if names else ""
     return f"{shard[0]}/{shard[1]} writes {len(names)} of {file_count(count)}{listed}"
 

@@ -50,6 +50,7 @@ def compare(
     For each tensor: signal to noise, the largest |a - b|, the shares of elements that were clamped
     and that became zero, and how many are NaN or infinite in A or B.
     """
+    checkpoints.compare  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
         if plot is not None:
             check_target(plot, overwrite=True)
@@ -77,6 +78,7 @@ def verify(
     Formats and layout are read from CONVERTED, so that no options are needed; any program may have
     made it: of its config less is known then. Exits with 1 where something differs.
     """
+    checkpoints.verify  # noqa: B018  (loads JAX before signals raise)
     with one_line_errors("nothing was written"):
         with progress("verifying") as callback:
             found = checkpoints.verify(src, converted, progress=callback)

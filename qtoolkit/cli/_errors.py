@@ -5,12 +5,9 @@ import errno
 import os
 import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import Any, NoReturn, TextIO
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn, TextIO
 
 import typer
 
@@ -91,75 +88,33 @@ class _TerminatedError(BaseException):
     """A termination signal, as an exception."""
 
 
-_RAISED: dict[int, type[BaseException]] = {
-    signal.SIGINT: KeyboardInterrupt,
-    signal.SIGTERM: _TerminatedError,
-    signal.SIGHUP: _TerminatedError,  # the terminal was closed
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TerminatedError
+
+
+# SIGHUP: the terminal was closed.
+_HANDLERS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: _terminated,
+    signal.SIGHUP: _terminated,
 }
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Makes Ctrl-C and termination signals raise where that is safe: see `_raise_or_wait`."""
+    """Makes Ctrl-C and termination signals raise, so that what they stop cleans up.
+
+    Commands import JAX before: an exception while its libraries are loaded could crash the process,
+    and until then `qtoolkit.__main__` ends it at once.
+    """
     # A shell starts background jobs with SIGINT ignored.
-    numbers = [n for n in _RAISED if signal.getsignal(n) is not signal.SIG_IGN]
-    previous_handlers = [signal.signal(number, _raise_or_wait) for number in numbers]
-    previous_hook, sys.unraisablehook = sys.unraisablehook, _signal_again
+    numbers = [n for n in _HANDLERS if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _HANDLERS[number]) for number in numbers}
     try:
         yield
     finally:
-        sys.unraisablehook = previous_hook
-        for number, handler in zip(numbers, previous_handlers, strict=True):
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _raise_or_wait(number: int, frame: FrameType | None) -> None:
-    """The signal handler: raises, but during an import it sends the signal again later.
-
-    An exception while jaxlib is being loaded would abort or crash the process.
-    """
-    if _is_within(frame, _is_import):
-        _send_later(number, _is_import)
-    else:
-        raise _RAISED[number]
-
-
-def _is_import(code: CodeType) -> bool:
-    return code.co_filename == "<frozen importlib._bootstrap>"
-
-
-def _is_hook(code: CodeType) -> bool:
-    return code is _signal_again.__code__
-
-
-def _is_within(frame: FrameType | None, found: Callable[[CodeType], bool]) -> bool:
-    return any(found(outer.f_code) for outer, _ in traceback.walk_stack(frame))
-
-
-def _signal_again(lost: Any) -> None:
-    """A `sys.unraisablehook` that sends a signal again if Python has dropped its exception.
-
-    Python drops exceptions that are raised in a `__del__` or in a callback of the garbage
-    collector. JAX has such a callback, and a Ctrl-C during it did not stop the demo.
-    """
-    number = next((n for n, kind in _RAISED.items() if kind is lost.exc_type), None)
-    if number is None:
-        sys.__unraisablehook__(lost)
-    else:
-        _send_later(number, _is_hook)  # what is raised within the hook is dropped too, for good
-
-
-def _send_later(number: int, busy: Callable[[CodeType], bool]) -> None:
-    """Sends a signal when the main thread is no longer within code that is `busy`."""
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def send() -> None:
-        while _is_within(sys._current_frames()[main], busy):
-            time.sleep(0.001)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=send, daemon=True).start()
 
 
 def failure(message: str, code: int) -> typer.Exit:

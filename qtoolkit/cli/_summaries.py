@@ -15,14 +15,14 @@ from qtoolkit.checkpoints import (
     Layout,
     Plan,
     Report,
-    TensorInfo,
     TensorPlan,
 )
 from qtoolkit.checkpoints.internal import (
-    Source,
+    FLOATS,
+    Checkpoint,
+    Encoding,
     Statistics,
-    Stored,
-    StoredAs,
+    check_explained,
     dequantized,
     join,
     listed,
@@ -50,7 +50,7 @@ def plan_table(plan: Plan) -> Table:
     rows = [
         [
             shown(tensor.name),
-            plan.before(tensor).dtype,
+            tensor.source.stored_dtype,
             tensor.dtype,
             _scale_shape(tensor),
             f"{tensor.nbytes:,}",
@@ -62,7 +62,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _scale_shape(tensor: TensorPlan) -> str:
-    scale = tensor.stored.scale if tensor.stored is not None else None
+    scale = tensor.encoding.scale if tensor.encoding is not None else None
     return "" if scale is None else dimensions(scale.shape)
 
 
@@ -73,7 +73,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "format": plan.format_names,
         "scaling": plan.scaling,
         "dequantized": plan.dequantizes,
-        "bytes_before": sum(plan.before(tensor).nbytes for tensor in plan.tensors),
+        "bytes_before": sum(tensor.source.stored_nbytes for tensor in plan.tensors),
         "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
         "quantization_config": plan.quantization_config,
         "caution": plan.caution,
@@ -83,7 +83,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
                 "action": tensor.action,
                 "reason": tensor.reason,
                 "dtype": tensor.dtype,
-                "bytes_before": plan.before(tensor).nbytes,
+                "bytes_before": tensor.source.stored_nbytes,
                 "bytes_after": tensor.nbytes,
                 "entries": [entry._asdict() for entry in tensor.entries],
             }
@@ -101,7 +101,7 @@ def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
         plan.dequantizes,
         [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
         sum(tensor.action == "quantize" for tensor in plan.tensors),
-        sum(plan.before(tensor).nbytes for tensor in plan.tensors),
+        sum(tensor.source.stored_nbytes for tensor in plan.tensors),
         sum(tensor.nbytes for tensor in plan.tensors),
     )
     return [
@@ -274,98 +274,96 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def inspect_table(source: Source) -> Table:
+def inspect_table(source: Checkpoint) -> Table:
     """A row for every tensor, with its scales."""
-    stored = _quantized_weights(source)
-    weights = {weight.codes.name: weight for weight in stored.values()}
-    beside = {
-        entry.name for weight in weights.values() for entry in weight.entries
-    } - weights.keys()
+    encodings = _encodings(source)
+    by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
+    others = {e.name for encoding in by_codes.values() for e in encoding.entries} - by_codes.keys()
     rows = []
     for tensor in source.tensors.values():
-        if tensor.name in beside:
+        if tensor.name in others:
             continue
-        weight, saved = weights.get(tensor.name), _saved(source, tensor)
+        encoding = by_codes.get(tensor.name)
         rows.append(
             [
                 shown(tensor.name),
-                saved.dtype,
+                tensor.stored_dtype,
                 dimensions(tensor.shape),
-                f"{saved.nbytes:,}",
-                "" if weight is None else _scales(weight),
+                f"{tensor.stored_nbytes:,}",
+                "" if encoding is None else _scales(encoding),
             ]
         )
     header = ("tensor", "dtype", "shape", "bytes", "scales")
-    count = len(header) - (not stored)  # no column of scales where there are none
+    count = len(header) - (not encodings)  # no column of scales where there are none
     return header[:count], [row[:count] for row in rows], ("bytes",)
 
 
-def _saved(source: Source, tensor: TensorInfo) -> StoredAs:
-    """How a tensor lies in the file: as it is, but for GGUF, whose blocks are read as float32."""
-    return source.stored_as.get(tensor.name) or StoredAs(tensor.dtype, tensor.nbytes)
-
-
-def _quantized_weights(source: Source) -> Mapping[str, Stored]:
-    """The quantized weights of a source, by name; empty if it uses a layout that is not read."""
+def _encodings(source: Checkpoint) -> Mapping[str, Encoding]:
+    """How quantized weights are stored, by name; empty if in a layout that is not read."""
     try:
-        return dequantized(source).stored
+        return dequantized(source).encodings
     except CheckpointError:
         return {}
 
 
-def _scales(weight: Stored) -> str:
+def _scales(encoding: Encoding) -> str:
     parts = [
         f"{shown(entry.name.rpartition('.')[2])} {entry.dtype} {dimensions(entry.shape)}"
-        for entry in weight.entries
-        if entry != weight.codes
+        for entry in encoding.entries
+        if entry != encoding.codes
     ]
     # Codes that are packed have another shape than the weight.
-    shape = "" if weight.shape == weight.codes.shape else f" {dimensions(weight.shape)}"
-    return f"{weight.spec.name}{shape}: {', '.join(parts)}"
+    is_same = encoding.shape == encoding.codes.shape
+    shape = "" if is_same else f" {dimensions(encoding.shape)}"
+    return f"{encoding.spec.name}{shape}: {', '.join(parts)}"
 
 
-def inspect_summary(source: Source) -> list[str]:
+def inspect_summary(source: Checkpoint) -> list[str]:
     """The lines under the table of `inspect_table`."""
     tensors = source.tensors.values()
     lines = [
         f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
-        f"{sum(_saved(source, t).nbytes for t in tensors):,} bytes"
+        f"{sum(t.stored_nbytes for t in tensors):,} bytes"
     ]
     try:
-        wide = dequantized(source)
+        opened = dequantized(source)
+        check_explained(opened, lambda name: False)
     except CheckpointError as error:
         lines.append(f"not readable as quantized: {printable(str(error))}")
     else:
-        if wide.stored_as:
+        if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
             lines.append(
-                f"layout {wide.layout}: {tensor_count(len(wide.stored_as))} quantized; "
+                f"layout {opened.layout}: {tensor_count(count)} quantized; "
                 "`qtoolkit dequantize` writes what they stand for"
             )
     lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
     return lines
 
 
-def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
+def inspect_data(source: Checkpoint, stats: bool) -> dict[str, Any]:
     """What `inspect_table` shows, and with `stats` the numbers of `stats_table`, as data for JSON.
 
     Numbers are not rounded or formatted. One is null if a tensor has no finite element.
     """
-    stored = _quantized_weights(source)
     data: dict[str, Any] = {
         "path": str(source.path),
         "metadata": source.metadata,
         "tensors": [
-            {"name": t.name, "dtype": saved.dtype, "shape": list(t.shape), "bytes": saved.nbytes}
+            {
+                "name": t.name,
+                "dtype": t.stored_dtype,
+                "shape": list(t.shape),
+                "bytes": t.stored_nbytes,
+            }
             for t in source.tensors.values()
-            for saved in [_saved(source, t)]
         ],
         "quantized": {
             name: {
-                "format": weight.spec.name,
-                "shape": list(weight.shape),
-                "entries": [entry.name for entry in weight.entries],
+                "format": encoding.spec.name,
+                "shape": list(encoding.shape),
+                "entries": [entry.name for entry in encoding.entries],
             }
-            for name, weight in stored.items()
+            for name, encoding in _encodings(source).items()
         },
     }
     if stats:
@@ -376,7 +374,7 @@ def inspect_data(source: Source, stats: bool) -> dict[str, Any]:
     return data
 
 
-def stats_table(source: Source) -> Table:
+def stats_table(source: Checkpoint) -> Table:
     """A row for every tensor of floats; quantized ones are dequantized."""
     rows = []
     for name, stats in _stats(source):
@@ -386,12 +384,11 @@ def stats_table(source: Source) -> Table:
     return _STATS_HEADER, rows, _STATS_HEADER[1:]
 
 
-def _stats(source: Source) -> Iterator[tuple[str, Statistics]]:
+def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
     """The statistics of every tensor of floats that has elements."""
-    wide = dequantized(source)
-    for tensor in wide.tensors.values():
-        if tensor.dtype in ("F32", "F16", "BF16", "F64") and tensor.size:
-            yield tensor.name, statistics(wide, tensor)
+    for tensor in dequantized(source).tensors.values():
+        if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
+            yield tensor.name, statistics(tensor)
 
 
 def _number(value: float) -> float | None:
@@ -403,7 +400,7 @@ def layouts_table() -> Table:
     rows = [
         [
             layout.name,
-            ", ".join(dict.fromkeys(scheme.format for scheme in layout.schemes)),
+            ", ".join(dict.fromkeys(s.format for s in layout.schemes)) or "only read",
             layout.loaders,
         ]
         for layout in LAYOUTS.values()
@@ -433,13 +430,15 @@ def layout_data(layout: Layout) -> dict[str, Any]:
 def layout_page(layout: Layout) -> list[str]:
     """The lines that describe a layout."""
     texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
-    width = max(map(len, texts))
+    width = max(map(len, texts), default=0)
     lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
     lines += [*textwrap.wrap(layout.note, 100), ""]
     for scheme, text in zip(layout.schemes, texts, strict=True):
         needs = "needs --input-scales" if scheme.needs_input_scale else ""
         about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
         lines.append(f"  --format {text:<{width}}  {about}")
+    if not layout.schemes:
+        return [*lines, "is only read: convert and dequantize take it as SRC"]
     return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]
 
 

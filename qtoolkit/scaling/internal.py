@@ -22,6 +22,7 @@ from qtoolkit.scaling._metrics import occurrences
 from qtoolkit.scaling._observer import Observer, observed_summary
 from qtoolkit.scaling._quantize import check_quantize
 from qtoolkit.scaling._scales import effective, kept_range, scale_from, tensor_scale_from
+from qtoolkit.scaling._sums import ErrorSums, error_sums
 from qtoolkit.scaling._tally import (
     LOWEST_EXPONENT,
     TALLY_SHAPES,

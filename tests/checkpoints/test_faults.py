@@ -1,5 +1,6 @@
 """Conversions that are killed, interrupted, run twice, or meet full disks and failing reads."""
 
+import contextlib
 import errno
 import os
 import random
@@ -16,8 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qtoolkit.checkpoints import CheckpointError, convert, layout, load, save, write_safetensors
-from qtoolkit.checkpoints import _partial as partial_module
-from qtoolkit.checkpoints._partial import partial_name
+from qtoolkit.checkpoints._writing import partial_name
 from qtoolkit.cli._app import app
 
 TARGET = "dst.safetensors"
@@ -29,40 +29,25 @@ def temporaries(folder):
 
 
 @pytest.mark.quick
-def test_of_two_writers_the_second_fails_at_once_and_the_first_is_not_disturbed(tmp_path):
-    def chunks():
-        with pytest.raises(CheckpointError, match=r"dst\.safetensors: another conversion is writ"):
-            save(tmp_path / TARGET, {"y": np.zeros(3)})
+@pytest.mark.parametrize("ended", [True, False])
+def test_of_two_writers_one_fails_and_the_file_is_that_of_the_other(tmp_path, ended):
+    """They have one temporary name and no lock: the one that began first finds its file gone."""
+    outputs = layout([("x", "U8", (4,))])
+
+    def second():
+        yield "x", b"5678"
+        if not ended:
+            raise OSError(errno.EIO, "the second fails")
+
+    def first():
         yield "x", b"1234"
+        with contextlib.nullcontext() if ended else pytest.raises(OSError, match="the second"):
+            write_safetensors(tmp_path / TARGET, outputs, second(), overwrite=True)
 
-    write_safetensors(tmp_path / TARGET, layout([("x", "U8", (4,))]), chunks())
-    assert load(tmp_path / TARGET)["x"].tobytes() == b"1234"
-    assert os.listdir(tmp_path) == [TARGET]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("function", ["open", "check_lock", "is_at"])
-def test_an_interrupt_while_the_file_is_opened_leaves_nothing(tmp_path, monkeypatch, function):
-    """Python handles signals when a function has done its work: here, has made or locked it."""
-    module = os if function == "open" else partial_module
-    real, calls = getattr(module, function), []
-
-    def interrupted(*args, **kwargs):
-        result = real(*args, **kwargs)
-        calls.append(args)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, function, interrupted)
-        with (
-            pytest.raises(KeyboardInterrupt),
-            partial_module.locked(str(tmp_path / TARGET), TARGET, folder=False),
-        ):
-            raise AssertionError("not reached")
-    assert calls
-    assert os.listdir(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"dst\.safetensors: another conversion is writ"):
+        write_safetensors(tmp_path / TARGET, outputs, first(), overwrite=True)
+    assert os.listdir(tmp_path) == ([TARGET] if ended else [])
+    assert not ended or load(tmp_path / TARGET)["x"].tobytes() == b"5678"
 
 
 @pytest.mark.quick
@@ -88,15 +73,6 @@ def test_names_of_255_bytes(tmp_path):
     name = "n" * 255
     save(tmp_path / name, {"y": np.zeros(3)})
     assert os.listdir(tmp_path) == [name]
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(partial_module.fcntl, "flock", refuse)
-    save(tmp_path / TARGET, {"y": np.zeros(3)})
-    assert os.listdir(tmp_path) == [TARGET]
 
 
 def test_a_read_that_fails_in_a_thread_leaves_nothing_and_names_the_source(tmp_path, monkeypatch):
@@ -310,7 +286,9 @@ def test_signals_at_any_moment_are_one_line(tmp_path, start, sent):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("place", ["cli._checkpoints.report_summary", "checkpoints._place.storage"])
+@pytest.mark.parametrize(
+    "place", ["cli._checkpoints.report_summary", "checkpoints._shards.storage"]
+)
 def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path, place):
     """While the report is printed, or while what was replaced is removed."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -325,7 +303,8 @@ def test_a_signal_after_the_last_rename_says_that_all_is_written(tmp_path, place
         f"import qtoolkit.{module} as module\n"
         f"real = module.{name}\n"
         "def interrupted(argument):\n"
-        "    is_replaced = str(argument).endswith('-replaced') and os.path.isdir(argument)\n"
+        "    there = f'{os.path.dirname(str(argument))}/.target.qtoolkit-partial-replaced'\n"
+        "    is_replaced = os.path.isdir(there)\n"
         "    if 'Report' in str(type(argument)) or is_replaced:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "    return real(argument)\n"

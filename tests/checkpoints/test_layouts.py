@@ -3,8 +3,8 @@
 `tests/interop` compares the same bytes with the package compressed-tensors.
 """
 
+import dataclasses
 import json
-import math
 import os
 
 import ml_dtypes
@@ -21,7 +21,7 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints._header import TensorInfo
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.scaling import QArray
 
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -436,22 +436,23 @@ def test_a_quantized_file_is_quantized_anew_from_its_values(tmp_path):
     ],
 )
 def test_any_range_of_a_quantized_weight_is_read_alone(tmp_path, layout, fmt, scaling, bits):
-    """What the whole has there; of a piece of a row, its bytes: not the row for every chunk."""
+    """What the whole has there, and little more is read."""
     save(tmp_path / "src", weights())
     convert(tmp_path / "src", tmp_path / "dst", layout=layout, format=fmt, scaling=scaling)
     from qtoolkit.checkpoints import open_source
-    from qtoolkit.checkpoints._stored import Values
     from qtoolkit.checkpoints.internal import dequantized
 
-    source = dequantized(open_source(tmp_path / "dst"))
-    whole, asked = np.empty(SHAPE, np.float32), []
+    opened, asked = open_source(tmp_path / "dst"), []
+    for name, tensor in opened.tensors.items():
 
-    def read(name, start, buffer):
-        asked.append((name, len(buffer)))
-        source.read_stored(name, start, buffer)
+        def read_into(start, buffer, name=name, read=tensor.read_into):
+            asked.append((name, len(buffer)))
+            read(start, buffer)
 
-    stored = source.stored[Q]
-    source.read_into(Q, 0, whole.reshape(-1).view(np.uint8).data)
+        opened.tensors[name] = dataclasses.replace(tensor, read_into=read_into)
+    source = dequantized(opened)
+    codes_name = source.tensors[Q].encoding.codes.name
+    whole = source.tensors[Q].read()
     last = SHAPE[0] * SHAPE[1] - 5
     for start, size in [
         (0, 1),
@@ -462,12 +463,11 @@ def test_any_range_of_a_quantized_weight_is_read_alone(tmp_path, layout, fmt, sc
         (1000, 3000),
         (last, 5),
     ]:
-        part = np.empty(size, np.float32)
         asked.clear()
-        Values(stored, read).read_into(4 * start, part.view(np.uint8).data)
-        np.testing.assert_array_equal(part, whole.reshape(-1)[start : start + size])
-        codes = sum(nbytes for name, nbytes in asked if name == stored.codes.name)
-        assert codes <= (size + 2 * 3 * 32) * bits // 8  # three pieces at most, to whole words
+        part = source.tensors[Q].read(start, start + size)
+        np.testing.assert_array_equal(part, whole[start : start + size])
+        codes = sum(nbytes for name, nbytes in asked if name == codes_name)
+        assert codes <= (size + 2 * SHAPE[1]) * bits // 8  # the rows that hold it
     source.close()
 
 
@@ -555,9 +555,9 @@ def test_what_modelopt_writes_and_is_not_read_is_refused(tmp_path):
 
     packed = {"a.weight": np.zeros((8, 8), np.uint8), "a.weight_scale": f32([1])}
     refused("quant_algo W4A16_AWQ in its config, expected FP8, ", "W4A16_AWQ", packed)
-    refused("a.weight: U8 without the scales", "NVFP4", packed)
+    refused(r"a.weight: U8 .8, 8., without the scales", "NVFP4", packed)
     experts = {"experts.up_proj": U8.reshape(4, 16, 32), "experts.up_proj_weight_scale": f32([1])}
-    refused("experts.up_proj: U8 without the scales", "NVFP4", experts)
+    refused(r"experts.up_proj: U8 .4, 16, 32., without the scales", "NVFP4", experts)
     scaled = {"a.weight": np.zeros((8, 8), E4M3), "a.weight_scale": f32([1])}
     refused("AWQ, SmoothQuant", "FP8", scaled | {"a.pre_quant_scale": f32([1])})
 
@@ -780,18 +780,18 @@ def test_verify_knows_the_least_amax_of_deepseek(tmp_path, amax):
 def test_the_config_says_what_scales_belong_to(weights, shape, scale, block):
     """8 scales of 1000 columns: groups of 128, the last one shorter; not of 125."""
     tensors = {
-        "a.weight": TensorInfo("a.weight", "I8", shape, 0, math.prod(shape)),
-        "a.weight_scale": TensorInfo("a.weight_scale", "F32", scale, 0, 4 * math.prod(scale)),
+        "a.weight": Entry("a.weight", "I8", shape),
+        "a.weight_scale": Entry("a.weight_scale", "F32", scale),
     }
     config = {"config_groups": {"group_0": {"weights": weights}}}
-    (found,) = LAYOUTS["compressed-tensors"].read(config, tensors, "here").values()
-    assert found.spec.block_lengths(shape) == block
+    (found,) = LAYOUTS["compressed-tensors"].decode(config, tensors, "here").values()
+    assert found.lengths == block
 
 
 def test_groups_of_unknown_length_are_not_guessed():
     tensors = {
-        "a.weight": TensorInfo("a.weight", "I8", (16, 1000), 0, 16000),
-        "a.weight_scale": TensorInfo("a.weight_scale", "F32", (16, 7), 0, 448),
+        "a.weight": Entry("a.weight", "I8", (16, 1000)),
+        "a.weight_scale": Entry("a.weight_scale", "F32", (16, 7)),
     }
-    with pytest.raises(CheckpointError, match=r"1000\] with scales .16, 7.*cannot be read"):
-        LAYOUTS["compressed-tensors"].read({}, tensors, "here")
+    with pytest.raises(CheckpointError, match=r"1000\] with scales .16, 7.*dequantize the"):
+        LAYOUTS["compressed-tensors"].decode({}, tensors, "here")

@@ -15,13 +15,12 @@ import pytest
 from qtoolkit.checkpoints import (
     CheckpointError,
     convert,
-    dequantize_checkpoint,
     discard,
     finalize,
     open_source,
     save,
 )
-from qtoolkit.checkpoints._partial import locked, partial_name
+from qtoolkit.checkpoints._writing import partial_name
 
 SIZE = "40KB"  # two matrices of codes to a file
 KINDS = ("file", "folder", "orbax", "shard")
@@ -30,7 +29,7 @@ KILLED = f"""
 import os, signal, sys
 import orbax.checkpoint
 from qtoolkit.checkpoints import convert
-from qtoolkit.checkpoints._place import Place
+from qtoolkit.checkpoints import _orbax_writer
 
 source, root = sys.argv[1:]
 
@@ -45,7 +44,7 @@ def folder(kind, **options):
     convert(source, f"{{root}}/{{kind}}/dst", **options)
 
 def saved():
-    Place.replace = kill
+    _orbax_writer.replace_folder = kill
     folder("orbax, saved", to="orbax")
 
 size = {{"max_shard_size": "{SIZE}"}}
@@ -148,60 +147,6 @@ def test_overwrite_removes_what_a_killed_run_left_too(source, killed, tmp_path, 
     shutil.copytree(killed / first, tmp_path, dirs_exist_ok=True)
     convert(source / "model.safetensors", tmp_path / "dst", overwrite=True)
     assert os.listdir(tmp_path) == ["dst"]
-
-
-@pytest.mark.parametrize("second", [*KINDS, "finalize", "discard"])
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_run_under_way_is_left_alone_by_those_of_any_kind(source, tmp_path, folder, second):
-    target = tmp_path / "dst"
-    with locked(str(target), target, folder=folder):
-        found = os.listdir(tmp_path)
-        with pytest.raises(CheckpointError) as caught:
-            run(second, source, target)
-        assert str(caught.value) == (
-            f"{target}: another conversion is writing it; wait for it, or choose another name"
-        )
-        assert os.listdir(tmp_path) == found
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("function", [convert, dequantize_checkpoint])
-def test_the_lock_is_taken_before_the_source_is_read(tmp_path, function):
-    """A plan of many tensors takes seconds; here reading the source would be an error."""
-    (tmp_path / "src").write_bytes(b"damaged")
-    target = tmp_path / "dst"
-    with (
-        locked(str(target), target, folder=False),
-        pytest.raises(CheckpointError, match="another conversion is writing it"),
-    ):
-        function(tmp_path / "src", target)
-    with pytest.raises(CheckpointError, match="src: "):
-        function(tmp_path / "src", target)
-    assert os.listdir(tmp_path) == ["src"]
-
-
-def test_shards_that_begin_at_once_remove_what_a_killed_run_left(source, killed, tmp_path, start):
-    """None of them may take another, which removes it just now, for the run that wrote it."""
-    shutil.copytree(killed / "file", tmp_path, dirs_exist_ok=True)
-    program = (
-        "import sys\n"
-        "from qtoolkit.checkpoints._partial import locked\n"
-        "print(flush=True); input()\n"
-        "with locked(sys.argv[1], 'dst', folder=True, shared=True):\n"
-        "    print('locked', flush=True); input()\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "dst")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    shards = [start(command, **pipes) for _ in range(3)]
-    for step in ("\n", "locked\n"):
-        for shard in shards:
-            assert shard.stdout.readline() == step
-        for shard in shards:
-            shard.stdin.write("\n")
-            shard.stdin.flush()
-    assert [shard.wait(timeout=60) for shard in shards] == [0, 0, 0]
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.quick

@@ -293,7 +293,7 @@ def test_lists_and_what_is_empty_come_back(tmp_path):
     back = restored(tmp_path / "back", jax.tree.map(jnp.zeros_like, tree))
     assert jax.tree.all(jax.tree.map(same, back, tree))
     with open_source(tmp_path / "back") as source:
-        kept = {name: source.custom_metadata[name] for name in metadata}
+        kept = {name: source.tree.custom_metadata[name] for name in metadata}
         assert kept == metadata
         assert "qtoolkit" not in source.metadata  # it is not quantized any more
 

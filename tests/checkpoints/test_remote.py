@@ -35,8 +35,8 @@ from qtoolkit.checkpoints import (
     save,
     verify,
 )
-from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.checkpoints._storage import identity
+from qtoolkit.checkpoints import _paths as storage_module
+from qtoolkit.checkpoints._paths import identity
 from qtoolkit.cli._app import app
 
 SIZE = "40KB"  # two matrices of codes to a file
@@ -264,7 +264,7 @@ def test_a_full_disk_is_named_where_uploads_are_prepared(source, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("qtoolkit.checkpoints._partial.write_at", full)
+    monkeypatch.setattr("qtoolkit.checkpoints._writing._write_at", full)
     with pytest.raises(OSError, match="No space left") as caught:
         convert(source, "memory://bkt/full")
     assert caught.value.filename == tempfile.gettempdir()

@@ -210,9 +210,9 @@ def scale_shapes(tmp_path, shapes, config=None, **options):
     finally:
         source.close()
     return {
-        tensor.name: tensor.stored.scale.shape
+        tensor.name: tensor.encoding.scale.shape
         for tensor in plan.tensors
-        if tensor.stored is not None
+        if tensor.encoding is not None
     }
 
 

@@ -4,7 +4,6 @@ Oracle: one process, whose bytes and report they have to give.
 """
 
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -26,10 +25,9 @@ from qtoolkit.checkpoints import (
     load,
     save,
 )
-from qtoolkit.checkpoints import _job as job_module
-from qtoolkit.checkpoints import _parts as parts_module
-from qtoolkit.checkpoints import _storage as storage_module
-from qtoolkit.checkpoints._place import Place
+from qtoolkit.checkpoints import _files as files_module
+from qtoolkit.checkpoints import _paths as paths_module
+from qtoolkit.checkpoints import _shards as shards_module
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
@@ -210,7 +208,7 @@ def one_changed_number(position):
 
 
 def other_version(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(job_module, "__version__", "9")
+    monkeypatch.setattr(files_module, "__version__", "9")
     return {}
 
 
@@ -262,7 +260,7 @@ def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp
     assert [tensor.sqnr_db for tensor in report.quantized]
     # One process alone goes on, and leaves them as they were where it fails.
     with monkeypatch.context() as patched:
-        patched.setattr(parts_module, "write_safetensors", fail)
+        patched.setattr(shards_module, "write_safetensors", fail)
         with pytest.raises(OSError, match="no space"):
             convert(source, tmp_path / "dst", max_shard_size=SIZE)
     assert set(FILES) & {*os.listdir(tmp_path / PARTS / "checkpoint")} == {FILES[0], FILES[2]}
@@ -272,25 +270,6 @@ def test_files_that_are_whole_are_kept_whatever_the_number_of_shards(source, tmp
     one = convert(source, tmp_path / "one", max_shard_size=SIZE)
     assert contents(tmp_path / "dst") == contents(tmp_path / "one")
     assert dataclasses.replace(done, resumed=(), target=one.target) == one
-
-
-def test_who_is_at_work_is_not_disturbed(source, tmp_path):
-    shard(source, tmp_path / "dst", 0)
-    for kind, refused in (
-        (fcntl.LOCK_SH, [finalize, discard, lambda path: convert(source, path)]),
-        (fcntl.LOCK_EX, [finalize, lambda path: shard(source, path, 1)]),
-    ):
-        other = os.open(tmp_path / PARTS, os.O_RDONLY)
-        fcntl.flock(other, kind)  # as a shard, or as another finalize, has it
-        try:
-            for function in refused:
-                with pytest.raises(CheckpointError, match="dst: another conversion is writing it"):
-                    function(tmp_path / "dst")
-            if kind == fcntl.LOCK_SH:
-                shard(source, tmp_path / "dst", 1)
-        finally:
-            os.close(other)
-    finalize(tmp_path / "dst")
 
 
 def test_weights_with_nan_are_no_part(tmp_path):
@@ -344,12 +323,12 @@ def test_processes_of_one_number_do_not_share_a_temporary_file(tmp_path, monkeyp
     def renamed(temporary, path):
         used.append(temporary)
         if len(used) == 1:
-            storage_module.storage(path).write(path, b"second")
+            paths_module.storage(path).write(path, b"second")
         replace(temporary, path)
 
     monkeypatch.setattr(os, "replace", renamed)
     path = tmp_path / "plan.json"
-    storage_module.storage(path).write(path, b"first")
+    paths_module.storage(path).write(path, b"first")
     assert len(set(used)) == 2
     assert contents(tmp_path) == {"plan.json": b"first"}
 
@@ -366,13 +345,13 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
     # Killed after it had its name, before the records were removed.
     shutil.rmtree(tmp_path / "dst")
     shard(source, tmp_path / "dst", 0, 1)
-    replace = Place.replace
+    replace = shards_module.replace_folder
 
-    def killed(place):
-        replace(place)
+    def killed(*paths):
+        replace(*paths)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Place, "replace", killed)
+    monkeypatch.setattr(shards_module, "replace_folder", killed)
     with pytest.raises(KeyboardInterrupt):
         finalize(tmp_path / "dst")
     assert sorted(os.listdir(tmp_path)) == [PARTS, "dst", "src"]
@@ -400,12 +379,12 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit.checkpoints import _place\n"
-        "def write(self, folder, name, value, write=_place.Place.write):\n"
+        "from qtoolkit.checkpoints._growing import Growing\n"
+        "def write(self, folder, name, value, write=Growing.write):\n"
         "    write(self, folder, name, value)\n"
         "    if name.startswith('model'):\n"
         f"        os.kill(os.getpid(), {int(sent)})\n"
-        "_place.Place.write = write\n"
+        "Growing.write = write\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )
@@ -525,7 +504,7 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     """Killed after both renames, before the former content is removed."""
     dst = tmp_path / "dst"
     convert(source, dst)
-    disk = type(parts_module.storage(str(dst)))
+    disk = type(paths_module.storage(str(dst)))
     remove = disk.remove_folder
 
     def killed(self, path):
@@ -542,3 +521,19 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "alone", format="int8")
     assert contents(dst) == contents(tmp_path / "alone")
     assert not (tmp_path / f"{PARTS}-replaced").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "int8"}])
+def test_of_two_runs_at_once_one_fails_and_the_checkpoint_is_whole(source, tmp_path, options):
+    """The second runs from begin to end while the first is at its second file."""
+    dst, second = tmp_path / "dst", []
+
+    def progress(name, done, total):
+        if 2 * done > total and not second:
+            second.append(convert(source, dst, max_shard_size=SIZE, **options))
+
+    with pytest.raises((CheckpointError, OSError)):
+        convert(source, dst, max_shard_size=SIZE, progress=progress)
+    convert(source, tmp_path / "alone", max_shard_size=SIZE, **options)
+    assert contents(dst) == contents(tmp_path / "alone")
+    assert sorted(os.listdir(tmp_path)) == ["alone", "dst", "src"]

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import qtoolkit as qt
 from qtoolkit import __version__
 from qtoolkit.checkpoints import load, save
-from qtoolkit.checkpoints._partial import locked
 from qtoolkit.cli import _tables
 from qtoolkit.cli._app import app
 
@@ -237,15 +236,6 @@ def test_inspecting_and_a_dry_run_do_not_either(source):
         assert not loaded_by(arguments) & HEAVY
 
 
-def test_of_two_conversions_the_second_fails_before_it_loads_jax(source, tmp_path):
-    """Loading JAX takes a second, in which both would go on."""
-    target = tmp_path / "dst"
-    for arguments in (["convert"], ["dequantize"], ["convert", "--to", "orbax"]):
-        with locked(str(target), target, folder=False):
-            assert not loaded_by([*arguments, str(source), str(target)], code=1) & HEAVY
-        assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
 HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
 
 
@@ -324,56 +314,6 @@ with one_line_errors("nothing was changed"):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + sent
     assert stdout == "said before, cleaned up"
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_within_an_import_waits_for_its_end(tmp_path, start, sent):
-    (tmp_path / "fragile.py").write_text(f"""
-import os, time
-try:
-    os.kill(os.getpid(), {int(sent)})
-    time.sleep(0.1)
-except BaseException:
-    os.abort()  # as jaxlib does
-print("loaded", end="")
-""")
-    script = """
-import time
-from qtoolkit.cli._errors import one_line_errors
-with one_line_errors("nothing was changed"):
-    import fragile
-    time.sleep(600)
-"""
-    process = start(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (128 + sent, "loaded")
-    assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_whose_exception_python_drops_is_sent_again(start, sent):
-    script = f"""
-import os, time
-from qtoolkit.cli._errors import one_line_errors
-class Signals:
-    def __del__(self):
-        os.kill(os.getpid(), {int(sent)})  # Python drops what is raised here
-with one_line_errors("nothing was changed"):
-    Signals()
-    time.sleep(600)
-"""
-    process = start(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    stdout, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stdout) == (128 + sent, "")
     assert re.fullmatch(r"qtoolkit: \w+; nothing was changed\n", stderr)
 
 

@@ -20,27 +20,35 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry, constant
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
-    FLOAT_SCALES,
-    WIDE,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
     block_counts,
     by_block,
     by_channel,
     by_tensor,
     check_block,
     check_divisible,
+    check_entry,
+    decode_bytes,
+    decode_groups,
     entry_beside,
-    read_bytes_weight,
-    read_groups,
     scaling_of,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
+from qtoolkit.checkpoints.layouts._packed_integers import (
+    SHAPE,
+    Width,
+    decode_integers,
+    widths_of,
+    with_group_index,
+    with_zero_point,
+)
 from qtoolkit.formats import (
     E2M1FN,
     E4M3FN,
@@ -82,45 +90,46 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
 # it calls the decompressors of compressed-tensors, with `weight_scale` as the only scale.
 _READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
 _DIVIDED = "weight_global_scale"
-_SHAPE = "weight_shape"
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     spec, name = computed(scheme.spec), info.name
     element = spec.element
-    packing: Packing = "bytes"
+    packing: Packing | None = None
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
     constants = []
     if scheme in _PACKED:
-        packing = "words"
+        packing = WORDS
         packed = entry_beside(name, "weight_packed")
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
-        constants.append(constant(entry_beside(name, _SHAPE), "I64", info.shape, (2,)))
+        constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
     elif element == E2M1FN:
-        packing = "nibbles"
+        packing = NIBBLES
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
     if scheme == FP8_STATIC:
         assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
-    counts = spec.scale_shape(info.shape)
+    lengths = spec.block_lengths(info.shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
-    shape = (1,) if scheme in (FP8_TENSOR, FP8_STATIC) else counts
+    is_single = scheme in (FP8_TENSOR, FP8_STATIC)
     second = None
     if spec.tensor_scale is not None:
         second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
-    return Stored(
+    return Encoding(
         name=name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=spec,
+        lengths=lengths,
         codes=codes,
-        scale=Entry(entry_beside(name, "weight_scale"), dtype, shape),
-        second=second,
-        second_divides=True,
+        scale=Entry(
+            entry_beside(name, "weight_scale"),
+            dtype,
+            (1,) if is_single else block_counts(info.shape, lengths),
+        ),
+        tensor_scale=second,
+        tensor_scale_divides=second is not None,
         packing=packing,
         constants=tuple(constants),
     )
@@ -129,7 +138,7 @@ def store(
 def computed(spec: BlockFormat) -> BlockFormat:
     """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
-        return dataclasses.replace(spec, rule="range")
+        return spec if spec.zero_point else dataclasses.replace(spec, rule="range")
     if spec.tensor_scale is not None:
         return dataclasses.replace(spec, tensor_scale_divides=True)
     if spec.has_powers and spec.element == E4M3FN:
@@ -137,118 +146,72 @@ def computed(spec: BlockFormat) -> BlockFormat:
     return spec
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
-    widths = _widths(weights, where)
-    found = {}
-    for name, info in tensors.items():
+    widths = widths_of(weights, config.get("version"), where)
+    is_asymmetric = bool(weights) and all(group.get("symmetric") is False for group in weights)
+    encodings = {}
+    for name, info in headers.items():
         last = name.rpartition(".")[2]
         if last == "weight_packed":
-            stored = _read_packed(tensors, info, where, widths)
-        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in tensors:
-            stored = _read_bytes(tensors, name, where, blocks)
+            encoding = _decode_packed(headers, info, where, widths)
+        elif last == "weight" and info.dtype in BYTE_ELEMENTS and f"{name}_scale" in headers:
+            encoding = _decode_bytes(headers, name, where, blocks)
         else:
             continue
-        for suffix in ("weight_zero_point", "weight_g_idx"):
-            if (entry := entry_beside(name, suffix)) in tensors:
-                raise CheckpointError(
-                    f"{where}: tensor {shown(entry)}: asymmetric or reordered weights are "
-                    "not read; dequantize the checkpoint with compressed-tensors first"
-                )
-        found[stored.name] = stored
-    return found
+        encoding = with_group_index(headers, encoding, where)
+        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_asymmetric)
+    return encodings
 
 
-def _read_bytes(tensors: Tensors, name: str, where: str, blocks: Sequence[Sequence[int]]) -> Stored:
-    scale, shape = tensors[f"{name}_scale"], tensors[name].shape
+def _decode_bytes(
+    headers: Headers, name: str, where: str, blocks: Sequence[Sequence[int]]
+) -> Encoding:
+    scale, shape = headers[f"{name}_scale"], headers[name].shape
     if scale.dtype != "U8":
         fitting = (block for block in blocks if scale.shape[-2:] == block_counts(shape[-2:], block))
-        return read_bytes_weight(tensors, name, f"{name}_scale", where, next(fitting, None))
-    codes = check_entry(tensors, name, ("F8_E4M3",), where)
-    entry = check_entry(tensors, f"{name}_scale", ("U8",), where)
-    return read_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
+        return decode_bytes(headers, name, f"{name}_scale", where, next(fitting, None))
+    codes = check_entry(headers, name, ("F8_E4M3",), where)
+    entry = check_entry(headers, f"{name}_scale", ("U8",), where)
+    return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
-def _read_packed(
-    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
-) -> Stored:
+def _decode_packed(headers: Headers, info: Entry, where: str, widths: Sequence[Width]) -> Encoding:
     """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
     if info.dtype == "U8" and len(info.shape) == 2:
-        return _read_fp4(tensors, info, where)
+        return _decode_fp4(headers, info, where)
     if info.dtype == "I32" and len(info.shape) == 2:
-        return _read_integers(tensors, info, where, widths)
+        return decode_integers(headers, info, where, widths)
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
-        "matrix of I32 or U8; it cannot be read"
+        "matrix of I32 or U8; dequantize the checkpoint with compressed-tensors"
     )
 
 
-def _read_fp4(tensors: Tensors, info: TensorInfo, where: str) -> Stored:
+def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
     """Reads NVFP4 if there is a second scale, else MXFP4."""
     name, scale_name, second_name = (
         entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _DIVIDED)
     )
-    codes = Entry(info.name, info.dtype, info.shape)
     shape = (info.shape[0], 2 * info.shape[1])
-    if second_name not in tensors:
-        scale = check_entry(tensors, scale_name, ("U8", "F8_E8M0"), where)
-        return read_groups(name, shape, MXFP4, codes, scale, where, packing="nibbles")
-    scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
-    second = check_entry(tensors, second_name, ("F32",), where)
-    return read_groups(
+    if second_name not in headers:
+        scale = check_entry(headers, scale_name, ("U8", "F8_E8M0"), where)
+        return decode_groups(name, shape, MXFP4, info, scale, where, packing=NIBBLES)
+    scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
+    second = check_entry(headers, second_name, ("F32",), where)
+    return decode_groups(
         name,
         shape,
         NVFP4,
-        codes,
+        info,
         scale,
         where,
-        packing="nibbles",
-        second=second,
-        second_divides=True,
+        packing=NIBBLES,
+        tensor_scale=second,
+        tensor_scale_divides=True,
     )
-
-
-def _read_integers(
-    tensors: Tensors, info: TensorInfo, where: str, widths: Sequence[tuple[int, int]]
-) -> Stored:
-    """Reads packed integers as the first of `widths`, (bits, group size), that fits the scales."""
-    name, scale_name, shape_name = (
-        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _SHAPE)
-    )
-    codes = Entry(info.name, info.dtype, info.shape)
-    scale = check_entry(tensors, scale_name, FLOAT_SCALES, where)
-    rows, words = info.shape
-    # The numbers in weight_shape are not in the header; its columns follow from words and scales.
-    for bits, group in widths:
-        columns = words * 32 // bits
-        if scale.shape == (rows, columns // group) and columns % group == 0:
-            spec = BlockFormat(element=_INTEGERS[bits], block=(group,), scale=WIDE[scale.dtype])
-            shape = (rows, columns)
-            weight = read_groups(name, shape, spec, codes, scale, where, packing="words")
-            if shape_name not in tensors:
-                return weight
-            numbers = check_entry(tensors, shape_name, ("I64", "I32"), where)
-            if numbers.shape != (2,):
-                raise CheckpointError(
-                    f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two "
-                    "numbers, rows and columns; fetch the checkpoint again"
-                )
-            expected = constant(numbers.name, numbers.dtype, shape, (2,))
-            return dataclasses.replace(weight, constants=(expected,))
-    raise CheckpointError(
-        f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
-        f"expected {' or '.join(f'{bits} bits in groups of {group}' for bits, group in widths)}; "
-        "it cannot be read"
-    )
-
-
-_INTEGERS: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
-
-
-# (bits, group size) to try if no config tells; `dequantized` compares weight_shape with the result.
-_WIDTHS = ((4, 128), (4, 32), (8, 128))
 
 
 def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -259,7 +222,8 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     if not known or not all(isinstance(weights, dict) for weights in found):
         raise CheckpointError(
             f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
-            'of groups, {"group_0": {"weights": {...}}}; fetch the checkpoint again'
+            'of groups, {"group_0": {"weights": {...}}}; dequantize the checkpoint with '
+            "compressed-tensors"
         )
     return found
 
@@ -277,26 +241,6 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[int, int]]:
-    """(bits, group size) of packed integers, from the groups of the config.
-
-    Shapes alone do not tell them: 16 words a row with one scale are 128 codes of 4 bits in a group
-    of 128, or 64 codes of 8 bits in a group of 64.
-    """
-    found: list[tuple[int, int]] = []
-    for weights in groups:
-        bits, length = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type") != "int" or bits not in (4, 8) or length in (None, -1):
-            continue  # group_size None or -1: a scale for each channel, no groups
-        if type(length) is not int or length < 1:
-            raise CheckpointError(
-                f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
-                "from 1 up; fetch the checkpoint again"
-            )
-        found.append((bits, length))
-    return found or _WIDTHS
-
-
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
     """The shapes of blocks that the config names; a group of n elements of a row is (1, n)."""
     found = [check_block(g.get("block_structure"), "block_structure", where) for g in groups]
@@ -305,7 +249,7 @@ def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[in
     return [*(block for block in found if block is not None), *rows]
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     """One group for each scheme; if there is only one, it targets all Linear layers."""
     quantized = [module for modules in used.values() for module in modules]
     groups = {
@@ -384,7 +328,7 @@ def _activations(scheme: Scheme) -> dict[str, Any] | None:
     return args
 
 
-def caution(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> str:
+def caution(used: Used, kept: Sequence[str]) -> str:
     """A warning if transformers misreads or does not load the experts of a mixture; else "".
 
     For NVFP4 it multiplies by the E4M3 scales, but not by the second scale: the logits of a
@@ -443,9 +387,10 @@ LAYOUT = Layout(
         *(FP8_CHANNEL, FP8_TENSOR, FP8_BLOCK, W8A8),
         *(MX8, MX4, NV4, W4A16, W4A16_32, W8A16),
     ),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
+    methods=(METHOD,),
     is_mixed=True,
     static={FP8_TENSOR: FP8_STATIC},
     computed=computed,

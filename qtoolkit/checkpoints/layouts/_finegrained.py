@@ -1,60 +1,88 @@
 """DeepSeek's FP8, in transformers "finegrained fp8": blocks of 128x128.
 
 `weight` is F8_E4M3, `weight_scale_inv` F32 [o / 128, i / 128]; despite its name it multiplies.
+V3.1 has powers of two there, V4 calls the entry `scale`, of dtype F8_E8M0, and has experts of
+MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8 [o, i / 32].
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
 integrations/finegrained_fp8.py, which finds the size of a block by dividing shapes, so that both
 axes have to be multiples of 128.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import TensorInfo
-from qtoolkit.checkpoints._stored import Entry, Stored
+from qtoolkit.checkpoints._tensors import Entry
+from qtoolkit.checkpoints.layouts._encoding import Encoding
 from qtoolkit.checkpoints.layouts._layout import (
+    BLOCK,
     BYTE_ELEMENTS,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
+    block_counts,
     by_block,
     check_block,
     check_divisible,
-    read_bytes_weight,
+    decode_bytes,
+    entry_beside,
 )
+from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
 SUFFIX = "_scale_inv"
 METHOD = "fp8"
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
-    return Stored(
+    return Encoding(
         name=info.name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=scheme.spec,
+        lengths=BLOCK,
         codes=Entry(info.name, "F8_E4M3", info.shape),
         scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),
     )
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     block = check_block(config.get("weight_block_size"), "weight_block_size", where)
-    found = {}
-    for name, info in tensors.items():
-        if info.dtype in BYTE_ELEMENTS and name + SUFFIX in tensors:
-            found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where, block)
-        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in tensors:
-            # One scale in all, as vLLM writes it.
-            found[name] = read_bytes_weight(tensors, name, name + "_scale", where, block)
-    return found
+    encodings = {}
+    for name, info in headers.items():
+        if info.dtype not in (*BYTE_ELEMENTS, "U8"):
+            continue
+        scale_name = _scale_name(name, info, headers, config)
+        if scale_name is None:
+            continue
+        encodings[name] = microscaled(headers, name, scale_name, where) or decode_bytes(
+            headers, name, scale_name, where, block
+        )
+    return encodings
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, Any]) -> str | None:
+    """The entry with the scales of a weight; None if there is none that is surely of this layout.
+
+    DeepSeek V4, and what DeepSeek's own program makes of V3, has "NAME.scale"; vLLM writes one
+    scale in all, "NAME.weight_scale". Without a config these are read only in the shapes that
+    DeepSeek has: other programs' scales of such names may divide.
+    """
+    if name + SUFFIX in headers:
+        return name + SUFFIX
+    beside = entry_beside(name, "scale")
+    if f".{name}".endswith(".weight") and beside in headers:
+        grid = block_counts(info.shape, BLOCK)
+        is_known = headers[beside].dtype in ("F32", "F8_E8M0") and headers[beside].shape == grid
+        is_known &= math.prod(grid) > 1
+        if config or is_known or microscaled(headers, name, beside, ""):
+            return beside
+    return name + "_scale" if config and name + "_scale" in headers else None
+
+
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "activation_scheme": "dynamic",
@@ -75,7 +103,8 @@ LAYOUT = Layout(
             spec=DEEPSEEK_128X128,
         ),
     ),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
+    methods=(METHOD, "mxfp8"),
 )

@@ -1,4 +1,4 @@
-"""`Layout` and `Scheme`, and the functions that layouts share."""
+"""`Layout` and `Scheme`, and what layouts share: block formats, checks of entries."""
 
 import dataclasses
 import functools
@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Packing, Stored, check_entry
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -22,9 +22,21 @@ from qtoolkit.formats import (
     Format,
 )
 
-Tensors = Mapping[str, TensorInfo]
+Headers = Mapping[str, Entry]  # the tensors of a checkpoint by name, as headers announce them
 BLOCK = (128, 128)
 SCALINGS = ("tensor", "channel", "block")
+# Formats of codes that are a byte each, by the dtype in files.
+BYTE_ELEMENTS: dict[str, Format] = {
+    "F8_E4M3": E4M3FN,
+    "F8_E5M2": E5M2,
+    "F8_E4M3FNUZ": E4M3FNUZ,
+    "F8_E5M2FNUZ": E5M2FNUZ,
+    "I8": INT8,
+}
+BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
+WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
+FLOAT_SCALES = tuple(WIDE)
+_OTHERS = "that is not read; dequantize the checkpoint with the program that made it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,23 +72,31 @@ class Scheme:
         return self.format + ("" if self.scaling is None else f" (--scaling {self.scaling})")
 
 
+Used = Mapping[Scheme, Sequence[str]]  # the schemes in use, with the modules of each
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError("a layout that is only read")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout.
+    """A layout: two functions, `decode` to read it and `encode` to write it, and the config.
 
     Attributes:
       name: As given to `--layout`.
       title: A description in one line.
       loaders: Who loads it.
       note: What else a reader should know of all schemes.
-      schemes: What it can store, the default first.
-      store: (info, scheme, output axes, input scale) -> how the weight is stored.
-      read: (quantization config or {}, tensors, path for messages) -> the quantized weights that
-        it finds, by name.
+      schemes: What it can store, the default first; () if it is only read.
+      decode: (quantization config or {}, headers, path for messages) -> how each quantized weight
+        that it finds is stored, by name.
+      encode: (header of the weight, scheme, output axes, input scale) -> how it is to be stored.
       config: (schemes in use with their modules, modules kept) -> quantization_config, {} if none.
       files: (as for `config`) -> further JSON files by name.
       caution: (as for `config`) -> a warning if one of its loaders misreads them; else "".
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
+      methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       static: Maps schemes that work without static activation scales to those that are written
@@ -91,25 +111,27 @@ class Layout:
       compressed-tensors - that of llm-compressor: weight or weight_packed, weight_scale
       finegrained-fp8 - DeepSeek's blocks of 128x128: weight, weight_scale_inv
       modelopt - that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale
+      gpt-oss - gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales
+      gptq - that of GPTQ: qweight, qzeros, scales, g_idx
+      awq - that of AutoAWQ (GEMM): qweight, qzeros, scales
     """
 
     name: str
     title: str
     loaders: str
-    schemes: tuple[Scheme, ...]
-    store: Callable[[TensorInfo, Scheme, Sequence[int], float | None], Stored]
-    read: Callable[[Mapping[str, Any], Tensors, str], dict[str, Stored]]
-    config: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]]
-    files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = (
-        lambda used, kept: {}
-    )
+    decode: Callable[[Mapping[str, Any], Headers, str], dict[str, Encoding]]
+    schemes: tuple[Scheme, ...] = ()
+    encode: Callable[[Entry, Scheme, Sequence[int], float | None], Encoding] = _refuse
+    config: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, kept: {}
+    files: Callable[[Used, Sequence[str]], dict[str, Any]] = lambda used, kept: {}
+    caution: Callable[[Used, Sequence[str]], str] = lambda used, kept: ""
     computed: Callable[[BlockFormat], BlockFormat] = lambda spec: spec
+    methods: tuple[str, ...] = ()
     note: str = ""
     linear_only: bool = True
     is_mixed: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    caution: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], str] = lambda used, kept: ""
 
     def scheme(self, of: Format | BlockFormat, scaling: str | None) -> Scheme:
         """The scheme for a format and a value of `--scaling`; None: the first that fits.
@@ -163,7 +185,7 @@ def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
 
 
-def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
+def check_divisible(info: Entry, spec: BlockFormat, layout: str) -> None:
     """Raises where blocks would not fill a matrix.
 
     Loaders split and merge weights along both axes, and some find the size of a block by dividing.
@@ -179,42 +201,67 @@ def check_divisible(info: TensorInfo, spec: BlockFormat, layout: str) -> None:
             )
 
 
-# Formats of codes that are a byte each, by the dtype in files.
-BYTE_ELEMENTS: dict[str, Format] = {
-    "F8_E4M3": E4M3FN,
-    "F8_E5M2": E5M2,
-    "F8_E4M3FNUZ": E4M3FNUZ,
-    "F8_E5M2FNUZ": E5M2FNUZ,
-    "I8": INT8,
-}
-BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
-WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
-FLOAT_SCALES = tuple(WIDE)
+def entry_beside(name: str, suffix: str) -> str:
+    """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
+    return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
 
 
-def read_bytes_weight(
-    tensors: Tensors, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
-) -> Stored:
-    """Reads a weight with one code per byte and scales that multiply.
+def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
+    """The entry `name` of a checkpoint, with one of `dtypes`.
+
+    Raises:
+      CheckpointError: It is missing or has another dtype.
+    """
+    entry = headers.get(name)
+    if entry is None or entry.dtype not in dtypes:
+        got = "no such tensor" if entry is None else f"dtype {entry.dtype}"
+        remedy = "fetch the checkpoint again" if entry is None else _OTHERS
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {got}, expected {' or '.join(dtypes)}; {remedy}"
+        )
+    return entry
+
+
+def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
+    """The lengths of a block as a config has them; None where it has none."""
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CheckpointError(
+            f"{where}: {key} {shown(str(block)[:80])} in config.json, expected two lengths, "
+            f"[128, 128]; {_OTHERS}"
+        )
+    return block
+
+
+def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """The number of blocks along each axis."""
+    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
+
+
+def decode_bytes(
+    headers: Headers, name: str, scale_name: str, where: str, block: Sequence[int] | None = None
+) -> Encoding:
+    """A weight with one code per byte and scales that multiply.
 
     The shape of the scales tells what each belongs to: one in all; [o, 1, ...] or [o], one for each
     index of the first axis; [1, ..., i], of the last axis; one per block of `block`, else of
     128x128; or one per group along the last axis.
     """
-    codes = check_entry(tensors, name, tuple(BYTE_ELEMENTS), where)
-    scale = check_entry(tensors, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
-    matrices, layout = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
+    codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
+    scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
+    lengths, fields = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
     spec = BlockFormat(
         element=BYTE_ELEMENTS[codes.dtype],
         scale="e8m0fnu" if scale.dtype == "F8_E8M0" else WIDE[scale.dtype],
-        **layout,
+        **fields,
     )
-    return Stored(
-        name=name, shape=codes.shape, matrices=matrices, spec=spec, codes=codes, scale=scale
+    return Encoding(
+        name=name, shape=codes.shape, spec=spec, lengths=lengths, codes=codes, scale=scale
     )
 
 
-def read_groups(
+def decode_groups(
     name: str,
     shape: tuple[int, ...],
     spec: BlockFormat,
@@ -222,11 +269,11 @@ def read_groups(
     scale: Entry,
     where: str,
     *,
-    packing: Packing = "bytes",
-    second: Entry | None = None,
-    second_divides: bool = False,
-) -> Stored:
-    """Reads a weight, or one for each expert, with a scale for every group along the last axis.
+    packing: Packing | None = None,
+    tensor_scale: Entry | None = None,
+    tensor_scale_divides: bool = False,
+) -> Encoding:
+    """A weight, or one for each expert, with a scale for every group along the last axis.
 
     Raises:
       CheckpointError: The shape of the scales does not fit the groups, or there is neither one
@@ -238,79 +285,57 @@ def read_groups(
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
         raise CheckpointError(
             f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
-            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
         )
     count = math.prod(shape[:-2])
-    if second is not None and math.prod(second.shape) not in (1, count):
+    if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         raise CheckpointError(
-            f"{where}: tensor {shown(second.name)}: {list(second.shape)}, expected one second scale"
+            f"{where}: tensor {shown(tensor_scale.name)}: {list(tensor_scale.shape)}, expected one "
+            "second scale"
             + (f", or one for each of {count}," if count > 1 else "")
-            + f" of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+            + f" of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
         )
-    return Stored(
+    return Encoding(
         name=name,
         shape=shape,
-        matrices=(count, shape[-2], shape[-1]),
         spec=spec,
+        lengths=(*(1 for _ in shape[:-1]), length),
         codes=codes,
         scale=scale,
-        second=second,
-        second_divides=second_divides,
+        tensor_scale=tensor_scale,
+        tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
 
 
-def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
-    """The lengths of a block as a config has them; None where it has none."""
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise CheckpointError(
-            f"{where}: {key} {shown(str(block)[:80])} in config.json, expected two lengths, "
-            "[128, 128]; fetch the checkpoint again"
-        )
-    return block
-
-
 def _blocks_by_shape(
     shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """The matrices of a weight and the blocks that scales of that shape belong to."""
-    size, count = math.prod(shape), math.prod(scale)
-    last = shape[-1] if shape else 1
-    if not size:
-        return (1, 0, 1), {"other_axes": None}
-    if count == 1:
-        return (1, size // last, last), {"other_axes": None}
-    if shape and scale in (shape[:1], (shape[0], *(1,) * (len(shape) - 1))):
-        return (1, shape[0], size // shape[0]), {"block": (1,), "axes": (0,), "other_axes": None}
-    outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == len(shape) else []
-    suffix = tuple(range(len(shape) - len(outputs), len(shape)))
-    if outputs and tuple(outputs) == suffix and all(scale[a] == shape[a] for a in outputs):
-        columns = math.prod(shape[suffix[0] :])
-        return (1, size // columns, columns), {"block": (1,), "axes": (1,), "other_axes": None}
-    if len(shape) >= 2 and len(scale) == len(shape) and scale[:-2] == shape[:-2]:
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The lengths of the blocks that scales of that shape belong to, and the block format's."""
+    rank = len(shape)
+    if not math.prod(shape) or math.prod(scale) == 1:
+        return tuple(max(n, 1) for n in shape), {"other_axes": None}
+    if shape and scale in (shape[:1], (shape[0], *(1,) * (rank - 1))):
+        return (1, *shape[1:]), {"block": (1,), "axes": (0,), "other_axes": None}
+    outputs = [axis for axis, n in enumerate(scale) if n != 1] if len(scale) == rank else []
+    is_last = outputs == [*range(rank - len(outputs), rank)]
+    if outputs and is_last and all(scale[axis] == shape[axis] for axis in outputs):
+        lengths = tuple(1 if axis in outputs else n for axis, n in enumerate(shape))
+        return lengths, {"block": (1,), "axes": (1,), "other_axes": None}
+    if rank >= 2 and len(scale) == rank and scale[:-2] == shape[:-2]:
         rows, columns = shape[-2:]
-        matrices = (math.prod(shape[:-2]), rows, columns)
+        ones = (1,) * (rank - 2)
         candidates = [tuple(block) if block else BLOCK]
         # Else the shapes do not tell the length of a group.
         if scale[-1] and columns % scale[-1] == 0:
             candidates.append((1, columns // scale[-1]))
-        for lengths in candidates:
-            if scale[-2:] == block_counts((rows, columns), lengths):
-                return matrices, {"block": (min(lengths[0], rows), min(lengths[1], columns))}
-        if len(shape) == 3 and scale[1:] == (1, columns):
-            return matrices, {"block": (1,), "axes": (1,), "other_axes": None}
+        for height, width in candidates:
+            if scale[-2:] == block_counts((rows, columns), (height, width)):
+                cut = min(height, rows), min(width, columns)
+                return (*ones, *cut), {"block": cut}
+        if rank == 3 and scale[1:] == (1, columns):
+            return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
     raise CheckpointError(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
-        "per group or per block of 128x128; it cannot be read"
+        f"per group or per block of 128x128; {_OTHERS}"
     )
-
-
-def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
-
-
-def entry_beside(name: str, suffix: str) -> str:
-    """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
-    return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix

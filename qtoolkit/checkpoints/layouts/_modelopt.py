@@ -3,7 +3,9 @@
 FP8: `weight` is F8_E4M3, `weight_scale` F32: one in all (with `input_scale`), or one per output, or
 in FP8_PB_WO, which is read but not written, one per block, [o / 128, 1, i / 128, 1].
 NVFP4: `weight` is U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2`
-F32, which multiplies; and `input_scale`. If all experts are in one tensor, they are its first axis.
+F32, which multiplies; and `input_scale`. MXFP8, which is read: `weight_scale` U8 [o, i / 32].
+If all experts are in one tensor, they are its first axis, and its scales are `NAME_weight_scale`,
+`NAME_weight_scale_2`; those of Llama 4 and gpt-oss, [e, i, o], are packed along the axis of inputs.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
@@ -13,21 +15,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Stored, check_entry, constant
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
+    Used,
     by_channel,
     by_tensor,
     check_divisible,
+    check_entry,
+    decode_bytes,
+    decode_groups,
     entry_beside,
-    read_bytes_weight,
-    read_groups,
 )
+from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import E4M3FN, NVFP4
 
 METHOD = "modelopt"
@@ -49,9 +54,7 @@ NV4 = Scheme(
 )
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     name = info.name
@@ -67,67 +70,107 @@ def store(
     else:
         codes = Entry(name, "F8_E4M3", info.shape)
         scale = Entry(scale_name, "F32", () if scheme == TENSOR else (rows,))
-    return Stored(
+    return Encoding(
         name=name,
         shape=info.shape,
-        matrices=(1, rows, columns),
         spec=scheme.spec,
+        lengths=scheme.spec.block_lengths(info.shape),
         codes=codes,
         scale=scale,
-        second=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
-        packing="nibbles" if nv4 else "bytes",
+        tensor_scale=Entry(entry_beside(name, _SECOND), "F32", ()) if nv4 else None,
+        packing=NIBBLES if nv4 else None,
         constants=constants,
     )
 
 
-# The values of `quant_algo` in a config whose entries `read` understands.
-_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
+# The values of `quant_algo` in a config whose entries `decode` understands.
+_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIXED_PRECISION")
 
 
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
         raise CheckpointError(
             f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
             f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
         )
-    found = {}
-    for name, info in tensors.items():
+    encodings = {}
+    for name, info in headers.items():
         if name.rpartition(".")[2] == "pre_quant_scale":
             raise CheckpointError(
                 f"{where}: tensor {shown(name)}: activations are multiplied by it (AWQ, "
                 "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
                 "the program that made it"
             )
-        if not name.endswith("weight"):
-            continue
-        scale_name, second_name = entry_beside(name, "weight_scale"), entry_beside(name, _SECOND)
-        if info.dtype == "U8" and second_name in tensors:
-            codes = check_entry(tensors, name, ("U8",), where)
-            scale = check_entry(tensors, scale_name, ("F8_E4M3",), where)
-            second = check_entry(tensors, second_name, ("F32",), where)
-            shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
-            found[name] = read_groups(
-                name, shape, NVFP4, codes, scale, where, packing="nibbles", second=second
-            )
-        elif info.dtype in BYTE_ELEMENTS and _has_floats(tensors, scale_name):
-            pair = {name: info, scale_name: _by_blocks(info, tensors[scale_name])}
-            found[name] = read_bytes_weight(pair, name, scale_name, where)
-    return found
+        scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
+        scale = headers.get(scale_name)
+        if info.dtype == "U8" and second_name in headers:
+            codes = check_entry(headers, name, ("U8",), where)
+            scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
+            second = check_entry(headers, second_name, ("F32",), where)
+            encodings[name] = _nvfp4(codes, scale, second, where)
+        elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
+            pair = {name: info, scale_name: _as_blocks(info, scale, where)}
+            encodings[name] = decode_bytes(pair, name, scale_name, where)
+        elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
+            encoding = microscaled(headers, name, scale_name, where)
+            if encoding is not None:
+                encodings[name] = encoding
+    return encodings
 
 
-def _has_floats(tensors: Tensors, name: str) -> bool:
-    return name in tensors and tensors[name].dtype in FLOAT_SCALES
+def _beside(name: str, suffix: str) -> str:
+    """The entry of a weight; that of fused experts: experts.down_proj_weight_scale."""
+    return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
-def _by_blocks(weight: TensorInfo, scale: TensorInfo) -> TensorInfo:
-    """Scales of FP8_PB_WO, [o / 128, 1, i / 128, 1], as [o / 128, i / 128]."""
+def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
+    """NVFP4 along the last axis, or, in the experts of Llama 4 and gpt-oss, the last but one."""
+    shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
+    if len(shape) == 3 and scale.shape[1:] == (-(-codes.shape[1] // 8), codes.shape[2]):
+        shape = (codes.shape[0], 2 * codes.shape[1], codes.shape[2])
+        turned = (shape[0], shape[2], shape[1])
+        counts = (scale.shape[0], scale.shape[2], scale.shape[1])
+        encoding = decode_groups(
+            codes.name,
+            turned,
+            NVFP4,
+            codes,
+            scale._replace(shape=counts),
+            where,
+            packing=NIBBLES,
+            tensor_scale=second,
+        )
+        return dataclasses.replace(
+            encoding, shape=shape, lengths=(1, 16, 1), scale=scale, packing=Packing(8, axis=-2)
+        )
+    return decode_groups(
+        codes.name, shape, NVFP4, codes, scale, where, packing=NIBBLES, tensor_scale=second
+    )
+
+
+def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
+    """The scales with a shape of as many axes as the weight has.
+
+    Those of FP8_PB_WO are [o / 128, 1, i / 128, 1], those of fused experts [e, n].
+    """
     if len(weight.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
-        return dataclasses.replace(scale, shape=scale.shape[::2])
-    return scale
+        return scale._replace(shape=scale.shape[::2])
+    if len(weight.shape) != 3 or len(scale.shape) != 2:
+        return scale
+    (experts, count), (rows, columns) = scale.shape, weight.shape[1:]
+    if count == 1:
+        return scale._replace(shape=(experts, 1, 1))
+    if (count == rows) == (count == columns):
+        raise CheckpointError(
+            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)} of {list(weight.shape)}, "
+            "expected scales of the rows or of the columns, whose numbers differ; dequantize the "
+            "checkpoint with modelopt"
+        )
+    return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
-def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "quant_algo": _algorithm(used),
@@ -138,7 +181,7 @@ def config(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[st
     }
 
 
-def files(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
+def files(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     quantization = {
         "quant_algo": _algorithm(used),
         "kv_cache_quant_algo": None,
@@ -149,7 +192,7 @@ def files(used: Mapping[Scheme, Sequence[str]], kept: Sequence[str]) -> dict[str
     return {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
 
 
-def _algorithm(used: Mapping[Scheme, Sequence[str]]) -> str:
+def _algorithm(used: Used) -> str:
     (scheme,) = used
     return scheme.name
 
@@ -159,8 +202,9 @@ LAYOUT = Layout(
     title="that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale",
     loaders="by their documentation (untested): vLLM, TensorRT-LLM, SGLang",
     schemes=(CHANNEL, TENSOR, NV4),
-    store=store,
-    read=read,
+    decode=decode,
+    encode=encode,
     config=config,
     files=files,
+    methods=(METHOD,),
 )

@@ -6,24 +6,23 @@ broadcasts to the weight; for blocks of 128x128 the shape is
 instead of per block: their last two axes have only a few elements.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._header import CheckpointError, TensorInfo, shown
-from qtoolkit.checkpoints._stored import Entry, Stored
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding
 from qtoolkit.checkpoints.layouts._layout import (
     BLOCK,
     BYTE_DTYPES,
     BYTE_ELEMENTS,
     FLOAT_SCALES,
+    Headers,
     Layout,
     Scheme,
-    Tensors,
     by_block,
     by_channel,
     by_tensor,
-    read_bytes_weight,
+    decode_bytes,
     scaling_of,
 )
 from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
@@ -31,54 +30,37 @@ from qtoolkit.formats import BFLOAT16, FLOAT16, BlockFormat
 SUFFIX = "_scale"
 
 
-def store(
-    info: TensorInfo, scheme: Scheme, axes: Sequence[int], input_scale: float | None
-) -> Stored:
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
     shape, element = info.shape, scheme.spec.element
-    last = shape[-1] if shape else 1
-    codes = Entry(info.name, BYTE_DTYPES[element], shape)
     word = scaling_of(scheme.spec)
-    spec = scheme.spec
+    lengths = tuple(max(n, 1) for n in shape)
     scale: tuple[int, ...]
     if word == "tensor" or len(shape) < 2:
-        matrices, spec, scale = (1, math.prod(shape[:-1]), last), by_tensor(element), (1,)
+        spec, scale = by_tensor(element), (1,)
     elif word == "channel":
-        matrices, spec = _channels(shape, axes, scheme)
+        # A matrix, or a matrix for each expert, with the outputs along rows or columns.
+        is_experts = len(shape) == 3 and len(axes) == 2 and axes[0] == 0
+        spec = by_channel(element, axes[1] - 1 if is_experts else int(axes[0] != 0))
+        lengths = tuple(1 if axis in axes else n for axis, n in enumerate(lengths))
         scale = tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
     else:
-        rows, columns = shape[-2:]
-        matrices = (math.prod(shape[:-2]), rows, columns)
-        block = (min(BLOCK[0], max(rows, 1)), min(BLOCK[1], max(columns, 1)))
-        spec = by_block(element, block)
-        scale = (*shape[:-2], -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
-    return Stored(
+        block = (min(BLOCK[0], lengths[-2]), min(BLOCK[1], lengths[-1]))
+        spec, lengths = by_block(element, block), (*(1 for _ in shape[:-2]), *block)
+        scale = (*shape[:-2], -(-shape[-2] // BLOCK[0]), -(-shape[-1] // BLOCK[1]))
+    return Encoding(
         name=info.name,
         shape=shape,
-        matrices=matrices,
         spec=spec,
-        codes=codes,
+        lengths=lengths,
+        codes=Entry(info.name, BYTE_DTYPES[element], shape),
         scale=Entry(info.name + SUFFIX, "F32", scale),
     )
 
 
-def _channels(
-    shape: tuple[int, ...], axes: Sequence[int], scheme: Scheme
-) -> tuple[tuple[int, int, int], BlockFormat]:
-    """The weight as one matrix, or one for each expert, with the outputs along rows or columns."""
-    element, rank = scheme.spec.element, len(shape)
-    if rank == 3 and len(axes) == 2 and axes[0] == 0:
-        count, rows, columns = shape
-        return (count, rows, columns), by_channel(element, axes[1] - 1)
-    if axes[0] == 0:
-        return (1, shape[0], math.prod(shape[1:])), by_channel(element, 0)
-    columns = math.prod(shape[axis] for axis in axes)
-    return (1, math.prod(shape[: axes[0]]), columns), by_channel(element, 1)
-
-
-def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, Stored]:
-    found = {}
-    for name, info in tensors.items():
-        scale = tensors.get(name + SUFFIX)
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+    encodings = {}
+    for name, info in headers.items():
+        scale = headers.get(name + SUFFIX)
         if scale is not None and scale.dtype == "F64" and info.dtype in BYTE_ELEMENTS:
             raise CheckpointError(
                 f"{where}: tensor {shown(scale.name)}: dtype F64, expected "
@@ -87,14 +69,14 @@ def read(config: Mapping[str, Any], tensors: Tensors, where: str) -> dict[str, S
         if info.dtype not in BYTE_ELEMENTS or scale is None or scale.dtype not in FLOAT_SCALES:
             continue
         for entry in (f"{name}_zero_point", f"{name}_tensor_scale"):
-            if entry in tensors:
+            if entry in headers:
                 raise CheckpointError(
                     f"{where}: tensor {shown(entry)}: layout plain has one scale a block and "
                     "nothing beside it, expected no such tensor; dequantize the arrays in Python: "
                     "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
                 )
-        found[name] = read_bytes_weight(tensors, name, name + SUFFIX, where)
-    return found
+        encodings[name] = decode_bytes(headers, name, name + SUFFIX, where)
+    return encodings
 
 
 LAYOUT = Layout(
@@ -112,9 +94,8 @@ LAYOUT = Layout(
             for fmt in (BFLOAT16, FLOAT16)
         ),
     ),
-    store=store,
-    read=read,
-    config=lambda used, kept: {},
+    decode=decode,
+    encode=encode,
     linear_only=False,
     is_mixed=True,
 )

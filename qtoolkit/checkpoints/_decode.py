@@ -1,0 +1,277 @@
+"""Opens a quantized checkpoint as the float32 weights that it stands for, whatever the layout.
+
+A layout says how each weight is stored, as an `Encoding`; here its bytes become a `QArray`, or,
+slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._codes import check_codes
+from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
+from qtoolkit.checkpoints._paths import join
+from qtoolkit.checkpoints._tensors import (
+    NUMPY_DTYPES,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    Tensor,
+    shown,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts._qarrays import copied_parts, saved_arrays
+
+_BY_METHOD = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
+# The scales of a KV cache may belong to the attention module, above its projections.
+_OF_CACHE = ("k_scale", "v_scale", "q_scale")
+# Suffixes of entries that loaders keep beside a quantized weight. Without codes they mean nothing.
+_AUXILIARY = (
+    *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
+    *_OF_CACHE,
+)
+
+
+def dequantized(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with float32 weights for quantized ones; itself if nothing is quantized.
+
+    Raises:
+      CheckpointError: It is quantized in a way that cannot be read here, or otherwise than its
+        config says.
+    """
+    config = quantization_config(checkpoint)
+    headers = {name: tensor.entry for name, tensor in checkpoint.tensors.items()}
+    where = str(checkpoint.path)
+    if config:
+        method = str(config.get("quant_method", "compressed-tensors"))
+        if method not in _BY_METHOD:
+            raise CheckpointError(
+                f"{where}: quantized by {shown(method)}, expected "
+                f"{', '.join(_BY_METHOD)} or a checkpoint that is not quantized; dequantize it "
+                "with the program that made it"
+            )
+        layout = _BY_METHOD[method].name
+        encodings = LAYOUTS[layout].decode(config, headers, where)
+    else:
+        layout, encodings = _found_by_names(checkpoint, headers)
+    _check_once(where, headers, encodings)
+    _check_constants(checkpoint, encodings)
+    return _opened_as_float32(checkpoint, layout, encodings) if encodings else checkpoint
+
+
+def _found_by_names(
+    checkpoint: Checkpoint, headers: Mapping[str, Entry]
+) -> tuple[str, dict[str, Encoding]]:
+    """What is quantized without a config that says so: by metadata of `save`, or by names."""
+    where = str(checkpoint.path)
+    encodings, own = saved_arrays(checkpoint.metadata, headers, where)
+    others = {name: entry for name, entry in headers.items() if name not in own}
+    layouts = ["plain"] if encodings else []
+    for name in sorted(LAYOUTS, key=lambda name: name != own_layout(checkpoint)):
+        decoded = LAYOUTS[name].decode({}, others, where)
+        layouts += [name] if any(weight not in encodings for weight in decoded) else []
+        encodings = decoded | encodings
+    return layouts[0] if layouts else "", encodings
+
+
+def _opened_as_float32(
+    checkpoint: Checkpoint, layout: str, encodings: Mapping[str, Encoding]
+) -> Checkpoint:
+    read = _reader_of(encodings, checkpoint.tensors)
+    parts = {entry.name for encoding in encodings.values() for entry in encoding.entries}
+    by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
+    names = set() if layout == "plain" else _auxiliary_names(encodings)
+    tensors: dict[str, Tensor] = {}
+    auxiliary: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name in by_codes:
+            encoding = by_codes[name]
+            tensors[encoding.name] = Tensor(
+                encoding.name,
+                "F32",
+                encoding.shape,
+                functools.partial(read, encoding.name),
+                encoding,
+                encoding.codes.dtype,
+                encoding.nbytes,
+            )
+        elif name not in parts:
+            is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
+            (auxiliary if name in names or is_cache else tensors)[name] = tensor
+    return Checkpoint(
+        path=checkpoint.path,
+        tensors=tensors,
+        metadata=checkpoint.metadata,
+        config=checkpoint.config,
+        folder=checkpoint.folder,
+        tree=checkpoint.tree,
+        layout=layout,
+        auxiliary=auxiliary,
+        stored=checkpoint.tensors,
+        opened=checkpoint.opened,
+    )
+
+
+def _reader_of(
+    encodings: Mapping[str, Encoding], stored: Mapping[str, Tensor]
+) -> Callable[[str, int, memoryview], None]:
+    """Reads the float32 values of a weight by its name. JAX loads when the first one is read."""
+
+    # Two weights, with their scales: a thread may begin with the next one while another is still at
+    # the end of this one.
+    @functools.lru_cache(maxsize=2)
+    def values(name: str) -> Any:
+        from qtoolkit.checkpoints._values import Values
+
+        return Values(encodings[name], stored)
+
+    lock = threading.Lock()
+
+    def read(name: str, start: int, buffer: memoryview) -> None:
+        with lock:
+            weight = values(name)
+        weight.read_into(start, buffer)
+
+    return read
+
+
+def _auxiliary_names(weights: Collection[str]) -> set[str]:
+    """The names that further scales of these weights, for loaders, may have."""
+    modules = {name.rpartition(".")[0] for name in weights}
+    names = {f"{module}.{last}".lstrip(".") for module in modules for last in _AUXILIARY}
+    names |= {f"{weight}_{last}" for weight in weights for last in _AUXILIARY}  # fused experts
+    above = {module.rpartition(".")[0] for module in modules}
+    return names | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
+
+
+def _is_of_cache(name: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether this is a scale of an attention cache: its projections may be unquantized."""
+    module, _, last = name.rpartition(".")
+    if last not in _OF_CACHE:
+        return False
+    above = (f"{module}.{last[0]}_proj.weight", f"{module}.qkv_proj.weight")
+    return any(other in tensors for other in (f"{module}.weight", *above))
+
+
+def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The quantization config of a folder; empty if there is none.
+
+    It is in config.json, or, in many folders of NVIDIA's modelopt, only in hf_quant_config.json.
+
+    Raises:
+      CheckpointError: That file does not say how weights are quantized.
+    """
+    if checkpoint.folder is None:
+        return {}
+    config = checkpoint.config
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(part.get(key), dict):
+                return part[key]
+    return _modelopt_config(checkpoint) if checkpoint.folder.modelopt_config else {}
+
+
+def _modelopt_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """hf_quant_config.json as the quantization_config that modelopt writes today.
+
+    Beside unquantized weights it may name no algorithm, but be about the attention cache alone.
+    """
+    assert checkpoint.folder is not None
+    about = checkpoint.folder.modelopt_config.get("quantization")
+    if isinstance(about, dict) and "quant_algo" in about:
+        return {"quant_method": "modelopt", "ignore": about.get("exclude_modules"), **about}
+    if not any(tensor.dtype in ("F8_E4M3", "U8") for tensor in checkpoint.tensors.values()):
+        return {}
+    raise CheckpointError(
+        f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
+        'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
+    )
+
+
+def check_quantized(opened: Checkpoint) -> Checkpoint:
+    """`dequantized`, but raises CheckpointError if nothing is quantized."""
+    checkpoint = dequantized(opened)
+    if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
+        return checkpoint
+    check_explained(checkpoint, lambda name: False)
+    if copied := copied_parts(opened.metadata, opened.tensors, ()):
+        raise CheckpointError(
+            f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
+            "do not read: of more than 8 bits, or packed with zero points, a last axis of one "
+            "element or unusual blocks; dequantize it in Python: "
+            "qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+        )
+    raise CheckpointError(
+        f"{opened.path}: nothing in it is quantized in a layout that is read, expected one; "
+        "`qtoolkit layouts` lists them, `qtoolkit inspect` shows what is there"
+    )
+
+
+def _check_once(
+    where: str, headers: Mapping[str, Entry], encodings: Mapping[str, Encoding]
+) -> None:
+    """Raises where a weight is there quantized and, under its own name, once more."""
+    for encoding in encodings.values():
+        if encoding.codes.name != encoding.name and encoding.name in headers:
+            raise CheckpointError(
+                f"{where}: tensor {shown(encoding.name)}: it is there beside its codes, "
+                f"{shown(encoding.codes.name)}, expected one of them: loaders differ in which they "
+                "take; write the checkpoint again without the other"
+            )
+
+
+def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
+    """Raises if an entry that states a weight's shape contradicts the shapes of the entries."""
+    remedy = "give the folder with its config.json, which tells bits and groups"
+    if quantization_config(checkpoint):
+        remedy = "dequantize the checkpoint with the program that made it"
+    for encoding in encodings.values():
+        for entry, expected in encoding.constants:
+            data = bytearray(len(expected))
+            checkpoint.tensors[entry.name].read_into(0, memoryview(data))
+            if data != expected:
+                says = np.frombuffer(data, NUMPY_DTYPES[entry.dtype]).tolist()
+                raise CheckpointError(
+                    f"{checkpoint.path}: tensor {shown(entry.name)}: it says that the weight is "
+                    f"{says}, and {encoding.spec.name} of that many words is "
+                    f"{list(encoding.shape)}; {remedy}"
+                )
+
+
+def own_layout(checkpoint: Checkpoint) -> str:
+    """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
+    return str(_own(checkpoint).get("layout", ""))
+
+
+def _own(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `convert` has written under "qtoolkit" in the metadata of a file."""
+    try:
+        about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def check_explained(
+    source: Checkpoint, is_allowed: Callable[[str], bool] | None = None, remedy: str = ""
+) -> bool:
+    """Raises where tensors may be codes that no layout explains; see `check_codes`.
+
+    Args:
+      source: The checkpoint as `dequantized` gives it.
+      is_allowed: Whether a tensor may be there all the same, by its name; None: none may of a
+        folder whose config names a layout, all may of others.
+    """
+    if _own(source).get("keeps_codes"):  # `convert` was told to
+        return True
+    config = quantization_config(source)
+    if is_allowed is None and not config:
+        return False
+    method = str(config.get("quant_method", "compressed-tensors"))
+    layout = _BY_METHOD[method].name if config else ""
+    return check_codes(source, layout, is_allowed or (lambda name: False), remedy)

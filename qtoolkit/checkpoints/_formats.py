@@ -1,0 +1,217 @@
+"""Formats that tensors can be converted to, schemes that hold them, and static input scales."""
+
+import contextlib
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._report import TensorPlan
+from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    CheckpointError,
+    MisuseError,
+    Tensor,
+    shown,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import BYTE_DTYPES, WIDE
+from qtoolkit.formats import (
+    BFLOAT16,
+    BLOCK_FORMATS,
+    FLOAT16,
+    FORMATS,
+    BlockFormat,
+    Format,
+    FormatLike,
+    SpecLike,
+)
+from qtoolkit.formats import format as resolve
+
+InputScales = float | Mapping[str, float]  # one for all modules, or by module
+_BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
+# The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
+TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
+
+
+def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> Scheme:
+    """The scheme of a layout for a format and a value of `--scaling`.
+
+    Raises:
+      CheckpointError: The layout has none; the message names the layouts that have one.
+    """
+    if isinstance(of, BlockFormat) and scaling is not None:
+        raise MisuseError(
+            f"--scaling {scaling}: {of.name} is a block format, whose scales are its own, expected "
+            "no --scaling; leave it out"
+        )
+    needs = isinstance(of, BlockFormat) or of.needs_scale
+    try:
+        return layout.scheme(of, scaling if needs else None)
+    except CheckpointError as error:
+        if layout.name == "plain" and isinstance(of, Format):
+            safetensors_dtype(of)  # raises with the reason
+        others = [
+            other.name
+            for other in LAYOUTS.values()
+            if other is not layout and any(_holds(s.spec, of) for s in other.schemes)
+        ]
+        if not others:
+            raise
+        named, own = "", layout.spellings()
+        if layout.name == "plain":  # the others hold no other names, and would say to come back
+            named = " for weights named NAME.weight (a Flax model: qtoolkit.nnx.quantize)"
+            own = list(dict.fromkeys(scheme.spec.element.name for scheme in layout.schemes))
+        raise CheckpointError(
+            f"layout {layout.name}: cannot hold {of.name}"
+            + ("" if scaling is None else f" with --scaling {scaling}")
+            + f"; use --layout {' or '.join(others)}{named}, or one of {', '.join(own)}"
+        ) from error
+
+
+def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
+    return spec == of if isinstance(of, BlockFormat) else spec.element == of
+
+
+def resolve_target(of: SpecLike) -> Format | BlockFormat:
+    """The format or published block format that `of` spells.
+
+    Raises:
+      ValueError, TypeError: As `qtoolkit.format`.
+    """
+    if isinstance(of, BlockFormat):
+        return of
+    if isinstance(of, str) and of.lower() in _BLOCKS:
+        return _BLOCKS[of.lower()]
+    return resolve(of)
+
+
+def target_names() -> tuple[str, ...]:
+    """Every format that some layout holds, as `--format` takes it."""
+    schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
+    return tuple(dict.fromkeys(scheme.format for scheme in schemes))
+
+
+def model_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that config.json names, as safetensors spells it; None where it names none."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = part.get(key)
+            if isinstance(name, str) and name in ("float32", "float16", "bfloat16"):
+                return DTYPE_OF[name]
+    return None
+
+
+def safetensors_dtype(fmt: FormatLike) -> str:
+    """The dtype that the plain layout stores weights of `fmt` as: "F8_E4M3" for "e4m3fn".
+
+    Args:
+      fmt: A format, in any spelling of `qtoolkit.format`.
+
+    Raises:
+      CheckpointError: The plain layout does not hold `fmt`.
+      ValueError, TypeError: As `qtoolkit.format`.
+
+    Examples:
+      >>> qt.checkpoints.safetensors_dtype("e4m3fn"), qt.checkpoints.safetensors_dtype("int8")
+      ('F8_E4M3', 'I8')
+    """
+    resolved = resolve(fmt)
+    dtype = resolved.dtype
+    if resolved in TARGETS:
+        assert dtype is not None
+        return DTYPE_OF[dtype.name]
+    if resolved.bits < 8:
+        reason = "its codes are narrower than a byte"
+    elif resolved not in FORMATS or dtype is None or dtype.name not in DTYPE_OF:
+        reason = "safetensors has no dtype for it"
+    else:
+        reason = "no weights are stored in it"
+    raise CheckpointError(
+        f"convert: format {resolved.name}: {reason}, expected one of "
+        f"{', '.join(target.name for target in TARGETS)}"
+    )
+
+
+def wide_dtype(fmt: FormatLike) -> str:
+    """The dtype of one of the wide formats, as safetensors spells it."""
+    resolved = resolve(fmt)
+    for dtype, known in WIDE.items():
+        if known == resolved:
+            return dtype
+    raise CheckpointError(
+        f"dtype {resolved.name} for what is not quantized, expected float32, bfloat16 or float16"
+    )
+
+
+def dtype_of(fmt: Format | BlockFormat) -> str | None:
+    """The dtype of an element format as safetensors spells it; None if it has none."""
+    dtype = None if isinstance(fmt, BlockFormat) else fmt.dtype
+    return None if dtype is None else DTYPE_OF.get(dtype.name)
+
+
+def input_scale(
+    given: InputScales | None, info: Tensor, scheme: Scheme, layout: Layout
+) -> float | None:
+    """The activation scale of a tensor's module; None if its scheme has no activation scales.
+
+    Raises:
+      CheckpointError: The scheme needs a scale and none was given, or it is no number above 0.
+    """
+    if isinstance(given, Mapping):
+        given = given.get(module_of(info.name), given.get(info.name))
+    if given is None and scheme.needs_input_scale:
+        raise CheckpointError(
+            f"tensor {shown(info.name)}: {scheme.name} in layout {layout.name} has static "
+            "activation scales, expected one for "
+            f"{shown(module_of(info.name))}; give --input-scales FILE from a calibration, or "
+            + _without_them(scheme, layout)
+        )
+    return None if given is None else _number(given, info)
+
+
+def _number(given: Any, info: Tensor) -> float:
+    """The number, as float32 has it: files hold that, in which 1e-50 is 0."""
+    if not isinstance(given, bool) and isinstance(given, numbers.Real):
+        with np.errstate(over="ignore", under="ignore"), contextlib.suppress(OverflowError):
+            number = float(np.float32(float(given)))
+            if 0 < number < math.inf:
+                return number
+    raise CheckpointError(
+        f"tensor {shown(info.name)}: input scale {reprlib.repr(given)}, expected a number above 0 "
+        "that float32 has; correct it in --input-scales"
+    )
+
+
+def _without_them(scheme: Scheme, layout: Layout) -> str:
+    if scheme in layout.static.values():
+        return "leave --input-scales out"
+    if scheme.scaling is None:
+        return "use --layout compressed-tensors, which needs none"
+    return "use --scaling channel or --layout compressed-tensors, which need none"
+
+
+def check_used(given: InputScales | None, tensors: Sequence[TensorPlan], layout: Layout) -> None:
+    """Raises if input scales were given that nothing uses, or that name no module."""
+    if given is None:
+        return
+    if not any(t.scheme is not None and t.scheme.needs_input_scale for t in tensors):
+        raise MisuseError(
+            f"--input-scales: nothing in layout {layout.name} with this format and "
+            "scaling takes static activation scales, expected one that does; leave "
+            "--input-scales out, or use --scaling tensor with --layout modelopt or "
+            "compressed-tensors"
+        )
+    names = {name for info in tensors for name in (info.name, module_of(info.name))}
+    unknown = [name for name in (given if isinstance(given, Mapping) else {}) if name not in names]
+    if unknown:
+        some = ", ".join(shown(module_of(t.name)) for t in tensors if t.scheme is not None)
+        raise CheckpointError(
+            f"--input-scales: {shown(unknown[0])} is no module of the checkpoint, expected "
+            f"such as {some[:200]}; correct the name"
+        )

@@ -1,0 +1,298 @@
+"""How a weight is cut: into slabs that fit in memory, and these into units that share a scale.
+
+A weight is seen as matrices in blocks of height x width elements, each with a scale of its own. A
+slab is some of its rows, or a piece of a long one. Its elements are laid out as units: a unit is a
+run of 16, 32 or 128 neighbours in one block, padded with zeros. So programs that work on units are
+compiled for a few shapes, whatever the shapes of weights and blocks. No JAX here.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qtoolkit.checkpoints.layouts._encoding import merged_matrices
+
+SLAB = 2**20  # elements of a slab: 4 MiB of float32, enough to keep a few cores busy
+_LENGTHS = (16, 32, 128)  # of units along rows: the first that holds a block, else the last
+_HEIGHTS = (8, 32, 128)  # of units along columns
+_SMALL = 2**15
+_WHOLE_WORDS = 32  # codes of any number of bits fill whole words
+
+
+class Span(NamedTuple):
+    """A slab: rows of a weight seen as one matrix, all columns or some of a single row."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A weight as `count` matrices of `rows` x `columns`, in blocks of `height` x `width`."""
+
+    count: int
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], lengths: Sequence[int], kept: Sequence[int] = ()) -> "Grid":
+        """The grid of a weight whose blocks have these lengths.
+
+        Raises:
+          ValueError: The weight is no stack of matrices with such blocks.
+        """
+        merged = merged_matrices(tuple(shape), tuple(lengths), kept)
+        if merged is None:
+            raise ValueError(f"{list(shape)} in blocks of {list(lengths)} are no matrices")
+        (count, rows, columns), (height, width) = merged
+        # Rows that are kept apart may end with padding.
+        if (height, width) == (rows, columns) and len(shape) - 1 not in kept:
+            return cls.whole(rows * columns, count)
+        return cls(count, rows, columns, height, width)
+
+    @classmethod
+    def whole(cls, size: int, count: int = 1) -> "Grid":
+        """`count` blocks of `size` elements."""
+        return cls(count, 1, size, 1, size)
+
+    @property
+    def size(self) -> int:
+        return self.count * self.rows * self.columns
+
+    @property
+    def down(self) -> int:
+        """Blocks along the rows of a matrix."""
+        return -(-self.rows // self.height)
+
+    @property
+    def across(self) -> int:
+        return -(-self.columns // self.width)
+
+    @property
+    def blocks(self) -> int:
+        return self.count * self.down * self.across
+
+    @property
+    def is_by_column(self) -> bool:
+        """Whether neighbours have different scales: one for each column."""
+        return self.width == 1 < self.columns
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether slabs hold whole blocks, so that a weight is read once."""
+        if self.columns > SLAB:
+            return self.height == 1 and self.width <= SLAB
+        return self.height * self.columns <= SLAB
+
+    def spans(self) -> Iterator[Span]:
+        """The slabs, in C order."""
+        every = range(self.count * self.rows)
+        if not self.size:
+            return
+        if self.columns > SLAB:
+            yield from (Span(row, 1, *piece) for row in every for piece in self._pieces())
+        elif self.height == 1:
+            yield from self._rows(0, len(every), SLAB // self.columns)
+        elif self.rows * self.columns <= SLAB:
+            yield from self._rows(0, len(every), SLAB // (self.rows * self.columns) * self.rows)
+        else:
+            step = SLAB // (self.height * self.columns) * self.height
+            part = self.rows if step else self.height  # slabs of less than a block end with it
+            for first in range(0, len(every), self.rows):
+                for start in range(first, first + self.rows, part):
+                    stop = min(start + part, first + self.rows)
+                    yield from self._rows(start, stop, step or SLAB // self.columns)
+
+    def _rows(self, start: int, stop: int, step: int) -> Iterator[Span]:
+        for row in range(start, stop, step):
+            yield Span(row, min(step, stop - row), 0, self.columns)
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Pieces of a long row: first column and columns of each. None crosses a long block."""
+        unit = math.lcm(self.width, _WHOLE_WORDS) if self.width <= SLAB else _WHOLE_WORDS
+        step = max(SLAB // unit, 1) * unit
+        block = self.width if self.width > SLAB else self.columns
+        for first in range(0, self.columns, block):
+            stop = min(first + block, self.columns)
+            yield from ((at, min(step, stop - at)) for at in range(first, stop, step))
+
+    def spans_of(self, start: int, stop: int) -> Iterator[tuple[Span, slice]]:
+        """Slabs that hold elements `start` to `stop`, and where in each of them these are."""
+        while start < stop:
+            row, column = divmod(start, self.columns)
+            if self.columns > SLAB:
+                span = self._piece_at(row, column)
+            else:
+                last = -(-stop // self.columns)
+                if self.is_by_column:  # units run along columns, not over the end of a block
+                    matrix, within = divmod(row, self.rows)
+                    end = min((within // self.height + 1) * self.height, self.rows)
+                    last = min(last, matrix * self.rows + end)
+                span = Span(row, last - row, 0, self.columns)
+            first = span.row * self.columns + span.column
+            end = min(first + span.rows * span.columns, stop)
+            yield span, slice(start - first, end - first)
+            start = end
+
+    def _piece_at(self, row: int, column: int) -> Span:
+        pieces = [*self._pieces()]
+        at, columns = next(piece for piece in pieces if column < sum(piece))
+        return Span(row, 1, at, columns)
+
+    def units(self, span: Span) -> "Units":
+        """How the elements of a slab lie in units."""
+        make = _cached_units if span.rows * span.columns <= _SMALL else _units
+        return make(self, span)
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """How the elements of a slab lie in units.
+
+    Attributes:
+      axis: The axis of an array of units along which the elements of one lie: 1 for pieces of rows;
+        0 for pieces of columns.
+      length: Elements of a unit.
+      blocks: The block in which each unit lies.
+      slab: The slab as [outer, along the blocks, inner]: [rows, columns, 1], or for pieces of
+        columns [matrices, rows, columns].
+      block: Elements of a block along the middle axis.
+    """
+
+    axis: int
+    length: int
+    blocks: np.ndarray
+    slab: tuple[int, int, int]
+    block: int
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    def laid_out(self, elements: np.ndarray) -> np.ndarray:
+        """The units of the elements of a slab: [units, length] or [length, units]."""
+        outer, size, inner = self.slab
+        x: np.ndarray = elements.reshape(self.slab)
+        places = -(-size // self.block)
+        padded = -(-self.block // self.length) * self.length
+        if size != places * self.block:
+            x = np.concatenate(
+                [x, np.zeros((outer, places * self.block - size, inner), x.dtype)], axis=1
+            )
+        x = x.reshape(outer, places, self.block, inner)
+        if self.block != padded:
+            rows = np.zeros((outer, places, padded, inner), x.dtype)
+            rows[:, :, : self.block] = x
+            x = rows
+        if self.axis == 1:
+            return x.reshape(-1, self.length)
+        x = x.reshape(outer * places * (padded // self.length), self.length, inner)
+        return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(self.length, -1)
+
+    def tiles(self, elements: np.ndarray) -> list[np.ndarray]:
+        """The units of the elements of a slab, in tiles of few shapes, padded with zeros."""
+        return tiles_of([self.laid_out(elements)], self.axis)
+
+    def elements(self, units: np.ndarray) -> np.ndarray:
+        """The elements of a slab, flat, from its units."""
+        outer, size, inner = self.slab
+        places = -(-size // self.block)
+        padded = -(-self.block // self.length) * self.length
+        if self.axis == 0:
+            units = units.reshape(self.length, -1, inner).swapaxes(0, 1)
+        x = units.reshape(outer, places, padded, inner)[:, :, : self.block]
+        return x.reshape(outer, places * self.block, inner)[:, :size].reshape(-1)
+
+
+def _units(grid: Grid, span: Span) -> Units:
+    if grid.is_by_column:
+        return _columns(grid, span)
+    length = min(grid.width, span.columns)
+    unit = next((n for n in _LENGTHS if n >= length), _LENGTHS[-1])
+    rows = span.row + np.arange(span.rows)
+    down = rows // grid.rows * grid.down + rows % grid.rows // grid.height
+    across = span.column // grid.width + np.arange(-(-span.columns // length))
+    blocks = (down[:, None] * grid.across + across).reshape(-1)
+    return Units(
+        axis=1,
+        length=unit,
+        blocks=np.repeat(blocks, -(-length // unit)),
+        slab=(span.rows, span.columns, 1),
+        block=length,
+    )
+
+
+_cached_units = functools.lru_cache(64)(_units)  # of 16 KiB at most
+
+
+def _columns(grid: Grid, span: Span) -> Units:
+    """Pieces of columns. The slab is whole matrices, or rows of one that begin with a block, or lie
+    in one.
+    """
+    matrices = max(span.rows // grid.rows, 1)
+    rows = span.rows // matrices
+    length = min(grid.height, rows)
+    unit = next((n for n in _HEIGHTS if n >= length), _HEIGHTS[-1])
+    places = -(-rows // length)
+    matrix, row = divmod(span.row, grid.rows)
+    down = (matrix + np.arange(matrices))[:, None] * grid.down
+    down = down + row // grid.height + np.arange(places)
+    columns = span.column + np.arange(span.columns)
+    blocks = np.repeat(down.reshape(-1), -(-length // unit))[:, None] * grid.across + columns
+    return Units(
+        axis=0,
+        length=unit,
+        blocks=blocks.reshape(-1),
+        slab=(matrices, rows, span.columns),
+        block=length,
+    )
+
+
+def tiles_of(units: Sequence[np.ndarray], axis: int) -> list[np.ndarray]:
+    """Arrays of units side by side, in tiles of few shapes; the last one is padded with zeros."""
+    count = sum(part.shape[1 - axis] for part in units)
+    length, parts = units[0].shape[axis], [*units]
+    sizes = tile_sizes(count, length)
+    if missing := sum(sizes) - count:
+        shape = (missing, length) if axis == 1 else (length, missing)
+        parts.append(np.zeros(shape, parts[0].dtype))
+    array = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
+    return split(array, sizes, 1 - axis)
+
+
+def columns_of(values: np.ndarray | None, sizes: Sequence[int], axis: int) -> Sequence[Any]:
+    """A number for each unit, as columns that broadcast to tiles of these sizes; 1 for padding."""
+    if values is None:
+        return [None] * len(sizes)
+    column = np.ones(sum(sizes), values.dtype)
+    column[: len(values)] = values
+    return [np.expand_dims(part, axis) for part in split(column, sizes, 0)]
+
+
+def split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
+    """An array in parts of these sizes along axis 0 or 1."""
+    ends = [0, *itertools.accumulate(sizes)]
+    spans = [slice(*span) for span in itertools.pairwise(ends)]
+    return [array[span] if axis == 0 else array[:, span] for span in spans]
+
+
+def tile_sizes(units: int, length: int) -> list[int]:
+    """How many units each tile has: three sizes, so that tiles and padding are few."""
+    sizes = [max(SLAB // length // 16**k, 1) for k in range(3)]
+    tiles = []
+    for size, less in itertools.pairwise([*sizes, 0]):
+        count = max(units, 0) // size
+        if units - count * size > (size // 2 if less else 0):
+            count += 1
+        tiles += [size] * count
+        units -= count * size
+    return tiles

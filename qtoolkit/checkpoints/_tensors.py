@@ -1,0 +1,275 @@
+"""What a container yields: tensors that are read in parts. Dtypes, errors and their words."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import ml_dtypes  # noqa: F401  (registers the 8-bit float names with numpy)
+import numpy as np
+
+if TYPE_CHECKING:
+    from qtoolkit.checkpoints._folder import FolderFiles
+    from qtoolkit.checkpoints._orbax import Tree
+    from qtoolkit.checkpoints._paths import Path
+    from qtoolkit.checkpoints.layouts import Encoding
+
+# Bits of an element, and NumPy's name for it, in the order in which the reference implementation
+# lays tensors out (the last first), so that every tensor starts at a multiple of its element size.
+# Source: github.com/huggingface/safetensors, safetensors/src/tensor.rs, enum Dtype.
+_DTYPES = {
+    "BOOL": (8, "bool"),
+    "F4": (4, None),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "I16": (16, "int16"),
+    "U16": (16, "uint16"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "I32": (32, "int32"),
+    "U32": (32, "uint32"),
+    "F32": (32, "float32"),
+    "C64": (64, "complex64"),
+    "F64": (64, "float64"),
+    "I64": (64, "int64"),
+    "U64": (64, "uint64"),
+}
+DTYPE_BITS = {dtype: bits for dtype, (bits, _) in _DTYPES.items()}
+DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+NUMPY_DTYPES = {dtype: np.dtype(name) for dtype, (_, name) in _DTYPES.items() if name}
+DTYPE_OF = {dtype.name: name for name, dtype in NUMPY_DTYPES.items()}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+_STATISTICS_CHUNK = 2**20  # elements
+# Fills a buffer with the bytes of a tensor from a byte on. Threads may call it at the same time.
+ReadBytes = Callable[[int, memoryview], None]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, converted or written. One line says where and what to do.
+
+    Examples:
+      >>> qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
+      >>> try:
+      ...     qt.checkpoints.save("model.safetensors", {"w": jnp.ones(2)})
+      ... except qt.checkpoints.CheckpointError as error:
+      ...     print(str(error).partition(";")[0])
+      model.safetensors: exists already
+    """
+
+    __module__ = "qtoolkit.checkpoints"  # the name by which it is imported, shown in tracebacks
+
+
+class MisuseError(CheckpointError):
+    """Options that exclude each other, or one that could have no effect: exit code 2."""
+
+    __module__ = "qtoolkit.checkpoints.internal"
+
+
+def shown(name: str) -> str:
+    """`name` fit for a one-line message or a terminal."""
+    return name if name.isprintable() else ascii(name)
+
+
+def listed(texts: Iterable[str], most: int = 5) -> str:
+    """The first of some texts, with commas between them, and how many more there are."""
+    texts = [*texts]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+class Entry(NamedTuple):
+    """A tensor as a header announces it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor of an open checkpoint. Its elements are read when they are asked for.
+
+    Attributes:
+      name: As in the checkpoint.
+      dtype: As safetensors spells it: "F8_E4M3".
+      shape: Elements along each axis; () for a scalar.
+      read_into: Fills a buffer with its bytes.
+      encoding: How the checkpoint holds it, if `read_into` dequantizes it; else None.
+      stored_dtype, stored_nbytes: The dtype of its codes, and the bytes of all its entries; of what
+        is not quantized, those of the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read_into: ReadBytes
+    encoding: "Encoding | None" = None
+    stored_dtype: str = ""
+    stored_nbytes: int = -1
+
+    def __post_init__(self) -> None:
+        if not self.stored_dtype:
+            object.__setattr__(self, "stored_dtype", self.dtype)
+            object.__setattr__(self, "stored_nbytes", self.nbytes)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def numpy_dtype(self) -> np.dtype | None:
+        """The numpy dtype of the elements; None for those narrower than a byte."""
+        return NUMPY_DTYPES.get(self.dtype)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.dtype, self.shape)
+
+    @property
+    def is_dequantized(self) -> bool:
+        return self.stored_dtype != self.dtype
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Elements `start` to `stop` in C order: a new array of one dimension."""
+        stop = self.size if stop is None else stop
+        dtype = self.numpy_dtype
+        if dtype is None:
+            raise CheckpointError(
+                f"tensor {shown(self.name)}: dtype {self.dtype} is narrower than a byte, expected "
+                "one that numpy has; read its bytes"
+            )
+        array = np.empty(stop - start, dtype)
+        self.read_into(start * dtype.itemsize, array.view(np.uint8).data)
+        return array
+
+    def read_all(self) -> np.ndarray:
+        """The whole tensor, a new array."""
+        return self.read().reshape(self.shape)
+
+
+@dataclasses.dataclass(eq=False)
+class Checkpoint:
+    """An open checkpoint of any container. A context manager; threads may read it together.
+
+    Attributes:
+      path: As given.
+      tensors: Its tensors by name, in the order of the data.
+      metadata: The strings that it holds beside tensors.
+      config: The content of its `config.json`; empty without one.
+      folder: What else a folder of Hugging Face holds; None of other containers.
+      tree: The tree of a checkpoint of orbax; None of other containers.
+      layout: That of the weights that were dequantized: see `dequantized`; "" if none is.
+      auxiliary: What loaders keep for quantized weights, such as input scales; no tensors of the
+        model.
+      stored: The tensors as the container has them, where weights were dequantized; else empty.
+      opened: What `close` closes.
+    """
+
+    path: "Path"
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    folder: "FolderFiles | None" = None
+    tree: "Tree | None" = None
+    layout: str = ""
+    auxiliary: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    stored: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    opened: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    @property
+    def everything(self) -> dict[str, Tensor]:
+        """`tensors` and `auxiliary`."""
+        return {**self.tensors, **self.auxiliary}
+
+    @property
+    def encodings(self) -> "dict[str, Encoding]":
+        """How each weight that was dequantized is stored, by name."""
+        return {n: t.encoding for n, t in self.tensors.items() if t.encoding is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.opened.close()
+
+    def read(self, name: str) -> np.ndarray:
+        """The whole tensor `name`, a new array. Raises KeyError where there is none."""
+        return self.tensors[name].read_all()
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Fills `buffer` from byte `start` of tensor `name` on."""
+        tensor, view = self.tensors[name], memoryview(buffer)
+        if not 0 <= start <= start + len(view) <= tensor.nbytes:
+            raise IndexError(
+                f"tensor {shown(name)}: bytes {start}:{start + len(view)} of {tensor.nbytes}"
+            )
+        tensor.read_into(start, view)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Statistics of the elements of a tensor.
+
+    Attributes:
+      lowest, largest, mean, deviation: Computed over the finite elements, the standard deviation
+        as that of a population; NaN if no element is finite.
+      zeros, nans, infinities: How many elements are zero, NaN, infinite.
+    """
+
+    lowest: float
+    largest: float
+    mean: float
+    deviation: float
+    zeros: int
+    nans: int
+    infinities: int
+
+
+@np.errstate(over="ignore", invalid="ignore")  # the squares of float64 may overflow
+def statistics(tensor: Tensor) -> Statistics:
+    """Reads a tensor of floats once, in chunks."""
+    lowest, largest = math.inf, -math.inf
+    count = zeros = nans = infinities = 0
+    mean = squares = 0.0
+    for start in range(0, tensor.size, _STATISTICS_CHUNK):
+        x = tensor.read(start, min(start + _STATISTICS_CHUNK, tensor.size)).astype(np.float64)
+        nans += int(np.isnan(x).sum())
+        infinities += int(np.isinf(x).sum())
+        x = x[np.isfinite(x)]
+        if not len(x):
+            continue
+        zeros += int((x == 0).sum())
+        lowest, largest = min(lowest, float(x.min())), max(largest, float(x.max()))
+        # Means and squared deviations of two parts become those of both (Chan et al., 1979).
+        shift = float(x.mean()) - mean
+        between = shift * shift * count * len(x) / (count + len(x))
+        squares += float(((x - x.mean()) ** 2).sum()) + between
+        count += len(x)
+        mean += shift * len(x) / count
+    if not count:
+        return Statistics(*(math.nan,) * 4, zeros, nans, infinities)
+    return Statistics(lowest, largest, mean, math.sqrt(squares / count), zeros, nans, infinities)

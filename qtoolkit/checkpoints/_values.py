@@ -1,0 +1,378 @@
+"""Makes numbers of a quantized weight that a file holds: a `QArray`, or float32 slab by slab."""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qtoolkit.checkpoints._quantize import LEAST_RATE, unit_spec
+from qtoolkit.checkpoints._slabs import Grid, Span, columns_of
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, CheckpointError, Entry, Tensor, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, unpacked
+from qtoolkit.formats import BlockFormat
+from qtoolkit.scaling import QArray
+from qtoolkit.scaling.internal import Blocks, Scales, dequantized
+
+ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
+
+
+def entry_reader(raw: Mapping[str, Tensor]) -> ReadEntry:
+    """Reads whole entries of a checkpoint."""
+
+    def read(entry: Entry) -> np.ndarray:
+        data = np.empty(entry.nbytes, np.uint8)
+        raw[entry.name].read_into(0, data.data)
+        return data
+
+    return read
+
+
+def grid_of(encoding: Encoding) -> Grid:
+    """How a weight is cut as its entries hold it.
+
+    Raises:
+      ValueError: It is no stack of matrices.
+    """
+    shape = encoding.matrix_shape
+    kept = set() if encoding.packing is None else {len(shape) - 1}  # rows end with whole bytes
+    second = encoding.tensor_scale
+    if second is not None and (count := math.prod(second.shape)) > 1:
+        ends = range(len(shape) + 1)
+        kept.add(next(end for end in ends if math.prod(shape[:end]) == count))
+    return Grid.of(shape, encoding.lengths, sorted(kept))
+
+
+class Values:
+    """Reads the float32 values of a stored weight, in pieces where its entries allow it.
+
+    Args:
+      encoding: How it is stored.
+      raw: The tensors of the checkpoint, as they are.
+    """
+
+    def __init__(self, encoding: Encoding, raw: Mapping[str, Tensor]) -> None:
+        self.encoding = encoding
+        self._raw = raw
+        self._read = entry_reader(raw)
+        self._loading = threading.Lock()
+        self._made: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
+        self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
+        self._grid: Grid | None = None
+        if encoding.is_sliceable and 0 not in encoding.shape:
+            self._grid = grid_of(encoding)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
+        out, first = np.frombuffer(buffer, np.float32), start // 4
+        if self._grid is None:
+            self._copy(values_of, first, out)
+            return
+        scale, second = self.scales()
+        done = 0
+        for span, some in self._grid.spans_of(first, first + len(out)):
+            codes = self.codes(span)
+            values = decoded_slab(
+                codes, self._grid, span, self.encoding.spec_as_stored, scale, second
+            )
+            part = values[some]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+    def codes_between(self, start: int, stop: int) -> np.ndarray:
+        """The codes of elements `start` to `stop` of the weight."""
+        if self._grid is None:
+            codes = np.empty(stop - start, np.uint8)
+            self._copy(_codes_of, start, codes)
+            return codes
+        parts = [self.codes(span).reshape(-1)[s] for span, s in self._grid.spans_of(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def codes(self, span: Span) -> np.ndarray:
+        """The codes of a slab, [rows, columns]."""
+        encoding, grid = self.encoding, self._grid
+        assert grid is not None
+        width = encoding.codes.nbytes // (grid.count * grid.rows)
+        bits = 8 if encoding.packing is None else encoding.spec.element.bits
+        first, end = 0, width
+        if span.columns < grid.columns:  # a piece of a long row, cut where words end
+            first = span.column * bits // 8
+            end = min(-(-(span.column + span.columns) * bits // 8), width)
+        data = np.empty((span.rows, end - first), np.uint8)
+        self._raw[encoding.codes.name].read_into(span.row * width + first, data.reshape(-1).data)
+        if encoding.packing is not None:
+            return unpacked(data, encoding.packing, bits, span.columns)
+        check_codes(data, encoding)
+        return data
+
+    def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Scales and tensor scales, flat, as stored."""
+        if self._scales is None:
+            self._scales = _scales(self.encoding, self._read)
+        return self._scales
+
+    def _copy(
+        self, make: Callable[[Encoding, ReadEntry], np.ndarray], start: int, out: np.ndarray
+    ) -> None:
+        """Copies elements from `start` on of what `make` makes of whole matrices, one at a time."""
+        count, matrix = stacked(self.encoding)
+        size, done = max(math.prod(matrix.shape), 1), 0
+        while done < len(out):
+            index, first = divmod(start + done, size)
+            with self._loading:
+                if make not in self._made or self._made[make][0] != index:
+                    read = functools.partial(_read_one, self._raw, index, count)
+                    self._made[make] = index, make(matrix, read).reshape(-1)
+                part = self._made[make][1][first : first + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+
+def stacked(encoding: Encoding) -> tuple[int, Encoding]:
+    """How many matrices a weight is whose entries lie one after the other, and how one is stored.
+
+    What cannot be read by rows is read by matrices then: an expert of gpt-oss takes 66 MB of
+    float32, all of a layer 8 GB.
+    """
+    shape, second = encoding.shape, encoding.tensor_scale
+    count = math.prod(shape[:-2])
+    is_stack = count > 1 and all(n == 1 for n in encoding.lengths[:-2])
+    if not is_stack or encoding.scale is None or (second and math.prod(second.shape) != count):
+        return 1, encoding
+    one = None if second is None else second._replace(shape=())
+    return count, dataclasses.replace(
+        encoding, shape=shape[-2:], lengths=encoding.lengths[-2:], tensor_scale=one
+    )
+
+
+def _read_one(raw: Mapping[str, Tensor], index: int, count: int, entry: Entry) -> np.ndarray:
+    """The bytes of an entry that belong to one of `count` matrices."""
+    stored = raw[entry.name]
+    size = stored.nbytes // count
+    data = np.empty(size, np.uint8)
+    stored.read_into(index * size, data.data)
+    return data
+
+
+def _codes_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    return np.asarray(qarray_of(encoding, read).codes).view(np.uint8)
+
+
+def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
+    """Raises where a byte is no code of an element of fewer than 8 bits."""
+    count = 2**encoding.spec.element.bits
+    if count < 256 and codes.size and codes.max() >= count:
+        raise CheckpointError(
+            f"{shown(encoding.name)}: code {codes.max()}, expected below {count}, as "
+            f"{encoding.spec.element.name} has; the file is damaged, fetch it again"
+        )
+
+
+def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """The float32 values of a weight, read whole."""
+    if 0 in encoding.shape:
+        return np.zeros(encoding.shape, np.float32)
+    if encoding.group_index is not None:
+        return _reordered_values(encoding, read)
+    return np.asarray(qarray_of(encoding, read).dequantize("float32"))
+
+
+def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    """Values of inputs of which each says in which block it lies."""
+    assert encoding.group_index is not None
+    dtype = NUMPY_DTYPES[encoding.group_index.dtype]
+    index = read(encoding.group_index).view(dtype).astype(np.int64)
+    axis = 0 if encoding.transposed else 1
+    length = encoding.lengths[axis]
+    groups = -(-len(index) // length)
+    if (index < 0).all():  # compressed-tensors: they are not reordered
+        index = np.arange(len(index)) // length
+    is_inside = (index >= 0) & (index < groups)
+    counts = np.bincount(index[is_inside], minlength=groups)
+    if not is_inside.all() or not (counts[:-1] == length).all():
+        raise CheckpointError(
+            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} "
+            f"inputs, expected {length} in each; dequantize the checkpoint with the program that "
+            "made it"
+        )
+    order = np.argsort(index, kind="stable")
+    in_order = dataclasses.replace(
+        encoding, group_index=None, transposed=False, shape=encoding.matrix_shape
+    )
+    values = np.asarray(qarray_of(in_order, read, (order, axis)).dequantize("float32"))
+    values = np.take(values, np.argsort(order), axis)
+    return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
+
+
+def qarray_of(
+    encoding: Encoding,
+    read: ReadEntry,
+    order: tuple[np.ndarray, int] | None = None,
+    dtype: Any = "float32",
+) -> QArray:
+    """The weight as a `QArray`, a code to a byte.
+
+    Args:
+      order: The codes in which order, along which axis; None: as they are.
+      dtype: That of the numbers: float32, bfloat16 or float16.
+    """
+    spec, shape = encoding.spec_as_stored, encoding.matrix_shape
+    bits = spec.element.bits
+    codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
+    if encoding.packing is None:
+        check_codes(codes, encoding)
+    if order is not None:
+        codes = np.take(codes, *order)
+    counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
+    scale, second = _scales(encoding, read)
+    zero = None
+    if encoding.zero_point is not None:
+        zero = jnp.asarray(_zero_points(encoding, read, counts))
+    if second is not None and encoding.tensor_scale is not None:
+        of_all = math.prod(encoding.tensor_scale.shape) == 1
+        ends = range(len(shape) + 1)
+        batch = next(shape[:end] for end in ends if math.prod(shape[:end]) == len(second))
+        second = second.reshape(() if of_all else batch)
+    array = QArray(
+        jnp.asarray(codes.view(spec.element.code_dtype).reshape(shape)),
+        None if scale is None else jnp.asarray(scale.reshape(counts)),
+        _shown_spec(encoding, spec),
+        tensor_scale=None if second is None else jnp.asarray(second),
+        zero_point=zero,
+        dtype=dtype,
+        lengths=encoding.lengths,
+    )
+    if not encoding.transposed:
+        return array
+    axes = [*range(len(shape))]
+    return array.transpose(*axes[:-2], axes[-1], axes[-2])
+
+
+def _unpacked_entry(
+    entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """The codes of an entry, in this shape."""
+    data = read(entry)
+    if packing is None:
+        return data.reshape(shape)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if packing.axis == -1:
+        return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
+    # Elements of the entry that run along the rows: as rows of the transposed matrix.
+    height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
+    words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
+    turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
+    codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
+    return np.ascontiguousarray(codes.swapaxes(1, 2)).reshape(shape)
+
+
+def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Scales and tensor scales, flat, as stored."""
+    scale = second = None
+    if encoding.scale is not None:
+        spec = encoding.spec
+        assert spec.scale is not None
+        # A byte of E8M0 is U8 in some layouts.
+        dtype = (spec.has_powers and spec.scale.dtype) or NUMPY_DTYPES[encoding.scale.dtype]
+        scale = read(encoding.scale).view(dtype)
+    if encoding.tensor_scale is not None:
+        second = read(encoding.tensor_scale).view(np.float32)
+    return scale, second
+
+
+def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -> np.ndarray:
+    entry, packing, element = encoding.zero_point, encoding.zero_packing, encoding.spec.element
+    assert entry is not None
+    if packing is None:
+        return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
+    bits = element.bits
+    codes = _unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
+    half = 1 << (bits - 1)  # codes of signed integers are two's complement
+    return (codes ^ half) - half if element.signed else codes
+
+
+def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:
+    """The format with blocks that say what `lengths` are, for arrays of any rank."""
+    shape, lengths = encoding.matrix_shape, encoding.lengths
+    outputs = [axis for axis, n in enumerate(shape) if lengths[axis] != n]
+    if len(shape) == 2 or spec.scale is None:
+        return spec
+    if not outputs:
+        return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
+    if len(outputs) == 1 and lengths[outputs[0]] == 1:
+        return dataclasses.replace(spec, block=(1,), axes=(outputs[0],), other_axes=None)
+    axes = tuple(range(len(shape)))
+    return dataclasses.replace(spec, block=lengths, axes=axes, other_axes=1)
+
+
+def decoded_slab(
+    codes: np.ndarray,
+    grid: Grid,
+    span: Span,
+    spec: BlockFormat,
+    scale: np.ndarray | None,
+    second: np.ndarray | None,
+) -> np.ndarray:
+    """The float32 numbers, flat, of the codes of a slab.
+
+    Args:
+      scale: The scales of all blocks of the weight, flat, as stored.
+      second: Its tensor scales, one for each matrix or one in all.
+    """
+    units = grid.units(span)
+    tiles, axis, blocks = units.tiles(codes), units.axis, units.blocks
+    matrices = blocks // (grid.down * grid.across)
+    of_units = None if scale is None else scale[blocks]
+    seconds = None if second is None else second[matrices if len(second) > 1 else matrices * 0]
+    rates = None if of_units is None or spec.has_powers else _rates(of_units, seconds, spec)
+    if rates is not None and not ((rates > 0) & (rates < LEAST_RATE)).any():
+        rates = None
+    if rates is not None:  # XLA's CPU takes subnormal numbers for 0
+        spec, of_units, seconds = _unscaled(spec), None, None
+    sizes = [tile.shape[1 - axis] for tile in tiles]
+    columns = (columns_of(values, sizes, axis) for values in (of_units, seconds))
+    spec = unit_spec(spec, axis)
+    parts = [
+        np.asarray(unit_values(*tile, spec, axis)) for tile in zip(tiles, *columns, strict=True)
+    ]
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1 - axis)
+    values = joined[: units.count] if axis == 1 else joined[:, : units.count]
+    if rates is not None:
+        with np.errstate(under="ignore"):
+            values = (values * np.expand_dims(rates, axis)).astype(np.float32)
+    return units.elements(values)
+
+
+@functools.cache
+def _unscaled(spec: BlockFormat) -> BlockFormat:
+    return BlockFormat.tensor(spec.element, scale=None)
+
+
+def _rates(scale: np.ndarray, second: np.ndarray | None, spec: BlockFormat) -> np.ndarray:
+    """float64: what the codes of each unit are multiplied by."""
+    rates = scale.astype(np.float32)
+    if second is not None:
+        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+            rates = rates / second if spec.tensor_scale_divides else rates * second
+    return rates.astype(np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def unit_values(
+    codes: jax.Array,
+    scale: jax.Array | None,
+    second: jax.Array | None,
+    spec: BlockFormat,
+    axis: int,
+) -> jax.Array:
+    """The float32 numbers that the codes of a tile stand for."""
+    lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
+    return dequantized(
+        codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32
+    )

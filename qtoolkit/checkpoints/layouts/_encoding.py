@@ -1,0 +1,208 @@
+"""`Encoding`: how a file holds one quantized weight, as data. Layouts make it, nothing else does.
+
+An encoding says which entries of a file hold the codes, scales and zero points of a weight, and how
+codes are packed. What turns these bytes into a `QArray`, or a `QArray` into bytes, is the same for
+all layouts: `checkpoints/_decode.py` and `checkpoints/_quantize.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry
+from qtoolkit.formats import BlockFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How codes of less than a byte lie along the last axis of an entry.
+
+    Attributes:
+      word: Bits of a word, which is little-endian: 8, 24, 32, 40 or 56. It holds word // bits whole
+        codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes of
+        padding that are not read.
+      order: The place in its word of each of the codes, in the order of the weight; () for 0, 1, 2
+        and so on. AWQ has (0, 4, 1, 5, 2, 6, 3, 7).
+      biased: Whether a signed integer is stored as its value + 2**(bits - 1).
+      axis: -1, or -2 for words that run along the rows: those of GPTQ.
+    """
+
+    word: int
+    order: tuple[int, ...] = ()
+    biased: bool = False
+    axis: int = -1
+
+
+BYTES = None  # a code to a byte
+NIBBLES = Packing(8)  # two codes of four bits to a byte, the first one low
+WORDS = Packing(32, biased=True)  # compressed-tensors
+
+
+def dense(bits: int, *, biased: bool = False, axis: int = -1) -> Packing:
+    """Codes without a gap, so that some cross the bytes: eight codes of 3 bits in three bytes."""
+    return Packing(math.lcm(bits, 8), biased=biased, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How a file holds one quantized weight.
+
+    Attributes:
+      name, shape: The name and shape of the weight.
+      spec: Its block format; the blocks are those of `lengths`.
+      lengths: The length of a block along each axis of `matrix_shape`.
+      codes: The entry with the codes.
+      scale: The entry with the scales in C order, ceil(n / length) along each axis; None: none.
+      tensor_scale: The entry with the second scale (NVFP4), one in all or one for each index of the
+        first axes; None: none.
+      tensor_scale_divides: Whether x = q * scale / tensor scale, as in compressed-tensors.
+      zero_point: The entry with the zero points, which lie as the scales do; None: none.
+      packing: How codes are packed; None: a code to a byte.
+      zero_packing: How zero points are packed, along the last axis unless it says otherwise; None:
+        they are integers of the entry's dtype.
+      zero_offset: What is added to a stored zero point: 1 for GPTQ.
+      group_index: The entry that says in which block each input, an index of the last axis of a
+        matrix, lies (g_idx of GPTQ); None: in that of its place.
+      transposed: Whether entries hold the last two axes of the weight in the other order.
+      constants: Further entries, with their bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spec: BlockFormat
+    lengths: tuple[int, ...]
+    codes: Entry
+    scale: Entry | None = None
+    tensor_scale: Entry | None = None
+    tensor_scale_divides: bool = False
+    zero_point: Entry | None = None
+    packing: Packing | None = BYTES
+    zero_packing: Packing | None = None
+    zero_offset: int = 0
+    group_index: Entry | None = None
+    transposed: bool = False
+    constants: tuple[tuple[Entry, bytes], ...] = ()
+
+    @property
+    def parts(self) -> tuple[Entry, ...]:
+        """The entries that numbers are made of."""
+        parts = (self.codes, self.scale, self.tensor_scale, self.zero_point, self.group_index)
+        return tuple(entry for entry in parts if entry is not None)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries of a file that belong to it."""
+        return (*self.parts, *(entry for entry, _ in self.constants))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def spec_as_stored(self) -> BlockFormat:
+        """`spec`, with the tensor scale dividing where the stored one does."""
+        if self.tensor_scale is None or self.spec.tensor_scale_divides == self.tensor_scale_divides:
+            return self.spec
+        return dataclasses.replace(self.spec, tensor_scale_divides=self.tensor_scale_divides)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape in which entries hold the weight: its own, or that of its transpose."""
+        if not self.transposed:
+            return self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2])
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether some of its rows can be read on their own."""
+        if self.transposed or self.group_index or self.zero_point:
+            return False
+        packing = self.packing
+        return packing is None or (
+            packing.axis == -1 and packing.word % self.spec.element.bits == 0
+        )
+
+
+def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
+    """An entry whose values are known before the weight is read, with its bytes."""
+    array = np.asarray(values, NUMPY_DTYPES[dtype]).reshape(shape)
+    return Entry(name, dtype, shape), array.tobytes()
+
+
+def merged_matrices(
+    shape: tuple[int, ...], lengths: tuple[int, ...], kept: Collection[int] = ()
+) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
+    """An array seen as matrices: (how many, rows, columns), and (height, width) of their blocks.
+
+    Neighbouring axes are merged where blocks have length 1 along both, or the full length along
+    both. None where more axes remain than those of a stack of matrices.
+
+    Args:
+      kept: Axes that are not merged with those before them.
+    """
+    axes: list[tuple[int, int]] = []
+    is_apart = False
+    for axis, (n, length) in enumerate(zip(shape, lengths, strict=True)):
+        is_apart |= axis in kept
+        if n == 1:
+            continue
+        last, block = axes[-1] if axes else (0, 0)
+        if axes and not is_apart and (block == length == 1 or (block == last and length == n)):
+            axes[-1] = (last * n, block * length)
+        else:
+            axes.append((n, length))
+        is_apart = False
+    axes = [(1, 1)] * (2 - len(axes)) + axes
+    if any(length != 1 for _, length in axes[:-2]):
+        return None
+    (rows, height), (columns, width) = axes[-2:]
+    if height == width == 1 and rows > 1:  # each element has a scale
+        return None
+    return (math.prod(n for n, _ in axes[:-2]), rows, columns), (height, width)
+
+
+def unpacked(packed: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
+    """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
+    word, order = packing.word, packing.order
+    if not order and word % 8 == 0 and 8 % bits == 0:
+        word = 8  # little-endian words of codes that fill bytes are these bytes
+    count = word // bits
+    words = _words(packed, word)
+    codes = np.empty((len(packed), words.shape[1] * count), np.uint8)
+    mask = words.dtype.type((1 << bits) - 1)
+    for place, at in enumerate(order or range(count)):
+        codes[:, place::count] = (words >> words.dtype.type(at * bits)) & mask
+    codes = codes[:, :columns]
+    return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
+
+
+def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
+    """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
+    if packing.biased:
+        codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
+    count = packing.word // bits
+    missing = -codes.shape[1] % count
+    if missing:
+        codes = np.pad(codes, ((0, 0), (0, missing)))
+    word = 8 if not packing.order and 8 % bits == 0 else packing.word
+    count = word // bits
+    dtype = np.dtype(np.uint8 if word == 8 else np.uint32)
+    words = np.zeros((len(codes), codes.shape[1] // count), dtype)
+    for place, at in enumerate(packing.order or range(count)):
+        words |= codes[:, place::count].astype(dtype) << dtype.type(at * bits)
+    data = words.astype("<u4").view(np.uint8) if word > 8 else words
+    if word == 24:
+        data = data.reshape(len(codes), -1, 4)[:, :, :3]
+    return np.ascontiguousarray(data.reshape(len(codes), -1))
+
+
+def _words(packed: np.ndarray, word: int) -> np.ndarray:
+    if word == 8:
+        return packed
+    size = word // 8
+    held = 4 if word <= 32 else 8  # bytes of the integers that hold words
+    parts = np.pad(packed, ((0, 0), (0, -packed.shape[1] % size))).reshape(len(packed), -1, size)
+    return np.pad(parts, ((0, 0), (0, 0), (0, held - size))).view(f"<u{held}")[:, :, 0]

@@ -1,0 +1,171 @@
+"""Quantized arrays that `save` wrote, as the file's metadata describes them.
+
+The metadata is needed since blocks may have any size, and the shape of the scales does not tell it:
+1000 columns with 8 scales may be blocks of 125 or of 128. JAX is imported only if a file has such
+arrays.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Container, Mapping
+from typing import Any
+
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing, merged_matrices
+from qtoolkit.formats import BlockFormat
+
+ARRAYS_KEY = "qtoolkit_arrays"  # of the metadata
+PARTS = ("scale", "tensor_scale", "zero_point")
+
+
+def saved_arrays(
+    metadata: Mapping[str, str], headers: Mapping[str, Entry], where: str
+) -> tuple[dict[str, Encoding], set[str]]:
+    """How the arrays of a file are stored, and the names of all tensors that belong to them.
+
+    Arrays with elements of more than 8 bits, and those whose scales have a format without a dtype,
+    are left out: their tensors are copied as they are. So are packed ones that have zero
+    points, a last axis of one element, or blocks that are not those of a stack of matrices.
+
+    Raises:
+      CheckpointError: The metadata does not describe the tensors, or an array cannot be read.
+    """
+    if ARRAYS_KEY not in metadata:
+        return {}, set()
+    from qtoolkit.products.internal import spec_from_json
+
+    encodings: dict[str, Encoding] = {}
+    names: set[str] = set()
+    try:
+        for name, about in json.loads(metadata[ARRAYS_KEY]).items():
+            spec = spec_from_json(about["spec"])
+            entries = {part: headers.get(f"{name}_{part}") for part in PARTS}
+            names |= {name, *(info.name for info in entries.values() if info is not None)}
+            if not _is_read(spec):
+                continue
+            size, lengths = about["packed_size"], tuple(about["lengths"])
+            encoding = _encoding(headers[name], size, spec, lengths, entries)
+            if encoding is not None:
+                encodings[name] = encoding
+            elif size is None:
+                raise CheckpointError(
+                    f"{where}: tensor {shown(name)}: a QArray of {shown(str(spec))} with shape "
+                    f"{list(headers[name].shape)}, which the commands do not read; dequantize it "
+                    "in Python: qtoolkit.checkpoints.load(FILE)[NAME].dequantize()"
+                )
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise not_described(where, error) from error
+    return encodings, names
+
+
+def copied_parts(
+    metadata: Mapping[str, str], names: Collection[str], stored: Container[str]
+) -> set[str]:
+    """Codes and scales of the arrays that are described but not `stored`: numbers only together."""
+    found: set[str] = set()
+    for name in _described(metadata) or ():
+        parts = {f"{name}_{part}" for part in PARTS} & set(names)
+        if name not in stored and parts:
+            found |= {name, *parts}
+    return found
+
+
+def remaining_arrays(metadata: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
+    """The metadata, describing no quantized array any more of which a tensor has changed."""
+    about = _described(metadata)
+    if about is None:
+        return dict(metadata)
+    kept = {
+        name: one
+        for name, one in about.items()
+        if name not in changed and not any(f"{name}_{part}" in changed for part in PARTS)
+    }
+    others = {key: text for key, text in metadata.items() if key != ARRAYS_KEY}
+    return others | ({ARRAYS_KEY: json.dumps(kept, sort_keys=True)} if kept else {})
+
+
+def _described(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """What describes each array; None where nothing does that can be read."""
+    try:
+        about = json.loads(metadata.get(ARRAYS_KEY, "null"))
+    except (ValueError, RecursionError):
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def not_described(where: object, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the metadata {ARRAYS_KEY!r} does not describe the tensors of the file "
+        f"({type(error).__name__}: {shown(str(error))}), expected what `save` writes; save the "
+        "model again"
+    )
+
+
+def _is_read(spec: BlockFormat) -> bool:
+    return spec.element.bits <= 8 and (spec.scale is None or spec.scale.dtype is not None)
+
+
+def _encoding(
+    codes: Entry,
+    packed_size: int | None,
+    spec: BlockFormat,
+    lengths: tuple[int, ...],
+    parts: Mapping[str, Entry | None],
+) -> Encoding | None:
+    """How an array is stored; None if the commands do not read it: see `saved_arrays`.
+
+    Args:
+      codes: The tensor with the codes, packed along its last axis if there is a `packed_size`.
+      packed_size: The length of the last axis where codes are packed, else None.
+      spec, lengths: As a `QArray` has them.
+      parts: Its other tensors, by their names in it.
+
+    Raises:
+      ValueError: The codes do not have the bytes of `packed_size` codes.
+    """
+    shape, bits = codes.shape, spec.element.bits
+    packing = None
+    if packed_size is not None:
+        if type(packed_size) is not int or packed_size < 0:
+            raise ValueError(f"packed_size is {packed_size!r}")
+        packing = Packing(24 if bits == 6 else 8)  # as `qtoolkit.pack` does
+        row = -(-packed_size * bits // packing.word) * packing.word // 8
+        if codes.dtype != "U8" or codes.shape[-1:] != (row,):
+            raise ValueError(f"{packed_size} codes of {bits} bits in {list(codes.shape)}")
+        shape = (*codes.shape[:-1], packed_size)
+    lengths = (1,) * (len(shape) - len(lengths)) + lengths  # `vmap` has added axes in front
+    second = parts["tensor_scale"]
+    batch = () if second is None else second.shape  # the first axes: a second scale for each index
+    kept = {len(batch)} if packed_size is None else {len(batch), len(shape) - 1}
+    merged = None if spec.zero_point or packed_size == 1 else merged_matrices(shape, lengths, kept)
+    if merged is None or math.prod(batch) not in (1, merged[0][0]):
+        return None
+    return Encoding(
+        name=codes.name,
+        shape=shape,
+        spec=_spec_of_matrix(spec, merged[0][1:], merged[1]),
+        lengths=lengths,
+        codes=codes,
+        scale=parts["scale"],
+        tensor_scale=second,
+        tensor_scale_divides=spec.tensor_scale_divides,
+        packing=packing,
+    )
+
+
+def _spec_of_matrix(
+    spec: BlockFormat, shape: tuple[int, int], block: tuple[int, int]
+) -> BlockFormat:
+    """`spec` with the blocks of a matrix; itself, with its name, where it has these anyway."""
+    if spec.scale is None:
+        return spec
+    with contextlib.suppress(ValueError):  # blocks along axes that a matrix has not
+        if spec.block_lengths(shape) == block:
+            return spec
+    if block == (1, 1):  # a matrix of one row, with a scale for each channel
+        return dataclasses.replace(spec, block=(1,), axes=(1,), other_axes=None)
+    return dataclasses.replace(spec, block=block, axes=(0, 1), other_axes=1)

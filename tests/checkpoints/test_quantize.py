@@ -1,0 +1,424 @@
+"""Weights quantized slab by slab, alone and with others.
+
+Oracles: `qtoolkit.quantize` of the whole, `qtoolkit.metrics`, ml_dtypes.
+"""
+
+import itertools
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qtoolkit as qt
+from qtoolkit.checkpoints import _produce, _quantize, _slabs, convert, load, save
+from qtoolkit.checkpoints._produce import Workers
+from qtoolkit.checkpoints._quantize import (
+    Slab,
+    Weight,
+    largest_magnitudes,
+    prepared,
+    quantize_window,
+    tensor_scales,
+)
+from qtoolkit.checkpoints._slabs import Grid
+from qtoolkit.checkpoints._tensors import DTYPE_OF, Tensor
+from qtoolkit.checkpoints._values import decoded_slab
+from qtoolkit.formats import BlockFormat, Rules, spec
+from qtoolkit.scaling.internal import ErrorSums
+
+MXFP4, NVFP4 = spec("mxfp4"), spec("nvfp4")
+
+
+def tensor_of(x):
+    raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+    def read_into(start, buffer):
+        buffer[:] = raw[start : start + len(buffer)].data
+
+    return Tensor("x", DTYPE_OF[x.dtype.name], x.shape, read_into)
+
+
+def weight_of(x, fmt, second_amax=None):
+    tensor = tensor_of(x)
+    if fmt.scale is None:
+        return Weight(tensor, fmt, Grid.whole(x.size))
+    second = None
+    if fmt.tensor_scale is not None:
+        amax = largest_magnitudes(tensor) if second_amax is None else np.array([second_amax])
+        second = tensor_scales(amax, fmt)
+    return prepared(Weight(tensor, fmt, Grid.of(x.shape, fmt.block_lengths(x.shape)), second))
+
+
+def quantized(x, fmt, workers=1, **options):
+    """Codes, scales, tensor scale and sums, put together from the slabs."""
+    weight = weight_of(x, fmt, **options)
+    slabs = ([Slab(weight, span)] for span in weight.grid.spans())
+    with Workers(workers) as threads:
+        return put_together(x, weight, [made for (made,) in threads.map(quantize_window, slabs)])
+
+
+def put_together(x, weight, slabs):
+    codes = np.concatenate([slab.codes.reshape(-1) for slab in slabs]).reshape(x.shape)
+    sums, scales = ErrorSums(), None
+    if weight.spec.scale is not None:
+        scales = np.zeros(weight.grid.blocks, slabs[0].scale.dtype)
+    for slab in slabs:
+        sums.add(slab.sums)
+        if scales is not None:
+            scales[slab.first : slab.first + len(slab.scale)] = slab.scale
+    return codes, scales, weight.second, sums
+
+
+def bits(array):
+    array = np.asarray(array)
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+
+
+def assert_as_quantize(x, fmt, codes, scale, second, sums):
+    is_cast = fmt.scale is None and fmt.element.bits == 16  # which keeps infinities
+    whole = qt.quantize(x, fmt, saturation="propagate" if is_cast else "finite")
+    np.testing.assert_array_equal(bits(codes), bits(whole.codes))
+    if whole.scale is None:
+        assert scale is None
+    else:
+        assert scale.dtype == whole.scale.dtype
+        both = (np.asarray(s, np.float32).reshape(-1) for s in (scale, whole.scale))
+        np.testing.assert_array_equal(*both)  # NaN is equal to NaN, of whatever pattern
+    if whole.tensor_scale is not None:
+        np.testing.assert_array_equal(bits(second), bits(whole.tensor_scale))
+    over = np.abs(x.astype(np.float64)) > float(fmt.element.max_finite)
+    assert sums.overflowed == (np.count_nonzero(over & np.isfinite(x)) if is_cast else 0)
+    scales = np.asarray(0 if whole.scale is None else whole.scale, np.float32)
+    largest = np.fmax.reduce(scales, axis=None, initial=0)
+    factor = 1 if whole.tensor_scale is None else np.float32(whole.tensor_scale)
+    assert sums.max_scale == largest * factor * np.float32(2) ** fmt.element_exponent
+    y, wide = np.asarray(whole.dequantize("float32"), np.float64), x.astype(np.float64)
+    known = np.isfinite(wide) & np.isfinite(y)
+    assert sums.nonfinite == np.count_nonzero(~np.isfinite(wide))
+    signal, noise = (wide[known] ** 2).sum(), ((wide[known] - y[known]) ** 2).sum()
+    expected = ErrorSums(signal, noise)
+    # A tile is summed in float32: 2**20 squares of like size have been 1.2e-5 off.
+    assert sums.signal == pytest.approx(signal, rel=1e-4)
+    assert sums.sqnr_db == pytest.approx(expected.sqnr_db, abs=2e-3)
+
+
+def weights(shape, dtype=np.float32, seed=0):
+    """Rows of magnitudes from 1e-3 to 1e3, with a NaN, an Inf and a block of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 3, shape[:1] + (1,) * (len(shape) - 1))
+    x.flat[5 : x.size : 10**6], x.flat[900 : x.size : 10**6] = np.nan, -np.inf
+    x.flat[300:600] = 0
+    return x.astype(dtype)
+
+
+CASES = {
+    "a scale for the tensor": (BlockFormat.tensor("e4m3fn"), (33, 100)),
+    "for each output": (BlockFormat.channel("int8", 0), (33, 100)),
+    "for each input": (BlockFormat.channel("e4m3fn", -1), (40, 70)),
+    "for each output of experts": (BlockFormat(element="e5m2", block=(None,)), (3, 20, 50)),
+    "for each input of experts": (BlockFormat(element="e5m2", block=(None, 1)), (3, 20, 50)),
+    "for each expert": (BlockFormat(element="e4m3fn", block=(None, None)), (3, 20, 50)),
+    "of a convolution": (BlockFormat.channel("e4m3fn", 0), (30, 5, 3, 3)),
+    "groups": (MXFP4, (9, 128)),
+    "groups with a tail": (MXFP4, (9, 130)),
+    "groups along the rows": (MXFP4.along(-2), (100, 18)),
+    "groups with a second scale": (NVFP4, (3, 10, 48)),
+    "groups of 128": (spec("int4_group128"), (10, 200)),
+    "tiles": (spec("deepseek_128x128"), (140, 257)),
+    "tiles of experts": (BlockFormat(element="e4m3fn", block=(16, 16)), (3, 24, 40)),
+    "no scale": (BlockFormat.tensor("bfloat16", scale=None), (33, 100)),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("chunk", [2**10, pytest.param(2**20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("fmt", "shape"), CASES.values(), ids=CASES)
+def test_the_bits_are_those_of_quantize(monkeypatch, fmt, shape, dtype, chunk):
+    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    x = weights(shape, dtype)
+    assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("chunk", [2**6, 2**8, 2**12])
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((50, 512), (30, 512)),
+        ((50, 512), (3, 512)),
+        ((7, 6000), (4, 5000)),
+        ((7, 6000), (4, 24)),  # 4096 is no multiple of 24
+        ((40, 300), (7, None)),
+        ((3, 50, 8), (None, 30, 8)),
+        ((17, 30, 100), (3, 7, 100)),
+        ((2, 5, 600), (2, 1, 200)),
+        ((2, 5, 600), (2, 5, 1)),
+        ((300, 20, 1), (170, 20, 1)),
+    ],
+)
+def test_no_slab_tears_blocks(monkeypatch, shape, block, chunk):
+    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    fmt = BlockFormat(element="e4m3fn", block=block)
+    x = weights(shape)
+    try:
+        Grid.of(shape, fmt.block_lengths(shape))
+    except ValueError:  # no stack of matrices, as no layout has it
+        return
+    assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
+
+
+@pytest.mark.exhaustive
+def test_no_slab_tears_blocks_of_any_shape(monkeypatch):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
+        block = tuple(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n])) for n in shape)
+        if not 1000 < np.prod(shape) < 20000:
+            continue
+        monkeypatch.setattr(_slabs, "SLAB", int(rng.choice([2**6, 2**8, 2**10, 2**12])))
+        block = tuple(map(int, block[rng.integers(len(shape)) :]))
+        fmt = BlockFormat(element="e4m3fn", block=block, other_axes=rng.choice([1, None]))
+        try:
+            Grid.of(shape, fmt.block_lengths(shape))
+        except ValueError:
+            continue
+        x = weights(shape)
+        assert_as_quantize(x, fmt, *quantized(x, fmt))
+
+
+@pytest.mark.parametrize("chunk", [2**6, 2**12])
+@pytest.mark.parametrize(("fmt", "shape"), [*CASES.values()][:-1], ids=[*CASES][:-1])
+def test_any_range_is_decoded_to_what_dequantize_gives(monkeypatch, fmt, shape, chunk):
+    monkeypatch.setattr(_slabs, "SLAB", chunk)
+    whole = qt.quantize(np.nan_to_num(weights(shape), posinf=9, neginf=9), fmt)
+    grid = Grid.of(shape, whole.lengths)
+    codes, scale = np.asarray(whole.codes).reshape(-1), np.asarray(whole.scale).reshape(-1)
+    second = None if whole.tensor_scale is None else np.asarray(whole.tensor_scale).reshape(1)
+    expected = np.asarray(whole.dequantize("float32")).reshape(-1)
+    for start, stop in (
+        (0, 1),
+        (33, 100),
+        (255, 257),
+        (0, codes.size),
+        (codes.size - 5, codes.size),
+    ):
+        parts = []
+        for span, some in grid.spans_of(start, stop):
+            first = span.row * grid.columns + span.column
+            part = codes[first : first + span.rows * span.columns]
+            parts.append(decoded_slab(part, grid, span, fmt, scale, second)[some])
+        np.testing.assert_array_equal(np.concatenate(parts), expected[start:stop])
+
+
+@pytest.mark.parametrize("shape", [(1, 2**19), (5, 2**17), (600, 2752), (256, 4096)])
+def test_a_scale_for_each_of_many_columns_by_few_calls(monkeypatch, shape):
+    """Tiles of [4, 1024] for few rows took a call for every thousand elements."""
+    calls, encoded = [], _quantize.encoded
+    monkeypatch.setattr(_quantize, "encoded", lambda *a: calls.append(a[0].size) or encoded(*a))
+    x, fmt = weights(shape, ml_dtypes.bfloat16), BlockFormat.channel("e4m3fn", -1)
+    assert_as_quantize(x, fmt, *quantized(x, fmt))
+    assert len(calls) <= 4 + x.size // 2**15
+    assert sum(calls) <= 8 * x.size if shape[0] < 8 else sum(calls) < 2 * x.size
+
+
+@pytest.mark.quick
+def test_tiles_equal_ml_dtypes():
+    x = np.random.default_rng(1).normal(size=(40, 50)).astype(np.float32)
+    codes, scale, _, _ = quantized(x, BlockFormat(element="e4m3fn", block=(16, 16)))
+    for i, j in itertools.product(range(3), range(4)):
+        rows, columns = slice(16 * i, 16 * i + 16), slice(16 * j, 16 * j + 16)
+        expected = np.abs(x[rows, columns]).max() / np.float32(448)
+        assert scale.reshape(3, 4)[i, j] == expected
+        wanted = (x[rows, columns] / expected).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(codes[rows, columns], wanted.view(np.uint8))
+
+
+def test_what_a_cast_cannot_hold_is_counted():
+    x = np.array([[70_000, -1e9, 65_504, np.inf, np.nan, 1]], np.float32)
+    fmt = BlockFormat.tensor("float16", scale=None)
+    for array in (x, np.ones((9, 9), np.float32), np.repeat(x, 40, axis=0)):
+        assert_as_quantize(array, fmt, *quantized(array, fmt))
+
+
+@pytest.mark.parametrize("count", [50, 500])
+def test_only_what_is_not_finite_counts_so(count):
+    """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
+    x = np.array([[np.nan, 1e20] * count, [1e-20, 2e-20] * count], np.float32)
+    assert quantized(x, BlockFormat.channel("int8", 0))[-1].nonfinite == count
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (40, 100), (300, 200)])
+def test_the_largest_finite_magnitude(shape, dtype):
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    assert largest_magnitudes(tensor_of(x)) == np.abs(x.astype(np.float32)).max()
+    x = np.full(shape, np.nan, dtype)
+    x.flat[1:2] = np.inf
+    assert largest_magnitudes(tensor_of(x)) == 0
+    x.flat[-1] = -ml_dtypes.finfo(dtype).smallest_subnormal
+    assert largest_magnitudes(tensor_of(x)) == float(ml_dtypes.finfo(dtype).smallest_subnormal)
+
+
+def test_a_tensor_scale_for_several_tensors():
+    x, y = (np.random.default_rng(i).normal(size=(4, 32)).astype(np.float32) for i in (0, 1))
+    codes, scale, second, _ = quantized(x, NVFP4, second_amax=np.abs(3 * y).max())
+    both = qt.quantize(np.concatenate([x, 3 * y]), NVFP4)
+    np.testing.assert_array_equal(codes, both.codes[:4])
+    np.testing.assert_array_equal(bits(scale), bits(both.scale[:4]))
+    assert second == both.tensor_scale
+
+
+SHAPES = [(1, 1), (16, 16), (1, 129), (129, 1), (40, 3), (128, 256), (200, 300), (3, 300)]
+FORMATS = [
+    BlockFormat.tensor("e4m3fn"),
+    BlockFormat.channel("int8", 0),
+    BlockFormat.channel("e5m2"),
+]
+
+
+def test_what_becomes_of_a_weight_does_not_depend_on_others():
+    """Dtypes, formats and sizes mixed in one window."""
+    mixed = [*itertools.product(SHAPES, (np.float32, ml_dtypes.bfloat16), FORMATS)]
+    mixed += [((9, 48), np.float32, NVFP4), ((64, 32), np.float16, MXFP4)] * 2
+    order = np.random.default_rng(0).permutation(len(mixed))
+    arrays = [(weights(s, d, seed=i), f) for i, (s, d, f) in enumerate(mixed[i] for i in order)]
+    slabs = [Slab(w, span) for x, f in arrays for w in [weight_of(x, f)] for span in w.grid.spans()]
+    together = quantize_window(slabs)
+    for slab, made, (x, fmt) in zip(slabs, together, arrays, strict=True):
+        (alone,) = quantize_window([slab])
+        np.testing.assert_array_equal(made.codes, alone.codes)
+        np.testing.assert_array_equal(bits(made.scale), bits(alone.scale))
+        assert made.sums.noise == pytest.approx(alone.sums.noise, rel=1e-4)  # added in other orders
+        assert_as_quantize(x, fmt, *put_together(x, slab.weight, [made]))
+
+
+def test_few_programs_whatever_the_shapes():
+    fmt = BlockFormat.channel("float8_e4m3b11fnuz", 0)
+    before = _quantize.encoded._cache_size()
+    for shape in itertools.product((1, 9, 63), (14, 20, 100, 129, 200, 333, 1000)):
+        quantized(weights(shape, np.float16), fmt)
+    assert _quantize.encoded._cache_size() - before <= 9  # lengths of units x sizes of tiles
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("limit", [64, 1000, 2**20])
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [
+        *(((7, 300), (1, 32)), ((7, 320), (1, 32)), ((40, 70), (16, 16)), ((40, 70), (40, 1))),
+        *(((3, 40, 64), (1, 16, 16)), ((5, 3000), (5, 3000)), ((1,), (1,)), ((), ())),
+    ],
+)
+def test_slabs_cover_a_weight_in_full_rows_or_pieces_of_one(monkeypatch, shape, lengths, limit):
+    monkeypatch.setattr(_slabs, "SLAB", limit)
+    grid, stop = Grid.of(shape, lengths), 0
+    for span in grid.spans():
+        assert span.row * grid.columns + span.column == stop
+        assert span.rows == 1 or span.columns == grid.columns
+        assert span.rows * span.columns <= max(limit, 1)
+        stop += span.rows * span.columns
+    assert stop == grid.size
+
+
+def test_threads_give_results_in_order_and_their_errors():
+    def fail(i):
+        if i == 7:
+            raise OSError("disk")
+        return i
+
+    with Workers(3) as workers:
+        assert list(workers.map(lambda i: i * i, range(100))) == [i * i for i in range(100)]
+        results = workers.map(fail, range(100))
+        assert list(itertools.islice(results, 7)) == list(range(7))
+        with pytest.raises(OSError, match="disk"):
+            next(results)
+        assert list(workers.map(str, range(3))) == ["0", "1", "2"]  # they go on
+
+
+def test_threads_do_nothing_for_results_that_nobody_takes():
+    """The source is closed then: what still read it would find a closed file."""
+    started, finished = [], []
+
+    def slow(i):
+        started.append(i)
+        time.sleep(0.05)
+        finished.append(i)
+
+    with Workers(2) as workers:
+        results = workers.map(slow, range(100))
+        next(results)
+        results.close()
+        assert sorted(started) == sorted(finished)
+        assert len(started) <= 4
+
+
+def test_an_error_elsewhere_ends_the_threads():
+    """The traceback keeps the results alive, which waited forever for what nobody would run."""
+
+    def convert_to_a_full_disk():
+        with Workers(2) as workers:
+            results = workers.map(time.sleep, [0.05] * 10)
+            next(results)
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        convert_to_a_full_disk()
+
+
+def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):
+    """Each leaves a heap behind: with threads for every matrix a stack of 64 took 440 MiB."""
+    monkeypatch.setattr(_slabs, "SLAB", 2**12)
+    stack = np.random.default_rng(0).normal(size=(24, 64, 256)).astype(np.float32)
+    save(tmp_path / "src", {"experts.down_proj": stack})
+    started, start = [], threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(start(self)))
+    convert(tmp_path / "src", tmp_path / "dst", scaling="channel", channel_axis="last", workers=2)
+    assert 2 <= len(started) <= 4
+
+
+def test_a_conversion_is_the_same_whatever_is_quantized_together(tmp_path, monkeypatch):
+    shapes = {"a.weight": (16, 16), "b.weight": (300, 200), "c.weight": (12, 3, 3), "d": (7,)}
+    tensors = {
+        f"{i}.{name}": np.random.default_rng(i).normal(size=shape).astype(dtype)
+        for i, dtype in enumerate((np.float32, ml_dtypes.bfloat16, np.float16) * 4)
+        for name, shape in shapes.items()
+    }
+    save(tmp_path / "src", tensors)
+    rules = Rules([(r"a\.weight", "int8"), (r"c\.weight", "bfloat16"), ("d", None)], default="e5m2")
+    options = {"format": rules, "scaling": "channel", "channel_axis": "first", "overwrite": True}
+    made = []
+    for ahead, workers in ((1, 1), (300, 3), (2**17, 2)):
+        monkeypatch.setattr(_produce, "_AHEAD", ahead)
+        convert(tmp_path / "src", tmp_path / "dst", workers=workers, **options)
+        made.append((tmp_path / "dst").read_bytes())
+    assert made[0] == made[1] == made[2]
+    found = load(tmp_path / "dst")
+    whole = qt.quantize(tensors["4.a.weight"], BlockFormat.channel("int8", 0))
+    np.testing.assert_array_equal(found["4.a.weight"].view(np.uint8), whole.codes)
+    np.testing.assert_array_equal(found["4.a.weight_scale"], whole.scale)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (600, 512)])  # with others, and alone
+@pytest.mark.parametrize("scaling", ["tensor", "channel"])
+def test_what_a_report_says_is_what_metrics_says(shape, scaling, tmp_path):
+    """Oracle: `qt.metrics` of the tensor with the same blocks."""
+    x = np.random.default_rng(0).standard_cauchy(size=shape).astype(np.float32)
+    x[0, 0] = 1e-9  # is flushed
+    save(tmp_path / "in.safetensors", {"layer.weight": x})
+    paths = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    (tensor,) = (t for t in convert(*paths, scaling=scaling).tensors if t.sqnr_db is not None)
+    is_channel = scaling == "channel"
+    fmt = BlockFormat.channel("e4m3fn", axis=0) if is_channel else BlockFormat.tensor("e4m3fn")
+    expected = qt.metrics(x, fmt)
+    np.testing.assert_allclose(tensor.sqnr_db, float(expected.sqnr_db), atol=1e-3)
+    assert tensor.max_scale == float(np.max(qt.quantize(x, fmt).scale))
+    (compared,) = qt.checkpoints.compare(*paths).tensors
+    np.testing.assert_allclose(compared.sqnr_db, float(expected.sqnr_db), atol=1e-3)
+    assert compared.flushed == pytest.approx(float(expected.flushed), rel=1e-6)
+    assert compared.flushed > 0
+    assert compared.saturated == float(expected.saturated)
+    assert compared.max_error == pytest.approx(float(expected.max_error), rel=1e-6)
+    assert compared.nonfinite == int(expected.nonfinite) == tensor.nonfinite
