@@ -95,10 +95,24 @@ def combined(function: Callable[[Array, Array], Array], first: Rounded, second: 
 
 
 def _of_one_dtype(first: Array, second: Array) -> tuple[Array, Array]:
-    """Both as they are if their dtypes are equal, else as float32."""
-    if first.dtype == second.dtype:
+    """Both as they are if their dtypes are equal and can be multiplied, else as float32."""
+    if first.dtype == second.dtype and not (first.dtype == jnp.bfloat16 and _traced_for_cpu()):
         return first, second
     return differentiable_widened(first), differentiable_widened(second)
+
+
+def _traced_for_cpu() -> bool:
+    """Whether programs traced now run on CPUs unless their arguments lie elsewhere.
+
+    XLA for CPUs leaves some products of bfloat16 with float32 sums to code that does not have them
+    (jaxlib 0.10.2, "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"): where the
+    CPU has AVX512-BF16, and a transpose stands beside the product or its batch axes do not come
+    first. In float32 the same products are exact, too.
+    """
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend() == "cpu"
+    return getattr(device, "platform", device) == "cpu"
 
 
 def native_constant(

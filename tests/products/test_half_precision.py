@@ -38,14 +38,59 @@ def operand_dtypes(jaxpr):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", NARROW)
-def test_matmuls_of_bfloat16_models_multiply_bfloat16(name, function):
+def test_matmuls_of_bfloat16_models_multiply_bfloat16(name, function, monkeypatch):
+    """On GPUs and TPUs; this is traced as there, and not run. CPUs multiply float32."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
     recipe = getattr(qt.recipes, name)
     x, w, g = arrays(jnp.bfloat16)
 
     def step(x, w, g):
         return jax.vjp(lambda x, w: FUNCTIONS[function](x, w, recipe), x, w)[1](g)
 
-    assert operand_dtypes(jax.make_jaxpr(step)(x, w, g)) == {"bfloat16"}
+    found = operand_dtypes(jax.make_jaxpr(step)(x, w, g))
+    jax.clear_caches()
+    assert found == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["te_current", "mxfp8"])
+@pytest.mark.parametrize(
+    ("subscripts", "lhs", "rhs"),
+    [
+        ("btd,df->btf", (2, 4, 32), (32, 64)),  # the transposed product of the kernel's gradient
+        ("btd,fd->btf", (2, 4, 32), (64, 32)),
+        ("bhqk,bnhk->bhqn", (2, 2, 4, 4), (2, 16, 2, 4)),
+        ("bhqk,bkhd->bqhd", (2, 2, 4, 4), (2, 4, 2, 16)),
+    ],
+)
+def test_products_of_bfloat16_in_any_order_of_axes_run(name, subscripts, lhs, rhs):
+    """By NumPy in float64, for -1, 0 and 1, which every format with a scale holds.
+
+    XLA for CPUs fails to run some of them with bfloat16 operands and float32 sums, where the CPU
+    has AVX512-BF16.
+    """
+    rng = np.random.default_rng(0)
+    a, b = inputs = [rng.integers(-1, 2, shape).astype(np.float64) for shape in (lhs, rhs)]
+    labels, out = subscripts.split("->")
+    first, second = labels.split(",")
+    g = rng.integers(-1, 2, np.einsum(subscripts, a, b).shape).astype(np.float64)
+    expected = (
+        np.einsum(subscripts, a, b),
+        np.einsum(f"{out},{second}->{first}", g, b),
+        np.einsum(f"{first},{out}->{second}", a, g),
+    )
+
+    @jax.jit
+    def step(a, b, g):
+        recipe = getattr(qt.recipes, name)
+        # Parameters are float32 and read transposed, as Flax and models with tied embeddings do.
+        narrow = [x.T.astype(jnp.bfloat16).T for x in (a, b)]
+        y, pull = jax.vjp(lambda a, b: qt.einsum(subscripts, a, b, recipe=recipe), *narrow)
+        return y, *(x.astype(jnp.float32) for x in pull(g.astype(y.dtype)))
+
+    found = step(*(jnp.asarray(x, jnp.float32) for x in (*inputs, g)))
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.float64(got), want, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
