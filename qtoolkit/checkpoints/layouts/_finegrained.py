@@ -1,9 +1,10 @@
 """DeepSeek's FP8, in transformers "finegrained fp8": blocks of 128x128.
 
-`weight` is F8_E4M3, `weight_scale_inv` F32 [o / 128, i / 128]; despite its name it multiplies.
+`weight` is F8_E4M3, `weight_scale_inv` F32 [ceil(o / 128), ceil(i / 128)]; despite its name it
+multiplies. The last blocks of a row or column may be partial, as in DeepSeek's kv_a_proj_with_mqa,
+whose 576 rows have 5 scales.
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
-integrations/finegrained_fp8.py, which finds the size of a block by dividing shapes, so that both
-axes have to be multiples of 128.
+integrations/finegrained_fp8.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from qtoolkit.checkpoints.layouts._layout import (
     Layout,
     Scheme,
     Used,
+    block_counts,
     by_block,
     check_block,
-    check_divisible,
     decode_bytes,
 )
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
@@ -30,20 +31,18 @@ METHOD = "fp8"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    check_divisible(info, scheme.spec, LAYOUT.name)
-    rows, columns = info.shape
     return Encoding(
         name=info.name,
         shape=info.shape,
         spec=scheme.spec,
         lengths=BLOCK,
         codes=Entry(info.name, "F8_E4M3", info.shape),
-        scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),
+        scale=Entry(info.name + SUFFIX, "F32", block_counts(info.shape, BLOCK)),
     )
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    block = check_block(config.get("weight_block_size"), "weight_block_size", where)
+    block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
     encodings = {}
     for name, info in headers.items():
         if info.dtype in BYTE_ELEMENTS and name + SUFFIX in headers:

@@ -241,8 +241,8 @@ def decode_bytes(
     """A weight with one code per byte and scales that multiply.
 
     The shape of the scales tells what each belongs to: one in all; [o, 1, ...] or [o], one for each
-    index of the first axis; [1, ..., i], of the last axis; one per block of `block`, else of
-    128x128; or one per group along the last axis.
+    index of the first axis; [1, ..., i], of the last axis; or one per block of `block`, else of
+    128x128 or, in each row, of 128.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
@@ -321,11 +321,8 @@ def _blocks_by_shape(
     if rank >= 2 and len(scale) == rank and scale[:-2] == shape[:-2]:
         rows, columns = shape[-2:]
         ones = (1,) * (rank - 2)
-        candidates = [tuple(block) if block else BLOCK]
-        # Else the shapes do not tell the length of a group.
-        if scale[-1] and columns % scale[-1] == 0:
-            candidates.append((1, columns // scale[-1]))
-        for height, width in candidates:
+        # Shapes do not tell it: 2 scales of a row of 192 may be for 128 and 64, or for 96 each.
+        for height, width in [block] if block else [BLOCK, (1, BLOCK[1])]:
             if scale[-2:] == block_counts((rows, columns), (height, width)):
                 cut = min(height, rows), min(width, columns)
                 return (*ones, *cut), {"block": cut}
