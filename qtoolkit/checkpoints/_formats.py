@@ -33,6 +33,13 @@ from qtoolkit.formats import (
 from qtoolkit.formats import format as resolve
 
 InputScales = float | Mapping[str, float]  # one for all modules, or by module
+# By the names that their publishers give them; of several of a name, the first in its layout.
+SCHEMES = {
+    scheme.name.lower(): scheme
+    for layout in reversed(LAYOUTS.values())
+    for scheme in reversed(layout.schemes)
+    if layout.linear_only
+}
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
@@ -78,7 +85,7 @@ def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
 
 
 def resolve_target(of: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `of` spells.
+    """The format or published block format that `of` spells, or that of the scheme it names.
 
     Raises:
       ValueError, TypeError: As `qtoolkit.format`.
@@ -87,7 +94,22 @@ def resolve_target(of: SpecLike) -> Format | BlockFormat:
         return of
     if isinstance(of, str) and of.lower() in _BLOCKS:
         return _BLOCKS[of.lower()]
+    if isinstance(of, str) and of.lower() in SCHEMES:
+        return SCHEMES[of.lower()].spec
     return resolve(of)
+
+
+def named_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
+    """The format and scaling of the scheme that `of` names; else what was given."""
+    scheme = SCHEMES.get(of.lower()) if isinstance(of, str) else None
+    if scheme is None or of.lower() in _BLOCKS:
+        return of, scaling
+    if scaling not in (None, scheme.scaling):
+        raise MisuseError(
+            f"--scaling {scaling}: {of} is {scheme.spelling}, expected no other --scaling; leave "
+            "it out"
+        )
+    return scheme.format, scheme.scaling
 
 
 def target_names() -> tuple[str, ...]:

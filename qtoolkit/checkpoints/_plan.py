@@ -10,9 +10,12 @@ from typing import Any
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._checks import (
     DIFFUSERS,
+    Misfit,
+    check_fit,
     check_known,
     check_loads,
     check_names,
+    check_split,
     kept_modules,
     used_schemes,
 )
@@ -22,6 +25,7 @@ from qtoolkit.checkpoints._formats import (
     dtype_of,
     input_scale,
     model_dtype,
+    named_scheme,
     resolve_target,
     safetensors_dtype,
     scheme_of,
@@ -46,7 +50,7 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE, misfit
 from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
@@ -63,6 +67,8 @@ def make_plan(
     keep_dtype: FormatLike | None = None,
     channel_axis: AxisChoice = "auto",
     input_scales: InputScales | None = None,
+    allow_split: bool = False,
+    keep_unfitting: bool = False,
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
@@ -74,7 +80,8 @@ def make_plan(
     Args:
       source: The open checkpoint; only its headers are read. Tensors that hold codes are kept;
         `convert` opens a quantized checkpoint as the float weights that it stands for.
-      format: An element format or a published block format, in any spelling, that the layout holds.
+      format: An element format or a published block format, in any spelling, that the layout holds,
+        or the name of one of its schemes, such as "W4A16".
         Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
         format: nothing is quantized.
       scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
@@ -82,13 +89,17 @@ def make_plan(
         has first for the format. Formats without scales, bfloat16 and float16, and block formats
         take None alone.
       layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
-        that layout holds the format and the model is not of diffusers; else "plain".
+        that layout holds the format and the model is not of diffusers; else the only one that holds
+        the format, if weights are named NAME.weight; else "plain".
       skip: Regular expressions; a tensor is kept if one is found in its name.
       keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
         are not quantized; None leaves them as they are.
       channel_axis: Which axis of weights holds the outputs: "first", "last", or "auto", which
         decides by architecture, names and biases.
       input_scales: Static activation scales by module, or one for all, if the layout asks for them.
+      allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
+        of a layer, may have several schemes, or some of them none.
+      keep_unfitting: Whether weights of which the format's blocks are no even parts are kept.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
@@ -120,6 +131,7 @@ def make_plan(
         )
     if isinstance(source, SafetensorsFile):
         source = source.checkpoint()
+    format, scaling = named_scheme(format, scaling)
     chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
     planner = _Planner(
         source=source,
@@ -128,9 +140,12 @@ def make_plan(
         keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
         roles=Roles(source.tensors, source.config, channel_axis),
         input_scales=input_scales,
+        keep_unfitting=keep_unfitting,
         parts=copied_parts(source.metadata, source.tensors, source.encodings),
     )
     plan = planner.plan(format, skip)
+    if not allow_split:
+        check_split(source, plan)
     check_loads(source, plan)
     check_known(source, plan)
     return plan
@@ -138,7 +153,9 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion. `parts` are of quantized arrays that are copied."""
+    """The choices of one conversion. `parts` are of quantized arrays that are copied, `misfits` is
+    what was met that a format does not fit.
+    """
 
     source: Checkpoint
     layout: Layout
@@ -146,7 +163,9 @@ class _Planner:
     keep_dtype: str | None
     roles: Roles
     input_scales: InputScales | None
+    keep_unfitting: bool
     parts: set[str]
+    misfits: list[Misfit] = dataclasses.field(default_factory=list)
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
@@ -163,6 +182,8 @@ class _Planner:
             self._tensor(info, *self._choice(info, rules, is_plain, patterns))
             for info in self.source.tensors.values()
         )
+        if not self.keep_unfitting:
+            check_fit(self.source, self.misfits)
         check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
         used = used_schemes(tensors)
@@ -301,6 +322,10 @@ class _Planner:
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
         encoding = self._encoding(info, scheme)
+        reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
+        if reason:
+            self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
+            return self._kept(info, reason)
         shares = encoding.spec.tensor_scale is not None
         group = fused_group(info.name) if shares else ""
         return TensorPlan.quantized(info, encoding, scheme, group)
@@ -385,15 +410,25 @@ class _Planner:
 
 
 def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    if format is None or not source.config or DIFFUSERS in source.config:
+    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
+    that neither holds, the only one that does.
+    """
+    if format is None:
         return "plain"
-    loaded = LAYOUTS["compressed-tensors"]
-    for target in _formats(format) if isinstance(format, Rules) else [format]:
+    rules = format if isinstance(format, Rules) else Rules((), default=format)
+
+    def holds(layout: Layout) -> bool:
         try:
-            loaded.scheme(resolve_target(target), scaling)
-        except CheckpointError:
-            return "plain"
-    return loaded.name
+            return bool([layout.scheme(resolve_target(f), scaling) for f in _formats(rules)])
+        except (TypeError, ValueError):  # the planner says what is wrong with a format
+            return False
+
+    is_diffusers = DIFFUSERS in source.config
+    names = [name for name, layout in LAYOUTS.items() if holds(layout)]
+    if source.config and not is_diffusers and "compressed-tensors" in names:
+        return "compressed-tensors"
+    is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
+    return names[0] if is_torch and len(names) == 1 else "plain"
 
 
 def _formats(rules: Rules[Any]) -> list[Any]:

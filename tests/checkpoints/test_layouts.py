@@ -358,9 +358,8 @@ def test_rules_make_groups_of_compressed_tensors(tmp_path):
 
     save(tmp_path / "src", weights())
     rules = Rules({"q_proj": "e4m3fn", "k_proj": "int8"})
-    report = convert(
-        tmp_path / "src", tmp_path / "dst", layout=COMPRESSED, format=rules, scaling="channel"
-    )
+    options = {"scaling": "channel", "allow_split": True}
+    report = convert(tmp_path / "src", tmp_path / "dst", layout=COMPRESSED, format=rules, **options)
     groups = report.quantization_config["config_groups"].values()
     assert sorted((g["targets"], g["format"]) for g in groups) == [
         ([r"re:(.*\.)?layers\.\d+\.self_attn\.k_proj$"], "int-quantized"),

@@ -35,7 +35,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_channel,
     by_tensor,
     check_block,
-    check_divisible,
     check_entry,
     decode_bytes,
     decode_groups,
@@ -88,7 +87,6 @@ _SHAPE = "weight_shape"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     spec, name = computed(scheme.spec), info.name
     element = spec.element

@@ -78,4 +78,5 @@ LAYOUT = Layout(
     encode=encode,
     config=config,
     methods=(METHOD,),
+    has_partial_blocks=True,
 )
