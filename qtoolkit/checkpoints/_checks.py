@@ -8,7 +8,7 @@ from typing import NamedTuple
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import Plan, TensorPlan
-from qtoolkit.checkpoints._roles import engine_group, module_of
+from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints.layouts import Scheme
 
@@ -143,7 +143,7 @@ def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
     return used
 
 
-def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+def kept_modules(tensors: Sequence[TensorPlan]) -> list[str]:
     """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
     kept = [
         module_of(tensor.name)
@@ -153,9 +153,31 @@ def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
         and tensor.name.endswith(".weight")
     ]
     quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
+    kept += [name for name in _kept_experts(tensors) if name not in kept]
     if "lm_head" not in quantized and "lm_head" not in kept:
         kept.append("lm_head")
     return kept
+
+
+def _kept_experts(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Experts of layers in which none is quantized, as loaders call them.
+
+    vLLM asks for the projections of expert 0, whatever they are called in the file; transformers
+    for their module, if it has all experts in one tensor.
+    """
+    quantized = {experts_of(t.name, len(t.source.shape)) for t in tensors if t.encoding is not None}
+    kept: dict[str, None] = {}
+    for tensor in tensors:
+        rank = len(tensor.source.shape)
+        module = experts_of(tensor.name, rank)
+        if not module or module in quantized or rank not in (2, 3):
+            continue
+        if rank == 3:
+            kept[module] = None
+        if rank == 3 or tensor.name.endswith(".weight"):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            kept |= dict.fromkeys(f"{module}.0.{part}" for part in parts)
+    return list(kept)
 
 
 def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:

@@ -237,11 +237,9 @@ class _Planner:
             )
 
     def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
-        """`Plan.scaling`: what all schemes in use have, else what was asked for."""
-        words = {scheme.scaling or "none" for scheme in used}
-        if len(words) == 1:
-            return words.pop()
-        return (self.scaling or "tensor") if has_scales else "none"
+        """`Plan.scaling`: the words of all schemes in use; without any, what was asked for."""
+        words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
+        return ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
 
     def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
         """Raises where loaders of the layout are known to fail at a tensor of this name."""

@@ -85,8 +85,19 @@ def engine_group(name: str) -> str:
     """The layer in which engines join a weight with others, by one scheme: `fused_group`, and for
     all experts of a layer their module; `name` itself if they do not.
     """
-    found = re.match(r"(.*[./])?experts(?=[./])", name)
-    return found[0] if found else fused_group(name)
+    return experts_of(name) or fused_group(name)
+
+
+def experts_of(name: str, rank: int = 2) -> str:
+    """The module of the experts of a layer that has a weight; "" if it is none of an expert.
+
+    Args:
+      rank: The number of dimensions: Granite's `input_linear`, if it is 3, holds all experts.
+    """
+    if found := re.match(r"(.*[./])?experts(?=[./])", name):
+        return found[0]
+    found = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
+    return f"{name[: found.start()]}{found[1]}experts" if found else ""
 
 
 def module_of(name: str) -> str:

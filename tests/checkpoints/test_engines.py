@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save
+from qtoolkit.checkpoints import CheckpointError, convert, make_plan, open_source, save, verify
 from qtoolkit.cli._app import app
 from qtoolkit.formats import Rules
 
@@ -181,3 +181,95 @@ def test_a_folder_is_not_written_into_the_name_of_a_file(tmp_path):
     with pytest.raises(CheckpointError, match=r"out.safetensors: named as a file, .* is a folder"):
         convert(src, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+EXPERTS = {
+    "one by one": {
+        f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight": (32, 64)
+        for i in range(2)
+        for e in range(2)
+        for part in ("gate", "up", "down")
+    },
+    "as Mixtral's": {
+        f"model.layers.{i}.mlp.experts.{e}.w{n}.weight": (32, 64)
+        for i in range(2)
+        for e in range(2)
+        for n in (1, 2, 3)
+    },
+    "in one tensor": {
+        f"model.layers.{i}.mlp.experts.{part}": (2, 64, 32)
+        for i in range(2)
+        for part in ("gate_up_proj", "down_proj")
+    },
+    "as Granite's": {
+        f"model.layers.{i}.mlp.{part}_linear.weight": (2, 64, 32)
+        for i in range(2)
+        for part in ("input", "output")
+    },
+}
+
+
+def is_ignored(name, ignored):
+    """As vLLM's check_equal_or_regex_match."""
+    return any(re.match(one[3:], name) if one.startswith("re:") else one == name for one in ignored)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt"])
+def test_experts_that_stay_wide_are_ignored_as_loaders_call_them(tmp_path, kind, layout):
+    src = folder(tmp_path / "src", EXPERTS[kind] | of_layers("self_attn.o_proj"))
+    report = convert(src, tmp_path / "dst", layout=layout, skip=[r"\.mlp\."])
+    config = report.quantization_config
+    ignored = config.get("ignore") or config["modules_to_not_convert"]
+    for i in range(2):
+        module = f"model.layers.{i}.mlp.experts"
+        for part in ("gate", "up", "down"):
+            assert is_ignored(f"{module}.0.{part}_proj", ignored)
+            if layout == "compressed-tensors":
+                assert is_ignored(f"{module}.1.{part}_proj", ignored)
+        assert is_ignored(module, ignored) == (kind in ("in one tensor", "as Granite's"))
+        assert not is_ignored(f"model.layers.{i}.self_attn.o_proj", ignored)
+    assert verify(src, tmp_path / "dst").problems == ()
+
+
+def test_quantized_experts_are_not_ignored(tmp_path):
+    src = folder(tmp_path / "src", EXPERTS["one by one"] | of_layers("self_attn.o_proj"))
+    config = convert(src, tmp_path / "dst", skip=["o_proj"]).quantization_config
+    assert not is_ignored("model.layers.0.mlp.experts.0.gate_proj", config["ignore"])
+
+
+def test_the_summary_says_how_much_of_a_model_stays_as_it_was(tmp_path):
+    shapes = {"model.layers.0.mlp.experts.gate_up_proj": (8, 64, 32)}  # 16384 of 18432 elements
+    src = folder(tmp_path / "src", shapes | {"model.layers.0.self_attn.o_proj.weight": (32, 64)})
+    arguments = ["convert", str(src), str(tmp_path / "dst")]
+    for dry in (["--dry-run"], []):
+        result = CliRunner().invoke(app, [*arguments, *dry])
+        reason = "3 dimensions, compressed-tensors holds matrices"
+        assert f"kept       1 tensor ({reason}: 1), 88.9 % of" in result.stdout
+    report = CliRunner().invoke(app, [*arguments, "--overwrite", "--json"])
+    assert json.loads(report.stdout)["kept_share"] == 16384 / 18432
+
+
+@pytest.mark.parametrize(
+    ("rules", "words", "title"),
+    [
+        ({"o_proj": "int8", "down": "e4m3fn"}, "channel", "a scale per channel, layout"),
+        ({"o_proj": "mxfp4"}, "none", "mxfp4, layout"),
+        ({"o_proj": "mxfp4", "down": "int8"}, "channel, none", "channel, or the format's own"),
+        ({"o_proj": "fp8", "down": "int8"}, "channel, tensor", "a scale per channel or tensor,"),
+    ],
+)
+def test_summary_and_metadata_are_true_of_several_schemes(tmp_path, rules, words, title):
+    src = folder(tmp_path / "src", of_layers("mlp.down_proj", "self_attn.o_proj"))
+    (tmp_path / "rules.json").write_text(json.dumps({"rules": [*rules.items()]}))
+    arguments = [
+        "convert",
+        str(src),
+        str(tmp_path / "dst"),
+        "--rules",
+        str(tmp_path / "rules.json"),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert title in result.stdout
+    with open_source(tmp_path / "dst") as source:
+        assert json.loads(source.metadata["qtoolkit"])["scaling"] == words

@@ -302,6 +302,7 @@ def config_of(tmp_path, layout, fmt, scaling=None, **options):
         format=fmt,
         scaling=scaling,
         skip=["v_proj"],
+        allow_split=True,
         overwrite=True,
         **options,
     )
