@@ -225,7 +225,7 @@ def _written(
         caution=plan.caution,
         tensors=(),
     )
-    production = Production(plan.tensors, threads, progress)
+    production = Production(plan.tensors, threads, progress, source.stored)
     refused = functools.partial(_refused, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
         return write_folder(destination, source, plan, production, report, refused)

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checks import DIFFUSERS
 from qtoolkit.checkpoints._report import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
+    Checkpoint,
     CheckpointError,
     MisuseError,
     Tensor,
@@ -28,6 +30,7 @@ from qtoolkit.formats import (
     BlockFormat,
     Format,
     FormatLike,
+    Rules,
     SpecLike,
 )
 from qtoolkit.formats import format as resolve
@@ -116,6 +119,33 @@ def target_names() -> tuple[str, ...]:
     """Every format that some layout holds, as `--format` takes it."""
     schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
     return tuple(dict.fromkeys(scheme.format for scheme in schemes))
+
+
+def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
+    that neither holds, the only one that does.
+    """
+    if format is None:
+        return "plain"
+    rules = format if isinstance(format, Rules) else Rules((), default=format)
+
+    def holds(layout: Layout) -> bool:
+        try:
+            return bool([layout.scheme(resolve_target(f), scaling) for f in formats_of(rules)])
+        except (TypeError, ValueError):  # the planner says what is wrong with a format
+            return False
+
+    is_diffusers = DIFFUSERS in source.config
+    names = [name for name, layout in LAYOUTS.items() if holds(layout)]
+    if source.config and not is_diffusers and "compressed-tensors" in names:
+        return "compressed-tensors"
+    is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
+    return names[0] if is_torch and len(names) == 1 else "plain"
+
+
+def formats_of(rules: Rules[Any]) -> list[Any]:
+    values = (rules.default, *(value for _, value in rules.rules))
+    return [value for value in values if value is not None]
 
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._checks import (
-    DIFFUSERS,
     Misfit,
     check_fit,
     check_known,
@@ -22,7 +21,9 @@ from qtoolkit.checkpoints._checks import (
 from qtoolkit.checkpoints._formats import (
     InputScales,
     check_used,
+    default_layout,
     dtype_of,
+    formats_of,
     input_scale,
     model_dtype,
     named_scheme,
@@ -132,7 +133,7 @@ def make_plan(
     if isinstance(source, SafetensorsFile):
         source = source.checkpoint()
     format, scaling = named_scheme(format, scaling)
-    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
     planner = _Planner(
         source=source,
         layout=chosen,
@@ -169,9 +170,9 @@ class _Planner:
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
-        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats_of(rules))
         if self.scaling is not None and not has_scales:
-            names = ", ".join(dict.fromkeys(f.name for f in _formats(rules)))
+            names = ", ".join(dict.fromkeys(f.name for f in formats_of(rules)))
             raise MisuseError(
                 f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
                 "expected no --scaling; leave it out"
@@ -320,10 +321,8 @@ class _Planner:
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
         encoding = self._encoding(info, scheme)
-        reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
-        if reason:
-            self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
-            return self._kept(info, reason)
+        if encoding is None:
+            return self._kept(info, self.misfits[-1].reason)
         shares = encoding.spec.tensor_scale is not None
         group = fused_group(info.name) if shares else ""
         return TensorPlan.quantized(info, encoding, scheme, group)
@@ -340,12 +339,18 @@ class _Planner:
             return scheme_of(self.layout, fmt, "channel")
         return scheme
 
-    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding:
-        """What the layout writes for a tensor; raises where it cannot hold it."""
+    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding | None:
+        """What the layout writes for a tensor; None, and a misfit more, where blocks do not fill
+        it. Raises where the layout cannot hold it.
+        """
         by_channel = scheme.scaling == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
+            reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
+            if reason:
+                self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
+                return None
             axes = self.roles.axes(info) if by_channel else ()
             scale = input_scale(self.input_scales, info, scheme, self.layout)
             return self.layout.encode(info.entry, scheme, axes, scale)
@@ -405,33 +410,6 @@ class _Planner:
             metadata.pop(METADATA_KEY, None)
             return metadata
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
-
-
-def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
-    that neither holds, the only one that does.
-    """
-    if format is None:
-        return "plain"
-    rules = format if isinstance(format, Rules) else Rules((), default=format)
-
-    def holds(layout: Layout) -> bool:
-        try:
-            return bool([layout.scheme(resolve_target(f), scaling) for f in _formats(rules)])
-        except (TypeError, ValueError):  # the planner says what is wrong with a format
-            return False
-
-    is_diffusers = DIFFUSERS in source.config
-    names = [name for name, layout in LAYOUTS.items() if holds(layout)]
-    if source.config and not is_diffusers and "compressed-tensors" in names:
-        return "compressed-tensors"
-    is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
-    return names[0] if is_torch and len(names) == 1 else "plain"
-
-
-def _formats(rules: Rules[Any]) -> list[Any]:
-    values = (rules.default, *(value for _, value in rules.rules))
-    return [value for value in values if value is not None]
 
 
 def _strings(skip: Any) -> list[Any]:
