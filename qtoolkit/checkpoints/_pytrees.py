@@ -254,8 +254,8 @@ def _placed(found: Any, wanted: Any) -> Any:
     import jax.numpy as jnp
 
     of_codes = wanted.codes if _is_qarray(wanted) else wanted
-    sharding = getattr(of_codes, "sharding", None)
-    everywhere = sharding
+    sharding: Any = getattr(of_codes, "sharding", None)
+    everywhere: Any = sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     elif sharding is None or sharding.device_set == jnp.zeros(()).sharding.device_set:
