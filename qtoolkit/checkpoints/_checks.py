@@ -1,13 +1,15 @@
 """What loaders are known to misread, refused or reported before anything is written. No JAX."""
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._report import Plan, TensorPlan
-from qtoolkit.checkpoints._roles import module_of
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, shown
+from qtoolkit.checkpoints._roles import engine_group, experts_of, module_of
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints.layouts import Scheme
 
 DIFFUSERS = "_class_name"  # in config.json of its models
@@ -54,6 +56,84 @@ def check_known(source: Checkpoint, plan: Plan) -> None:
             )
 
 
+class Misfit(NamedTuple):
+    """A matrix of which a format's blocks are no even parts."""
+
+    info: Tensor
+    scheme: Scheme
+    layout: str
+    reason: str
+
+
+def check_fit(source: Checkpoint, misfits: Sequence[Misfit]) -> None:
+    """Raises if there are any, and names all of them, those of many layers in one."""
+    if not misfits:
+        return
+    alike: dict[tuple[str, str], list[str]] = {}
+    for info, scheme, layout, reason in misfits:
+        pattern = re.sub(r"(?<![^./])\d+(?=[./])", "*", info.name)
+        what = f"{list(info.shape)}: {reason} for {scheme.spec.name} in layout {layout}"
+        alike.setdefault((pattern, what), []).append(info.name)
+    said = "; ".join(
+        f"tensor {shown(names[0])}, {what}"
+        if len(names) == 1
+        else f"{len(names)} tensors {shown(pattern)}, {what}"
+        for (pattern, what), names in alike.items()
+    )
+    _, scheme, layout, _ = misfits[0]
+    other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
+    channel = "" if scheme.scaling is None else f", or use {other}--scaling channel"
+    raise CheckpointError(
+        f"{source.path}: {said}; --keep-unfitting leaves what does not fit in high precision, "
+        f"--skip what you name{channel}"
+    )
+
+
+def check_split(source: Checkpoint, plan: Plan) -> None:
+    """Raises where parts of a layer that engines join have several schemes, or some have none.
+
+    Engines look up the scheme of the joined layer by the names of its parts: vLLM fails where these
+    differ, and has read codes as weights.
+    """
+    if not plan.quantization_config:
+        return
+    groups: dict[str, list[TensorPlan]] = {}
+    for tensor in plan.tensors:
+        is_weight = tensor.name.endswith(".weight") and len(tensor.source.shape) == 2
+        group = engine_group(tensor.name)
+        if is_weight or (group.endswith("experts") and len(tensor.source.shape) == 3):
+            groups.setdefault(group, []).append(tensor)
+    split = {name: ts for name, ts in groups.items() if len({t.scheme for t in ts}) > 1}
+    if split:
+        raise CheckpointError(f"{source.path}: {_split_message(split)}")
+
+
+def _split_message(split: Mapping[str, Sequence[TensorPlan]]) -> str:
+    group, parts = next(iter(split.items()))
+    by_state: dict[str, list[str]] = {}
+    for part in parts:
+        state = part.scheme.spelling if part.scheme else f"kept: {part.reason}"
+        by_state.setdefault(state, []).append(part.name)
+    said = "; ".join(f"{listed(map(shown, ns), 2)} ({state})" for state, ns in by_state.items())
+    others = f", and so for {len(split) - 1} more" if len(split) > 1 else ""
+    return (
+        f"one layer for engines, {shown(group)}, would have parts in several schemes: {said}"
+        f"{others}; expected one for all parts: vLLM and SGLang join them. Write "
+        f"--skip {shlex.quote(_pattern(split))} to keep all of them, give them one format in "
+        "--rules, or --allow-split for loaders that do not join them"
+    )
+
+
+def _pattern(split: Mapping[str, Sequence[TensorPlan]]) -> str:
+    """A regular expression that is found in the name of each of these tensors."""
+    ends: dict[str, None] = {}
+    for group, parts in split.items():
+        is_experts = re.search(r"(^|[./])experts$", group) is not None
+        names = ["experts"] if is_experts else [module_of(p.name).split(".")[-1] for p in parts]
+        ends |= dict.fromkeys(names)
+    return rf"(^|\.)({'|'.join(map(re.escape, ends))})\."
+
+
 def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
     """The schemes in use and the modules of each."""
     used: dict[Scheme, list[str]] = {}
@@ -63,7 +143,7 @@ def used_schemes(tensors: Iterable[TensorPlan]) -> dict[Scheme, list[str]]:
     return used
 
 
-def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
+def kept_modules(tensors: Sequence[TensorPlan]) -> list[str]:
     """Modules with a matrix that is not quantized, and `lm_head`, which may have no tensor."""
     kept = [
         module_of(tensor.name)
@@ -73,9 +153,31 @@ def kept_modules(tensors: Iterable[TensorPlan]) -> list[str]:
         and tensor.name.endswith(".weight")
     ]
     quantized = {module_of(t.name) for t in tensors if t.action == "quantize"}
+    kept += [name for name in _kept_experts(tensors) if name not in kept]
     if "lm_head" not in quantized and "lm_head" not in kept:
         kept.append("lm_head")
     return kept
+
+
+def _kept_experts(tensors: Sequence[TensorPlan]) -> list[str]:
+    """Experts of layers in which none is quantized, as loaders call them.
+
+    vLLM asks for the projections of expert 0, whatever they are called in the file; transformers
+    for their module, if it has all experts in one tensor.
+    """
+    quantized = {experts_of(t.name, len(t.source.shape)) for t in tensors if t.encoding is not None}
+    kept: dict[str, None] = {}
+    for tensor in tensors:
+        rank = len(tensor.source.shape)
+        module = experts_of(tensor.name, rank)
+        if not module or module in quantized or rank not in (2, 3):
+            continue
+        if rank == 3:
+            kept[module] = None
+        if rank == 3 or tensor.name.endswith(".weight"):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            kept |= dict.fromkeys(f"{module}.0.{part}" for part in parts)
+    return list(kept)
 
 
 def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:

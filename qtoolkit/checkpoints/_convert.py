@@ -42,6 +42,8 @@ def convert(
     keep_dtype: FormatLike | None = None,
     channel_axis: AxisChoice = "auto",
     input_scales: InputScales | None = None,
+    allow_split: bool = False,
+    keep_unfitting: bool = False,
     to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
@@ -66,8 +68,8 @@ def convert(
         "s3://bucket/model", which fsspec reads.
       dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
         folder behind a URL each file does, config.json last.
-      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes: As in
-        `make_plan`.
+      format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_codes,
+        allow_split, keep_unfitting: As in `make_plan`.
       to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
         split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
         every run, its bytes are not: orbax chooses names of files at random.
@@ -131,6 +133,8 @@ def convert(
             channel_axis=channel_axis,
             input_scales=input_scales,
             allow_codes=allow_codes,
+            allow_split=allow_split,
+            keep_unfitting=keep_unfitting,
         )
         return _written(destination, source, plan, allow_nonfinite, progress, threads)
 
@@ -225,7 +229,7 @@ def _written(
         caution=plan.caution,
         tensors=(),
     )
-    production = Production(plan.tensors, threads, progress)
+    production = Production(plan.tensors, threads, progress, source.stored)
     refused = functools.partial(_refused, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
         return write_folder(destination, source, plan, production, report, refused)

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checks import DIFFUSERS
 from qtoolkit.checkpoints._report import TensorPlan
 from qtoolkit.checkpoints._roles import module_of
 from qtoolkit.checkpoints._tensors import (
     DTYPE_OF,
+    Checkpoint,
     CheckpointError,
     MisuseError,
     Tensor,
@@ -28,11 +30,19 @@ from qtoolkit.formats import (
     BlockFormat,
     Format,
     FormatLike,
+    Rules,
     SpecLike,
 )
 from qtoolkit.formats import format as resolve
 
 InputScales = float | Mapping[str, float]  # one for all modules, or by module
+# By the names that their publishers give them; of several of a name, the first in its layout.
+SCHEMES = {
+    scheme.name.lower(): scheme
+    for layout in reversed(LAYOUTS.values())
+    for scheme in reversed(layout.schemes)
+    if layout.linear_only
+}
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
 TARGETS: tuple[Format, ...] = (*BYTE_DTYPES, BFLOAT16, FLOAT16)
@@ -78,7 +88,7 @@ def _holds(spec: BlockFormat, of: Format | BlockFormat) -> bool:
 
 
 def resolve_target(of: SpecLike) -> Format | BlockFormat:
-    """The format or published block format that `of` spells.
+    """The format or published block format that `of` spells, or that of the scheme it names.
 
     Raises:
       ValueError, TypeError: As `qtoolkit.format`.
@@ -87,13 +97,55 @@ def resolve_target(of: SpecLike) -> Format | BlockFormat:
         return of
     if isinstance(of, str) and of.lower() in _BLOCKS:
         return _BLOCKS[of.lower()]
+    if isinstance(of, str) and of.lower() in SCHEMES:
+        return SCHEMES[of.lower()].spec
     return resolve(of)
+
+
+def named_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
+    """The format and scaling of the scheme that `of` names; else what was given."""
+    scheme = SCHEMES.get(of.lower()) if isinstance(of, str) else None
+    if scheme is None or of.lower() in _BLOCKS:
+        return of, scaling
+    if scaling not in (None, scheme.scaling):
+        raise MisuseError(
+            f"--scaling {scaling}: {of} is {scheme.spelling}, expected no other --scaling; leave "
+            "it out"
+        )
+    return scheme.format, scheme.scaling
 
 
 def target_names() -> tuple[str, ...]:
     """Every format that some layout holds, as `--format` takes it."""
     schemes = (scheme for layout in LAYOUTS.values() for scheme in layout.schemes)
     return tuple(dict.fromkeys(scheme.format for scheme in schemes))
+
+
+def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
+    """The layout that is meant without one: compressed-tensors for folders, plain, or, of a format
+    that neither holds, the only one that does.
+    """
+    if format is None:
+        return "plain"
+    rules = format if isinstance(format, Rules) else Rules((), default=format)
+
+    def holds(layout: Layout) -> bool:
+        try:
+            return bool([layout.scheme(resolve_target(f), scaling) for f in formats_of(rules)])
+        except (TypeError, ValueError):  # the planner says what is wrong with a format
+            return False
+
+    is_diffusers = DIFFUSERS in source.config
+    names = [name for name, layout in LAYOUTS.items() if holds(layout)]
+    if source.config and not is_diffusers and "compressed-tensors" in names:
+        return "compressed-tensors"
+    is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers
+    return names[0] if is_torch and len(names) == 1 else "plain"
+
+
+def formats_of(rules: Rules[Any]) -> list[Any]:
+    values = (rules.default, *(value for _, value in rules.rules))
+    return [value for value in values if value is not None]
 
 
 def model_dtype(config: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,6 @@ compares what the layout writes for that plan with what is there. Other programs
 configs, so less of these is checked.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from qtoolkit.checkpoints._tensors import (
     FLOATS,
     NUMPY_DTYPES,
     Checkpoint,
-    CheckpointError,
     Entry,
     Tensor,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
+from qtoolkit.checkpoints.layouts._layout import misfit
 
 _KEY = "quantization_config"
 _AGAIN = "convert it again"
@@ -120,9 +119,9 @@ def _plans(
 def _scheme(info: Tensor, weight: Encoding, layout: Layout) -> Scheme | None:
     """The scheme with which the layout writes a weight to these entries; None if it has none."""
     for scheme in layout.schemes if len(info.shape) == 2 else ():
-        with contextlib.suppress(CheckpointError):  # blocks that do not fill the matrix
-            if layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts:
-                return scheme
+        fits = layout.has_partial_blocks or not misfit(info.shape, scheme.spec)
+        if fits and layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts:
+            return scheme
     return None
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._checks import (
-    DIFFUSERS,
+    Misfit,
+    check_fit,
     check_known,
     check_loads,
     check_names,
+    check_split,
     kept_modules,
     used_schemes,
 )
@@ -20,9 +22,12 @@ from qtoolkit.checkpoints._decode import check_explained
 from qtoolkit.checkpoints._formats import (
     InputScales,
     check_used,
+    default_layout,
     dtype_of,
+    formats_of,
     input_scale,
     model_dtype,
+    named_scheme,
     resolve_target,
     safetensors_dtype,
     scheme_of,
@@ -47,7 +52,7 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE, misfit
 from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
@@ -65,6 +70,8 @@ def make_plan(
     channel_axis: AxisChoice = "auto",
     input_scales: InputScales | None = None,
     allow_codes: bool = False,
+    allow_split: bool = False,
+    keep_unfitting: bool = False,
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
@@ -76,7 +83,8 @@ def make_plan(
     Args:
       source: The open checkpoint; only its headers are read. `convert` opens a quantized one as
         the float weights that it stands for.
-      format: An element format or a published block format, in any spelling, that the layout holds.
+      format: An element format or a published block format, in any spelling, that the layout holds,
+        or the name of one of its schemes, such as "W4A16".
         Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
         format: nothing is quantized.
       scaling: "tensor": one scale; "channel": one for each output; "block": one for 128x128
@@ -84,7 +92,8 @@ def make_plan(
         has first for the format. Formats without scales, bfloat16 and float16, and block formats
         take None alone.
       layout: A name in `LAYOUTS`. None: "compressed-tensors" for a folder with a config.json, if
-        that layout holds the format and the model is not of diffusers; else "plain".
+        that layout holds the format and the model is not of diffusers; else the only one that holds
+        the format, if weights are named NAME.weight; else "plain".
       skip: Regular expressions; a tensor is kept if one is found in its name.
       keep_dtype: float32, float16 or bfloat16, to which tensors of these dtypes are rounded if they
         are not quantized; None leaves them as they are.
@@ -94,6 +103,9 @@ def make_plan(
       allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats and integers of
         two or more dimensions that are no masks or tables by their names. `skip` and rules that
         name them allow them, too.
+      allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
+        of a layer, may have several schemes, or some of them none.
+      keep_unfitting: Whether weights of which the format's blocks are no even parts are kept.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
@@ -125,7 +137,8 @@ def make_plan(
         )
     if isinstance(source, SafetensorsFile):
         source = source.checkpoint()
-    chosen = LAYOUTS[layout or _default_layout(source, format, scaling)]
+    format, scaling = named_scheme(format, scaling)
+    chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
     planner = _Planner(
         source=source,
         layout=chosen,
@@ -133,10 +146,13 @@ def make_plan(
         keep_dtype=None if keep_dtype is None else wide_dtype(keep_dtype),
         roles=Roles(source.tensors, source.config, channel_axis),
         input_scales=input_scales,
+        keep_unfitting=keep_unfitting,
         parts=copied_parts(source.metadata, source.tensors, source.encodings),
         allow_codes=allow_codes,
     )
     plan = planner.plan(format, skip)
+    if not allow_split:
+        check_split(source, plan)
     check_loads(source, plan)
     check_known(source, plan)
     return plan
@@ -144,7 +160,9 @@ def make_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """The choices of one conversion. `parts` are of quantized arrays that are copied."""
+    """The choices of one conversion. `parts` are of quantized arrays that are copied, `misfits` is
+    what was met that a format does not fit.
+    """
 
     source: Checkpoint
     layout: Layout
@@ -152,14 +170,16 @@ class _Planner:
     keep_dtype: str | None
     roles: Roles
     input_scales: InputScales | None
+    keep_unfitting: bool
     parts: set[str]
     allow_codes: bool
+    misfits: list[Misfit] = dataclasses.field(default_factory=list)
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
         given, rules = self._rules(format)
-        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in _formats(rules))
+        has_scales = any(isinstance(f, BlockFormat) or f.needs_scale for f in formats_of(rules))
         if self.scaling is not None and not has_scales:
-            names = ", ".join(dict.fromkeys(f.name for f in _formats(rules)))
+            names = ", ".join(dict.fromkeys(f.name for f in formats_of(rules)))
             raise MisuseError(
                 f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
                 "expected no --scaling; leave it out"
@@ -171,6 +191,8 @@ class _Planner:
             self._tensor(info, *self._choice(info, rules, is_plain, patterns))
             for info in self.source.tensors.values()
         )
+        if not self.keep_unfitting:
+            check_fit(self.source, self.misfits)
         check_names(self.source, tensors)
         check_used(self.input_scales, tensors, self.layout)
         used = used_schemes(tensors)
@@ -237,11 +259,9 @@ class _Planner:
             )
 
     def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
-        """`Plan.scaling`: what all schemes in use have, else what was asked for."""
-        words = {scheme.scaling or "none" for scheme in used}
-        if len(words) == 1:
-            return words.pop()
-        return (self.scaling or "tensor") if has_scales else "none"
+        """`Plan.scaling`: the words of all schemes in use; without any, what was asked for."""
+        words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
+        return ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
 
     def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
         """Raises where loaders of the layout are known to fail at a tensor of this name."""
@@ -322,6 +342,8 @@ class _Planner:
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
         encoding = self._encoding(info, scheme)
+        if encoding is None:
+            return self._kept(info, self.misfits[-1].reason)
         shares = encoding.spec.tensor_scale is not None
         group = fused_group(info.name) if shares else ""
         return TensorPlan.quantized(info, encoding, scheme, group)
@@ -338,12 +360,18 @@ class _Planner:
             return scheme_of(self.layout, fmt, "channel")
         return scheme
 
-    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding:
-        """What the layout writes for a tensor; raises where it cannot hold it."""
+    def _encoding(self, info: Tensor, scheme: Scheme) -> Encoding | None:
+        """What the layout writes for a tensor; None, and a misfit more, where blocks do not fill
+        it. Raises where the layout cannot hold it.
+        """
         by_channel = scheme.scaling == "channel" and len(info.shape) > 1
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
+            reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
+            if reason:
+                self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
+                return None
             axes = self.roles.axes(info) if by_channel else ()
             scale = input_scale(self.input_scales, info, scheme, self.layout)
             return self.layout.encode(info.entry, scheme, axes, scale)
@@ -407,23 +435,6 @@ class _Planner:
             metadata.pop(METADATA_KEY, None)
             return metadata
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
-
-
-def _default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, scaling: Any) -> str:
-    if format is None or not source.config or DIFFUSERS in source.config:
-        return "plain"
-    loaded = LAYOUTS["compressed-tensors"]
-    for target in _formats(format) if isinstance(format, Rules) else [format]:
-        try:
-            loaded.scheme(resolve_target(target), scaling)
-        except CheckpointError:
-            return "plain"
-    return loaded.name
-
-
-def _formats(rules: Rules[Any]) -> list[Any]:
-    values = (rules.default, *(value for _, value in rules.rules))
-    return [value for value in values if value is not None]
 
 
 def _strings(skip: Any) -> list[Any]:

@@ -6,7 +6,7 @@ Threads compute windows of slabs ahead of what is asked for. The bytes do not de
 import collections
 import concurrent.futures
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,11 +20,11 @@ from qtoolkit.checkpoints._quantize import (
     tensor_scales,
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
-from qtoolkit.checkpoints._slabs import Grid
+from qtoolkit.checkpoints._slabs import Grid, Span
 from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, Tensor, shown
-from qtoolkit.checkpoints._values import grid_of
-from qtoolkit.checkpoints.layouts._encoding import packed
-from qtoolkit.scaling.internal import ErrorSums
+from qtoolkit.checkpoints._values import Values, grid_of
+from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
+from qtoolkit.scaling.internal import ErrorSums, error_sums
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -91,13 +91,14 @@ class Workers:
 
 
 class _Part(NamedTuple):
-    """Some of a tensor: a slab to quantize, or bytes to copy."""
+    """Some of a tensor: a slab to quantize, one of which codes and scales are kept, or bytes."""
 
     tensor: TensorPlan
     slab: Slab | None
     start: int
     stop: int
     is_last: bool
+    kept: tuple[Values, Span] | None = None
 
 
 class _Made(NamedTuple):
@@ -115,6 +116,7 @@ class Production:
     Args:
       tensors: All that are planned: some share a tensor scale.
       progress: Called after each chunk.
+      stored: The tensors of a quantized source as they are, whose codes may be kept.
 
     Attributes:
       reports: What was done, a report for each tensor that is made.
@@ -126,7 +128,9 @@ class Production:
         tensors: Iterable[TensorPlan],
         workers: Workers,
         progress: Progress | None = None,
+        stored: Mapping[str, Tensor] | None = None,
     ) -> None:
+        self._stored = stored or {}
         self.reports: list[TensorReport] = []
         self.total = 0
         self._done = 0
@@ -165,12 +169,34 @@ class Production:
             for start, stop in itertools.pairwise(ends) if len(ends) > 1 else [(0, 0)]:
                 yield _Part(tensor, None, start, stop, stop == source.nbytes)
             return
-        weight = self._weight(tensor)
-        start, columns = 0, weight.grid.columns
-        for span in weight.grid.spans():
+        values = self._same_values(tensor)
+        weight = None if values is not None else self._weight(tensor)
+        if weight is not None:
+            grid = weight.grid
+        else:
+            assert tensor.encoding is not None
+            grid = grid_of(tensor.encoding)
+        start, columns = 0, grid.columns
+        for span in grid.spans():
             stop = span.row * columns + span.column + span.rows * span.columns
-            yield _Part(tensor, Slab(weight, span), start, stop, stop == source.size)
+            slab = None if weight is None else Slab(weight, span)
+            kept = None if values is None else (values, span)
+            yield _Part(tensor, slab, start, stop, stop == source.size, kept)
             start = stop
+
+    def _same_values(self, tensor: TensorPlan) -> Values | None:
+        """The stored values of a weight that the target can hold as they are; else None.
+
+        A second rounding would cost 3 dB where scales are powers of two: the largest code of a
+        block is then seldom the largest that there is, and another scale follows from it.
+        """
+        old, new = tensor.source.encoding, tensor.encoding
+        if old is None or new is None or not same_numbers(old, new) or not self._stored:
+            return None
+        values = Values(old, self._stored)
+        scale, _ = values.scales()
+        least = np.float32(new.spec.amax_epsilon) / np.float32(new.spec.largest)
+        return values if scale is not None and scale.astype(np.float32).min() >= least else None
 
     def _weight(self, tensor: TensorPlan) -> Weight:
         spec, encoding, source = tensor.spec, tensor.encoding, tensor.source
@@ -219,7 +245,7 @@ def _made(window: list[_Part]) -> tuple[list[_Part], list[_Made]]:
     results = []
     for part in window:
         if part.slab is None:
-            results.append(_copied(part))
+            results.append(_copied(part) if part.kept is None else _kept(part, *part.kept))
             continue
         slab, encoding = next(quantized), part.tensor.encoding
         codes = slab.codes
@@ -227,6 +253,22 @@ def _made(window: list[_Part]) -> tuple[list[_Part], list[_Made]]:
             codes = packed(codes, encoding.packing, encoding.spec.element.bits)
         results.append(_Made(codes, slab.first, slab.scale, slab.sums))
     return window, results
+
+
+def _kept(part: _Part, values: Values, span: Span) -> _Made:
+    """The stored codes of a slab, and with the first one all scales."""
+    encoding = part.tensor.encoding
+    assert encoding is not None
+    codes = values.codes_between(part.start, part.stop).view(np.uint8)
+    if encoding.packing is not None:
+        codes = codes.reshape(span.rows, span.columns)
+        codes = packed(codes, encoding.packing, encoding.spec.element.bits)
+    scale, _ = values.scales()
+    assert scale is not None
+    x = part.tensor.source.read(part.start, part.stop)
+    sums = error_sums(x, x)
+    sums.max_scale = float(scale.astype(np.float32).max())
+    return _Made(codes, 0, scale if part.start == 0 else None, sums)
 
 
 def _copied(part: _Part) -> _Made:

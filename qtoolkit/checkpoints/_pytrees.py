@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._arrays import array_checkpoint
 from qtoolkit.checkpoints._containers import kind_of, opened_as
 from qtoolkit.checkpoints._decode import check_explained, dequantized
 from qtoolkit.checkpoints._paths import Path
@@ -109,11 +110,12 @@ def load(path: Path, like: Any = None) -> Any:
       each one that was saved. What `convert` quantized is a `QArray`, too, if a folder is given,
       whose config says what codes are: packed if its elements are narrower than a byte. Of a file
       it is as it is there, for `dequantize`.
-      With it a tree like it, of JAX arrays and `QArray`s; dtypes are those of the file.
+      With it a tree like it, of JAX arrays and `QArray`s; dtypes are those of the file, shardings
+      those of `like`, where it has arrays or structs with one. Scales are then on all devices.
 
     Raises:
-      CheckpointError: The file is damaged, or holds elements narrower than a byte; the weights of a
-        folder are quantized in no layout that is read, or otherwise than its config says; or it is
+      CheckpointError: The file is damaged, or holds elements of 6 bits; the weights of a folder are
+        quantized in no layout that is read, or otherwise than its config says; or it is
         not like `like`: a name is missing or left over, a shape or kind of dtype differs.
       OSError: The file cannot be read.
 
@@ -241,9 +243,30 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
             "of `like`; convert codes with their scales: load the file that `convert` or `save` "
             "wrote"
         )
-    if _is_qarray(found) or isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
+    if isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
         return found  # JAX would narrow 64 bits
-    return jnp.asarray(found)
+    return _placed(found, wanted)
+
+
+def _placed(found: Any, wanted: Any) -> Any:
+    """An array, or the arrays of a `QArray`, where `wanted` has its own."""
+    import jax
+    import jax.numpy as jnp
+
+    of_codes = wanted.codes if _is_qarray(wanted) else wanted
+    sharding: Any = getattr(of_codes, "sharding", None)
+    everywhere: Any = sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    elif sharding is None or sharding.device_set == jnp.zeros(()).sharding.device_set:
+        return found if _is_qarray(found) else jnp.asarray(found)
+
+    def put(x: Any) -> jax.Array:
+        array = np.asarray(x)
+        place = sharding if array.shape == of_codes.shape else everywhere
+        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+
+    return jax.tree.map(put, found)
 
 
 def _differs(path: Path, names: Any, what: str) -> CheckpointError:
@@ -356,28 +379,16 @@ def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
     """
     if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
         return None
-    arrays = {"codes": codes, "codes_scale": scale}
-    (encoding,) = _plain_encodings("load", arrays).values()
-    return _qarray_of(encoding, arrays, getattr(wanted, "dtype", np.dtype("float32")))
-
-
-def _plain_encodings(where: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Encoding]:
-    """The weights among arrays that `convert` has quantized in the plain layout."""
-    headers = {
-        name: Entry(name, DTYPE_OF[array.dtype.name], array.shape)
-        for name, array in arrays.items()
-        if array.dtype.name in DTYPE_OF
-    }
-    return LAYOUTS["plain"].decode({}, headers, where)
-
-
-def _qarray_of(encoding: Encoding, arrays: Mapping[str, np.ndarray], dtype: Any) -> Any:
     from qtoolkit.checkpoints._values import qarray_of  # loads JAX
+
+    arrays = {"codes": codes, "codes_scale": scale}
+    headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in arrays.items()}
+    (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
 
     def read(entry: Entry) -> np.ndarray:
         return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
 
-    return qarray_of(encoding, read, dtype=dtype)
+    return qarray_of(encoding, read, dtype=getattr(wanted, "dtype", np.dtype("float32")))
 
 
 def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
@@ -410,16 +421,17 @@ def _loaded(encoding: Encoding, folder: Checkpoint) -> Any:
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The float32 values of tensors that `convert` has quantized in the plain layout.
+    """The float32 values of tensors that are quantized, as `convert` or others write them.
 
     Args:
       tensors: Arrays by name, as `load` returns them.
 
     Returns:
-      The same, where every 8-bit tensor that comes with `<name>_scale` is replaced by its values,
-      code * scale in float32, and the scale left out; and every `QArray` by its own.
+      The same, where every weight whose codes and scales names and dtypes tell, in any layout, is
+      replaced by its values in float32, and its scales left out; and every `QArray` by its own.
 
     Raises:
+      CheckpointError: Codes are of a layout that is not read.
       TypeError: `tensors` is no dictionary.
 
     Examples:
@@ -441,15 +453,19 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
         name: np.asarray(tensor.dequantize("float32") if _is_qarray(tensor) else tensor)
         for name, tensor in tensors.items()
     }
-    encodings = _plain_encodings("dequantize", arrays)
-    parts = {entry.name for encoding in encodings.values() for entry in encoding.entries}
-    values = {n: array for n, array in arrays.items() if n not in parts or n in encodings}
-    for name, encoding in encodings.items():
-        if 0 in encoding.shape:
-            values[name] = np.zeros(encoding.shape, np.float32)
-        else:
-            values[name] = np.asarray(_qarray_of(encoding, arrays, "float32").dequantize())
-    return values
+    known = {name: x for name, x in arrays.items() if x.dtype.name in DTYPE_OF}
+    headers = {name: (x.dtype, x.shape) for name, x in known.items()}
+    source = dequantized(array_checkpoint("dequantize", headers, known.__getitem__))
+    for name in arrays.keys() - known.keys():
+        scales = [f"{name}{end}" for end in ("_scale", "_scale_inv") if f"{name}{end}" in arrays]
+        if scales:
+            raise CheckpointError(
+                f"dequantize: tensor {shown(name)}: {arrays[name].dtype} with {shown(scales[0])}, "
+                "which no layout explains, expected 8-bit or packed codes; load the folder, whose "
+                "config.json may say it"
+            )
+    found = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
+    return found | {name: x for name, x in arrays.items() if name not in known}
 
 
 def _is_qarray(x: Any) -> bool:

@@ -85,7 +85,8 @@ class Plan:
     Attributes:
       layout: The name of the layout.
       format: The format to which tensors are quantized, or the rules that say so.
-      scaling: "tensor", "channel" or "block"; "none" if the format's scales have no such word.
+      scaling: "tensor", "channel" or "block"; "none" if the format's scales have no such word; of
+        several schemes their words, with commas between them.
       tensors: One plan for each tensor of the source, in the order of its data.
       metadata: The metadata of the target: that of the source, plus a summary under "qtoolkit".
       quantization_config: Written to config.json for loaders; empty: nothing is written.
@@ -108,6 +109,12 @@ class Plan:
     def outputs(self) -> tuple[TensorInfo, ...]:
         """Every tensor of the target, placed in one file."""
         return layout(entry for tensor in self.tensors for entry in tensor.entries)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the source, by bytes, that will not be quantized."""
+        sizes = [(t.source.stored_nbytes, t.action != "quantize") for t in self.tensors]
+        return sum(n for n, kept in sizes if kept) / max(sum(n for n, _ in sizes), 1)
 
     @property
     def loads_nowhere(self) -> bool:
@@ -190,7 +197,8 @@ class Report:
       layout: The layout of the target: a name in `LAYOUTS`.
       format: The format to which tensors were quantized; with rules, several names with commas
         between them, or "nothing".
-      scaling: The word for the scales; "none" if there are no scales or the format implies them.
+      scaling: The word for the scales; "none" if there are no scales or the format implies them; of
+        several schemes their words, with commas between them.
       dequantized: The layout of a quantized source; "" if the source was not quantized.
       files: The names of the files in a target folder, or of those that a shard has to write; empty
         if the target is a file.
@@ -235,9 +243,15 @@ class Report:
         data = dataclasses.asdict(self) | {
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "kept_share": self.kept_share,
             "mean_sqnr_db": self.mean_sqnr_db,
         }
         return json.dumps(_finite(data), indent=2)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the source, by bytes, that is not quantized."""
+        return sum(tensor.bytes_before for tensor in self.kept) / max(self.bytes_before, 1)
 
     @property
     def bytes_before(self) -> int:

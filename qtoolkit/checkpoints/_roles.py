@@ -49,7 +49,9 @@ EMBEDDING = re.compile(
 SKIPPED = re.compile(DEFAULT_SKIP, re.IGNORECASE)
 
 # Weights that loaders merge into one, hence with one scale for the whole: query, key and value,
-# gate and up (in Mixtral w1 and w3), the two compressions of DeepSeek's attention.
+# gate and up (in Mixtral w1 and w3, in Nomic's BERT fc11 and fc12), the two compressions of
+# DeepSeek's attention, the projections of Qwen's linear attention. Source: vLLM, the tables
+# `packed_modules_mapping` and `stacked_params_mapping` of its models.
 _FUSED = tuple(
     (re.compile(rf"(^|[./])({names})(?=[./])"), merged)
     for names, merged in (
@@ -58,7 +60,10 @@ _FUSED = tuple(
         (r"query|key|value", "query_key_value"),
         (r"gate_proj|up_proj", "gate_up_proj"),
         (r"w[13]", "w13"),
+        (r"fc1[12]", "fc1"),
         (r"q_a_proj|kv_a_proj_with_mqa", "qkv_a_proj"),
+        (r"in_proj_(qkv|z)", "in_proj_qkvz"),
+        (r"in_proj_[ab]", "in_proj_ba"),
     )
 )
 _CONV1D = re.compile(r"(^|\.)(c_attn|c_fc|c_proj|q_attn)\.weight$")
@@ -74,6 +79,25 @@ def fused_group(name: str) -> str:
         if found:
             return f"{name[: found.start()]}{found[1]}{merged}{name[found.end() :]}"
     return name
+
+
+def engine_group(name: str) -> str:
+    """The layer in which engines join a weight with others, by one scheme: `fused_group`, and for
+    all experts of a layer their module; `name` itself if they do not.
+    """
+    return experts_of(name) or fused_group(name)
+
+
+def experts_of(name: str, rank: int = 2) -> str:
+    """The module of the experts of a layer that has a weight; "" if it is none of an expert.
+
+    Args:
+      rank: The number of dimensions: Granite's `input_linear`, if it is 3, holds all experts.
+    """
+    if found := re.match(r"(.*[./])?experts(?=[./])", name):
+        return found[0]
+    found = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
+    return f"{name[: found.start()]}{found[1]}experts" if found else ""
 
 
 def module_of(name: str) -> str:

@@ -20,7 +20,15 @@ from qtoolkit.checkpoints._header import (
     parse_header,
 )
 from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, storage
-from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    Tensor,
+    read_elements,
+    shown,
+)
 from qtoolkit.checkpoints._writing import (
     PARTIAL,
     Writer,
@@ -104,16 +112,10 @@ class SafetensorsFile:
           KeyError, CheckpointError: As `read`.
         """
         info = self.tensors[name]
-        if info.numpy_dtype is None:
-            raise CheckpointError(
-                f"{self.path}: tensor {shown(name)}: dtype {info.dtype} is narrower than a byte, "
-                "expected one that numpy has; read its bytes with read_bytes"
-            )
         if not 0 <= start <= stop <= info.size:
             raise IndexError(f"tensor {shown(name)}: elements {start}:{stop} of {info.size}")
-        array = np.empty(stop - start, info.numpy_dtype)
-        self.read_into(name, start * array.itemsize, array.view(np.uint8).data)
-        return array
+        read_into = functools.partial(self.read_into, name)
+        return read_elements(Entry(name, info.dtype, info.shape), read_into, start, stop)
 
     def read_bytes(self, name: str, start: int, stop: int) -> bytearray:
         """Bytes `start` to `stop` of tensor `name`, whatever its dtype. Raises: as `read_into`."""

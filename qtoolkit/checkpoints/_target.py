@@ -91,6 +91,12 @@ class Destination:
         if self.to == "orbax":
             check_orbax_folder(self.dst, self.overwrite)
         elif self.is_folder:
+            if str(self.dst).rstrip("/").endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a "
+                    "folder, expected the name of one; leave .safetensors out, or give one file of "
+                    "the source"
+                )
             found = storage(self.src).entries(self.src)
             visible = {name for name in found if not name.startswith(".")}
             check_folder(self.dst, self.overwrite, visible)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import ml_dtypes  # noqa: F401  (registers the 8-bit float names with numpy)
+import ml_dtypes  # registers the 8-bit float names with numpy, too
 import numpy as np
 
 if TYPE_CHECKING:
@@ -101,6 +101,24 @@ class Entry(NamedTuple):
         return f"{self.dtype} {list(self.shape)}"
 
 
+def read_elements(entry: Entry, read_into: ReadBytes, start: int, stop: int) -> np.ndarray:
+    """Elements `start` to `stop` in C order; those of F4, two to a byte, the first one low."""
+    dtype = NUMPY_DTYPES.get(entry.dtype)
+    if dtype is not None:
+        array = np.empty(stop - start, dtype)
+        read_into(start * dtype.itemsize, array.view(np.uint8).data)
+        return array
+    if entry.dtype != "F4":
+        raise CheckpointError(
+            f"tensor {shown(entry.name)}: dtype {entry.dtype} is narrower than a byte, expected "
+            "one that numpy has; read its bytes"
+        )
+    data = np.empty(-(-stop // 2) - start // 2, np.uint8)
+    read_into(start // 2, data.data)
+    codes = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: stop - start]
+    return codes.view(ml_dtypes.float4_e2m1fn)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
     """A tensor of an open checkpoint. Its elements are read when they are asked for.
@@ -152,16 +170,7 @@ class Tensor:
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements `start` to `stop` in C order: a new array of one dimension."""
-        stop = self.size if stop is None else stop
-        dtype = self.numpy_dtype
-        if dtype is None:
-            raise CheckpointError(
-                f"tensor {shown(self.name)}: dtype {self.dtype} is narrower than a byte, expected "
-                "one that numpy has; read its bytes"
-            )
-        array = np.empty(stop - start, dtype)
-        self.read_into(start * dtype.itemsize, array.view(np.uint8).data)
-        return array
+        return read_elements(self.entry, self.read_into, start, self.size if stop is None else stop)
 
     def read_all(self) -> np.ndarray:
         """The whole tensor, a new array."""

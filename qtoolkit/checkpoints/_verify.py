@@ -91,7 +91,8 @@ def _differences(
 ) -> Iterator[str]:
     """A line for each tensor of the source that the target has not as the conversion gives it."""
     plans = {t.name: _plan(t, target) for t in source.tensors.values()}
-    production = Production([p for p in plans.values() if isinstance(p, TensorPlan)], Workers())
+    planned = [p for p in plans.values() if isinstance(p, TensorPlan)]
+    production = Production(planned, Workers(), stored=source.stored)
     for tensor in followed(source.tensors.values(), progress):
         plan = plans[tensor.name]
         if isinstance(plan, str):

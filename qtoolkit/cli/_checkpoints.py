@@ -15,6 +15,7 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
+    SCHEMES,
     WRITTEN,
     AxisChoice,
     Checkpoint,
@@ -73,9 +74,11 @@ def _one_of(option: str, choices: Sequence[str]) -> dict[str, Any]:
 
 
 def _known_target(name: str | None) -> str | None:
-    """The name of the format that `name` spells."""
+    """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
+    if name is None or name.lower() in SCHEMES:
+        return name
     try:
-        return None if name is None else resolve_target(name).name
+        return resolve_target(name).name
     except ValueError as error:
         message = str(error).removeprefix("format: ")
         raise failure(
@@ -140,7 +143,7 @@ _FORMAT = typer.Option(
     callback=_known_target,
     autocompletion=_complete(target_names()),
     show_default="e4m3fn",
-    help=f"Number format: {', '.join(target_names())}.",
+    help=f"Number format: {', '.join(target_names())}; or a name of `qtoolkit layouts`, W4A16.",
 )
 _LAYOUT = typer.Option(
     metavar="NAME",
@@ -184,6 +187,14 @@ _INPUT_SCALES = typer.Option(
     metavar="FILE",
     help='Static activation scales from a calibration, {"MODULE": 0.02, ...}, which '
     "modelopt's FP8 and NVFP4 need.",
+)
+_ALLOW_SPLIT = typer.Option(
+    "--allow-split",
+    help="Let parts of what engines join (q, k, v; gate, up; experts) differ in format.",
+)
+_KEEP_UNFITTING = typer.Option(
+    "--keep-unfitting",
+    help="Leave matrices that the blocks of the format do not fit in high precision.",
 )
 _ALLOW_NONFINITE = typer.Option(
     "--allow-nonfinite",
@@ -242,6 +253,8 @@ def convert(
     keep_dtype: Annotated[str | None, _KEEP_DTYPE] = None,
     channel_axis: Annotated[str, _CHANNEL_AXIS] = "auto",
     input_scales: Annotated[Path | None, _INPUT_SCALES] = None,
+    allow_split: Annotated[bool, _ALLOW_SPLIT] = False,
+    keep_unfitting: Annotated[bool, _KEEP_UNFITTING] = False,
     to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
     allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
@@ -279,6 +292,8 @@ def convert(
             "channel_axis": channel_axis,
             "input_scales": None if input_scales is None else read_json(input_scales),
             "allow_codes": allow_codes,
+            "allow_split": allow_split,
+            "keep_unfitting": keep_unfitting,
         }
         destination = Destination(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard

@@ -75,6 +75,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "dequantized": plan.dequantizes,
         "bytes_before": sum(tensor.source.stored_nbytes for tensor in plan.tensors),
         "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
+        "kept_share": plan.kept_share,
         "quantization_config": plan.quantization_config,
         "caution": plan.caution,
         "tensors": [
@@ -101,6 +102,7 @@ def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
         plan.dequantizes,
         [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
         sum(tensor.action == "quantize" for tensor in plan.tensors),
+        plan.kept_share,
         sum(tensor.source.stored_nbytes for tensor in plan.tensors),
         sum(tensor.nbytes for tensor in plan.tensors),
     )
@@ -127,6 +129,7 @@ def report_summary(report: Report) -> list[str]:
         report.dequantized,
         [tensor.reason for tensor in report.kept],
         len(report.quantized),
+        report.kept_share,
         report.bytes_before,
         report.bytes_after,
     )
@@ -453,6 +456,7 @@ def _outcome(
     dequantized: str,
     reasons: Sequence[str],
     quantized: int,
+    share: float,
     before: int,
     after: int,
 ) -> list[str]:
@@ -462,19 +466,23 @@ def _outcome(
       formats, scaling, layout, dequantized: As `Report` has them.
       reasons: One for each tensor that is kept.
       quantized: How many tensors are not.
+      share: That of the kept ones, by bytes.
       before, after: Bytes of all.
     """
     size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
     if formats == "nothing" and dequantized:
         return [f"{tensor_count(len(reasons))}, those in layout {dequantized} dequantized", size]
-    scales = "" if scaling == "none" else f", a scale per {scaling}"
+    words = [word for word in scaling.split(", ") if word != "none"]
+    own = ", or the format's own" if words and "none" in scaling else ""
+    scales = f", a scale per {' or '.join(words)}{own}" if words else ""
     source = f"  source     quantized (layout {dequantized}), dequantized first"
     counted = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
     return [
         formats + scales + ("" if layout == "plain" else f", layout {layout}"),
         *([source] if dequantized else []),
         f"  quantized  {tensor_count(quantized)}",
-        f"  kept       {tensor_count(len(reasons))}" + (f" ({counted})" if counted else ""),
+        f"  kept       {tensor_count(len(reasons))}"
+        + (f" ({counted}), {100 * share:.1f} % of the bytes" if counted else ""),
         size,
     ]
 

@@ -130,15 +130,21 @@ def test_read_flat_reads_any_range(tmp_path):
             file.read("z")
 
 
-def test_sub_byte_tensors_can_be_listed_but_not_read(tmp_path):
+def test_tensors_of_4_bits_are_read_and_those_of_6_listed(tmp_path):
     header = {"a": entry("F4", (2, 4), (0, 4)), "b": entry("F6_E2M3", (4,), (4, 7))}
     (tmp_path / TARGET).write_bytes(raw_file(header, b"1234567"))
     with SafetensorsFile(tmp_path / TARGET) as file:
         assert file.tensors["a"].shape == (2, 4)
         assert file.tensors["b"].numpy_dtype is None
         assert file.read_bytes("b", 0, 3) == b"567"
-        with pytest.raises(CheckpointError, match="tensor a: dtype F4 is narrower than a byte"):
-            file.read("a")
+        # "1234" is 31 32 33 34: 1, 3, 2, 3, 3, 3, 4, 3 are 0.5, 1.5, 1, 1.5 and so on.
+        numbers = np.array([[0.5, 1.5, 1, 1.5], [1.5, 1.5, 2, 1.5]])
+        np.testing.assert_array_equal(file.read("a").astype(float), numbers)
+        flat = [file.read_flat("a", i, j).astype(float) for i, j in ((1, 4), (2, 3), (3, 3))]
+        for found, (i, j) in zip(flat, ((1, 4), (2, 3), (3, 3)), strict=True):
+            np.testing.assert_array_equal(found, numbers.reshape(-1)[i:j])
+        with pytest.raises(CheckpointError, match="tensor b: dtype F6_E2M3 is narrower than a by"):
+            file.read("b")
 
 
 GOOD = raw_file({"a": entry(), "b": entry(offsets=(4, 8))}, b"12345678")

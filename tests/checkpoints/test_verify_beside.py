@@ -50,7 +50,15 @@ def problems(source, tmp_path):
     def found(case, *, json_file="config.json", change=None, tensors=None):
         layout, fmt, scaling, scales = case
         dst = tmp_path / "dst"
-        convert(source, dst, layout=layout, format=fmt, scaling=scaling, input_scales=scales)
+        convert(
+            source,
+            dst,
+            layout=layout,
+            format=fmt,
+            scaling=scaling,
+            input_scales=scales,
+            allow_split=True,
+        )
         assert verify(source, dst).problems == ()
         if change is not None:
             content = json.loads((dst / json_file).read_text())

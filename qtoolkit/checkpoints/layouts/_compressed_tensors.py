@@ -33,7 +33,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_channel,
     by_tensor,
     check_block,
-    check_divisible,
     check_entry,
     decode_bytes,
     decode_groups,
@@ -93,7 +92,6 @@ _DIVIDED = "weight_global_scale"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     spec, name = computed(scheme.spec), info.name
     element = spec.element

@@ -132,6 +132,20 @@ def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tupl
     return Entry(name, dtype, shape), array.tobytes()
 
 
+def same_numbers(old: Encoding, new: Encoding) -> bool:
+    """Whether `new` can hold the codes and scales of `old` as they are: in one grid of blocks, of
+    one element, with scales of a dtype that has those of the other.
+    """
+    if not (old.is_sliceable and new.is_sliceable and old.scale and new.scale):
+        return False
+    grids = [tuple(map(min, one.lengths, one.shape)) for one in (old, new)]
+    is_same = old.shape == new.shape and grids[0] == grids[1]
+    is_plain = old.tensor_scale is None and new.tensor_scale is None
+    powers = [one.spec.has_powers for one in (old, new)]
+    fits = powers[0] if powers[1] else new.scale.dtype in ("F32", old.scale.dtype)
+    return is_same and is_plain and fits and old.spec.element == new.spec.element
+
+
 def merged_matrices(
     shape: tuple[int, ...], lengths: tuple[int, ...], kept: Collection[int] = ()
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:

@@ -1,11 +1,12 @@
 """DeepSeek's FP8, in transformers "finegrained fp8": blocks of 128x128.
 
-`weight` is F8_E4M3, `weight_scale_inv` F32 [o / 128, i / 128]; despite its name it multiplies.
-V3.1 has powers of two there, V4 calls the entry `scale`, of dtype F8_E8M0, and has experts of
-MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8 [o, i / 32].
+`weight` is F8_E4M3, `weight_scale_inv` F32 [ceil(o / 128), ceil(i / 128)]; despite its name it
+multiplies. The last blocks of a row or column may be partial, as in DeepSeek's kv_a_proj_with_mqa,
+whose 576 rows have 5 scales. V3.1 has powers of two there, V4 calls the entry `scale`, of dtype
+F8_E8M0, and has experts of MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8
+[o, i / 32].
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
-integrations/finegrained_fp8.py, which finds the size of a block by dividing shapes, so that both
-axes have to be multiples of 128.
+integrations/finegrained_fp8.py.
 """
 
 import math
@@ -24,7 +25,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     block_counts,
     by_block,
     check_block,
-    check_divisible,
     decode_bytes,
     entry_beside,
 )
@@ -36,20 +36,18 @@ METHOD = "fp8"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    check_divisible(info, scheme.spec, LAYOUT.name)
-    rows, columns = info.shape
     return Encoding(
         name=info.name,
         shape=info.shape,
         spec=scheme.spec,
         lengths=BLOCK,
         codes=Entry(info.name, "F8_E4M3", info.shape),
-        scale=Entry(info.name + SUFFIX, "F32", (rows // 128, columns // 128)),
+        scale=Entry(info.name + SUFFIX, "F32", block_counts(info.shape, BLOCK)),
     )
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
-    block = check_block(config.get("weight_block_size"), "weight_block_size", where)
+    block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
     encodings = {}
     for name, info in headers.items():
         if info.dtype not in (*BYTE_ELEMENTS, "U8"):
@@ -107,4 +105,5 @@ LAYOUT = Layout(
     encode=encode,
     config=config,
     methods=(METHOD, "mxfp8"),
+    has_partial_blocks=True,
 )

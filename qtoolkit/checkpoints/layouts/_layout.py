@@ -99,6 +99,7 @@ class Layout:
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
       is_mixed: Whether weights of one checkpoint may have different schemes.
+      has_partial_blocks: Whether the last blocks of a row or column may be partial.
       static: Maps schemes that work without static activation scales to those that are written
         instead if such scales are given.
       refused: Regular expressions for names of tensors that its loaders cannot load, each with the
@@ -130,6 +131,7 @@ class Layout:
     note: str = ""
     linear_only: bool = True
     is_mixed: bool = False
+    has_partial_blocks: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -185,20 +187,16 @@ def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
 
 
-def check_divisible(info: Entry, spec: BlockFormat, layout: str) -> None:
-    """Raises where blocks would not fill a matrix.
+def misfit(shape: Sequence[int], spec: BlockFormat) -> str:
+    """Why blocks of a format do not fill a matrix; "" if they do.
 
-    Loaders split and merge weights along both axes, and some find the size of a block by dividing.
+    Loaders split and merge weights along both axes, so blocks have to be whole where a layout's
+    loaders do not say how they read partial ones.
     """
-    other = "" if layout == "compressed-tensors" else "--layout compressed-tensors "
     for axis, length in zip((-1, -2), reversed(spec.block), strict=False):
-        if length is not None and length > 1 and info.shape[axis] % length:
-            raise CheckpointError(
-                f"tensor {shown(info.name)}, {list(info.shape)}: axis {axis} has "
-                f"{info.shape[axis]} elements, expected a multiple of {length} for {spec.name} in "
-                f"layout {layout}; leave it out with --skip"
-                + ("" if scaling_of(spec) is None else f", or use {other}--scaling channel")
-            )
+        if length is not None and length > 1 and shape[axis] % length:
+            return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
+    return ""
 
 
 def entry_beside(name: str, suffix: str) -> str:
@@ -245,8 +243,8 @@ def decode_bytes(
     """A weight with one code per byte and scales that multiply.
 
     The shape of the scales tells what each belongs to: one in all; [o, 1, ...] or [o], one for each
-    index of the first axis; [1, ..., i], of the last axis; one per block of `block`, else of
-    128x128; or one per group along the last axis.
+    index of the first axis; [1, ..., i], of the last axis; or one per block of `block`, else of
+    128x128 or, in each row, of 128.
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
@@ -325,11 +323,8 @@ def _blocks_by_shape(
     if rank >= 2 and len(scale) == rank and scale[:-2] == shape[:-2]:
         rows, columns = shape[-2:]
         ones = (1,) * (rank - 2)
-        candidates = [tuple(block) if block else BLOCK]
-        # Else the shapes do not tell the length of a group.
-        if scale[-1] and columns % scale[-1] == 0:
-            candidates.append((1, columns // scale[-1]))
-        for height, width in candidates:
+        # Shapes do not tell it: 2 scales of a row of 192 may be for 128 and 64, or for 96 each.
+        for height, width in [block] if block else [BLOCK, (1, BLOCK[1])]:
             if scale[-2:] == block_counts((rows, columns), (height, width)):
                 cut = min(height, rows), min(width, columns)
                 return (*ones, *cut), {"block": cut}

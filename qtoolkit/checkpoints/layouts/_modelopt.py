@@ -26,7 +26,6 @@ from qtoolkit.checkpoints.layouts._layout import (
     Used,
     by_channel,
     by_tensor,
-    check_divisible,
     check_entry,
     decode_bytes,
     decode_groups,
@@ -55,7 +54,6 @@ NV4 = Scheme(
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    check_divisible(info, scheme.spec, LAYOUT.name)
     rows, columns = info.shape
     name = info.name
     scale_name = entry_beside(name, "weight_scale")

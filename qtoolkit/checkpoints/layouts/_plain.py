@@ -98,4 +98,5 @@ LAYOUT = Layout(
     encode=encode,
     linear_only=False,
     is_mixed=True,
+    has_partial_blocks=True,
 )
