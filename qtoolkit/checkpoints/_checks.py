@@ -92,8 +92,8 @@ def check_fit(source: Checkpoint, misfits: Sequence[Misfit]) -> None:
 def check_split(source: Checkpoint, plan: Plan) -> None:
     """Raises where parts of a layer that engines join have several schemes, or some have none.
 
-    Engines look up the scheme of the joined layer by the names of its parts: vLLM fails where these
-    differ, and has read codes as weights.
+    Engines look up the scheme of the joined layer by the names of its parts; vLLM fails where these
+    differ.
     """
     if not plan.quantization_config:
         return

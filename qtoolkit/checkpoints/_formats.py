@@ -37,8 +37,8 @@ from qtoolkit.formats import format as resolve
 
 InputScales = float | Mapping[str, float]  # one for all modules, or by module
 # By the names that their publishers give them; of several of a name, the first in its layout.
-SCHEMES = {
-    scheme.name.lower(): scheme
+_SCHEMES = {
+    scheme.name: scheme
     for layout in reversed(LAYOUTS.values())
     for scheme in reversed(layout.schemes)
     if layout.linear_only
@@ -97,15 +97,21 @@ def resolve_target(of: SpecLike) -> Format | BlockFormat:
         return of
     if isinstance(of, str) and of.lower() in _BLOCKS:
         return _BLOCKS[of.lower()]
-    if isinstance(of, str) and of.lower() in SCHEMES:
-        return SCHEMES[of.lower()].spec
-    return resolve(of)
+    scheme = scheme_named(of)
+    return resolve(of) if scheme is None else scheme.spec
 
 
-def named_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
+def scheme_named(of: Any) -> Scheme | None:
+    """The scheme of that name, None of others. "fp8" is none: it is ambiguous, and "FP8" is not."""
+    if not isinstance(of, str) or of.lower() in _BLOCKS or of == "fp8":
+        return None
+    return _SCHEMES.get(of, _SCHEMES.get(of.upper()))
+
+
+def by_scheme(of: Any, scaling: str | None) -> tuple[Any, str | None]:
     """The format and scaling of the scheme that `of` names; else what was given."""
-    scheme = SCHEMES.get(of.lower()) if isinstance(of, str) else None
-    if scheme is None or of.lower() in _BLOCKS:
+    scheme = scheme_named(of)
+    if scheme is None:
         return of, scaling
     if scaling not in (None, scheme.scaling):
         raise MisuseError(

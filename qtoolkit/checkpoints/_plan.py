@@ -21,13 +21,13 @@ from qtoolkit.checkpoints._checks import (
 from qtoolkit.checkpoints._decode import check_explained
 from qtoolkit.checkpoints._formats import (
     InputScales,
+    by_scheme,
     check_used,
     default_layout,
     dtype_of,
     formats_of,
     input_scale,
     model_dtype,
-    named_scheme,
     resolve_target,
     safetensors_dtype,
     scheme_of,
@@ -137,7 +137,7 @@ def make_plan(
         )
     if isinstance(source, SafetensorsFile):
         source = source.checkpoint()
-    format, scaling = named_scheme(format, scaling)
+    format, scaling = by_scheme(format, scaling)
     chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
     planner = _Planner(
         source=source,

@@ -5,7 +5,7 @@
 from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
 from qtoolkit.checkpoints._files import files_of_shard
 from qtoolkit.checkpoints._folder import read_json
-from qtoolkit.checkpoints._formats import SCHEMES, resolve_target, target_names
+from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._plan import compiled
 from qtoolkit.checkpoints._report import ContainerName

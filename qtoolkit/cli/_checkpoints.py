@@ -15,7 +15,6 @@ from qtoolkit import checkpoints
 from qtoolkit.checkpoints import LAYOUTS, CheckpointError
 from qtoolkit.checkpoints.internal import (
     SCALINGS,
-    SCHEMES,
     WRITTEN,
     AxisChoice,
     Checkpoint,
@@ -31,6 +30,7 @@ from qtoolkit.checkpoints.internal import (
     layout_in,
     read_json,
     resolve_target,
+    scheme_named,
     shown,
     target_names,
     whole,
@@ -75,7 +75,7 @@ def _one_of(option: str, choices: Sequence[str]) -> dict[str, Any]:
 
 def _known_target(name: str | None) -> str | None:
     """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
-    if name is None or name.lower() in SCHEMES:
+    if name is None or scheme_named(name) is not None:
         return name
     try:
         return resolve_target(name).name

@@ -146,7 +146,8 @@ def test_the_only_layout_that_holds_a_format_is_chosen(tmp_path, fmt, layout):
     ("name", "fmt", "scaling"),
     [
         ("FP8_DYNAMIC", "e4m3fn", "channel"),
-        ("fp8", "e4m3fn", "tensor"),
+        ("FP8", "e4m3fn", "tensor"),
+        ("w4a16", "int4_group128", None),
         ("FP8_BLOCK", "e4m3fn", "block"),
         ("W8A8", "int8", "channel"),
         ("W4A16", "int4_group128", None),
@@ -256,7 +257,7 @@ def test_the_summary_says_how_much_of_a_model_stays_as_it_was(tmp_path):
         ({"o_proj": "int8", "down": "e4m3fn"}, "channel", "a scale per channel, layout"),
         ({"o_proj": "mxfp4"}, "none", "mxfp4, layout"),
         ({"o_proj": "mxfp4", "down": "int8"}, "channel, none", "channel, or the format's own"),
-        ({"o_proj": "fp8", "down": "int8"}, "channel, tensor", "a scale per channel or tensor,"),
+        ({"o_proj": "FP8", "down": "int8"}, "channel, tensor", "a scale per channel or tensor,"),
     ],
 )
 def test_summary_and_metadata_are_true_of_several_schemes(tmp_path, rules, words, title):

@@ -193,7 +193,7 @@ def test_misuse_exits_with_2(source, tmp_path, arguments, message):
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        *((["convert", "src", "dst"], name) for name in ("e4m3", "e4m4", "float8")),
+        *((["convert", "src", "dst"], name) for name in ("e4m3", "fp8", "e4m4", "float8")),
         *((["demo"], name) for name in ("e4m3", "mxfp4")),
     ],
 )
