@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import check_explained, dequantized
 from qtoolkit.checkpoints._paths import Path, check_path
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
@@ -68,7 +68,9 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
 def opened(path: Path) -> Iterator[Checkpoint]:
     """Opens a checkpoint for the `with` block; quantized weights are read as float32."""
     with open_source(path) as source:
-        yield dequantized(source)
+        weights = dequantized(source)
+        check_explained(weights)
+        yield weights
 
 
 def _compared(first: Checkpoint, second: Checkpoint, a: Tensor, b: Tensor) -> TensorComparison:

@@ -47,6 +47,7 @@ def convert(
     to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
     allow_nonfinite: bool = False,
+    allow_codes: bool = False,
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
@@ -68,7 +69,7 @@ def convert(
       dst: The folder or file to write, or a URL; not `src`. It appears when it is whole. In a
         folder behind a URL each file does, config.json last.
       format, scaling, layout, skip, keep_dtype, channel_axis, input_scales, allow_split,
-        keep_unfitting: As in `make_plan`.
+        keep_unfitting, allow_codes: As in `make_plan`.
       to: "safetensors", or "orbax": the plain layout in a tree, that of the source or of the names
         split at their dots. `load(dst, like=...)` and orbax read it. What it holds is the same in
         every run, its bytes are not: orbax chooses names of files at random.
@@ -133,6 +134,7 @@ def convert(
             input_scales=input_scales,
             allow_split=allow_split,
             keep_unfitting=keep_unfitting,
+            allow_codes=allow_codes,
         )
         return _written(destination, source, plan, allow_nonfinite, progress, threads)
 
@@ -144,6 +146,7 @@ def dequantize_checkpoint(
     dtype: FormatLike | None = None,
     to: ContainerName = "safetensors",
     max_shard_size: int | str | None = None,
+    allow_codes: bool = False,
     overwrite: bool = False,
     shard: Shard | None = None,
     workers: int | None = None,
@@ -154,7 +157,8 @@ def dequantize_checkpoint(
 
     Args:
       src, dst: As in `convert`. GGUF is quantized, too.
-      to, max_shard_size, overwrite, shard, workers, max_memory, progress: As in `convert`.
+      to, max_shard_size, allow_codes, overwrite, shard, workers, max_memory, progress: As in
+        `convert`.
       dtype: float32, float16 or bfloat16, for all weights. None: for those that were quantized
         the one that config.json names, else float32; the others keep theirs.
 
@@ -177,7 +181,7 @@ def dequantize_checkpoint(
     )
     with _begun(destination, workers, max_memory, progress) as (opened, threads):
         source = check_quantized(opened)
-        plan = make_plan(source, format=None, keep_dtype=dtype)
+        plan = make_plan(source, format=None, keep_dtype=dtype, allow_codes=allow_codes)
         return _written(destination, source, plan, True, progress, threads)
 
 

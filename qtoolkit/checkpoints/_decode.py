@@ -7,11 +7,12 @@ slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._codes import check_codes
 from qtoolkit.checkpoints._folder import MODELOPT_CONFIG
 from qtoolkit.checkpoints._paths import join
 from qtoolkit.checkpoints._tensors import (
@@ -23,7 +24,6 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
-from qtoolkit.checkpoints.layouts._layout import BYTE_ELEMENTS
 from qtoolkit.checkpoints.layouts._qarrays import copied_parts, saved_arrays
 
 _BY_METHOD = {method: layout for layout in LAYOUTS.values() for method in layout.methods}
@@ -33,14 +33,6 @@ _OF_CACHE = ("k_scale", "v_scale", "q_scale")
 _AUXILIARY = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "weight_shape"),
     *_OF_CACHE,
-)
-# Pairs of entries that give away a weight quantized by programs whose layouts are not read here. A
-# folder says so in its config.json; a single file can be told only by these names.
-_FOREIGN = (
-    ("qweight", "scales", "GPTQ or AWQ"),
-    ("SCB", "weight", "bitsandbytes"),
-    (".absmax", ".quant_map", "bitsandbytes"),
-    ("_blocks", "_scales", "gpt-oss (MXFP4)"),
 )
 
 
@@ -64,9 +56,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
             )
         layout = _BY_METHOD[method].name
         encodings = LAYOUTS[layout].decode(config, headers, where)
-        _check_all_read(where, headers, encodings, layout)
     else:
-        _check_not_foreign(where, headers)
         layout, encodings = _found_by_names(checkpoint, headers)
     _check_once(where, headers, encodings)
     _check_constants(checkpoint, encodings)
@@ -149,10 +139,11 @@ def _reader_of(
     return read
 
 
-def _auxiliary_names(weights: Iterable[str]) -> set[str]:
+def _auxiliary_names(weights: Collection[str]) -> set[str]:
     """The names that further scales of these weights, for loaders, may have."""
     modules = {name.rpartition(".")[0] for name in weights}
     names = {f"{module}.{last}".lstrip(".") for module in modules for last in _AUXILIARY}
+    names |= {f"{weight}_{last}" for weight in weights for last in _AUXILIARY}  # fused experts
     above = {module.rpartition(".")[0] for module in modules}
     return names | {f"{module}.{last}" for module in above if module for last in _OF_CACHE}
 
@@ -198,7 +189,7 @@ def _modelopt_config(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     raise CheckpointError(
         f"{join(checkpoint.path, MODELOPT_CONFIG)}: {shown(str(about)[:80])} under 'quantization', "
-        'expected {"quant_algo": "FP8", ...}; fetch it again'
+        'expected {"quant_algo": "FP8", ...}; dequantize the checkpoint with modelopt'
     )
 
 
@@ -207,6 +198,7 @@ def check_quantized(opened: Checkpoint) -> Checkpoint:
     checkpoint = dequantized(opened)
     if any(tensor.is_dequantized for tensor in checkpoint.tensors.values()):
         return checkpoint
+    check_explained(checkpoint, lambda name: False)
     if copied := copied_parts(opened.metadata, opened.tensors, ()):
         raise CheckpointError(
             f"{opened.path}: tensor {shown(min(copied))}: of a QArray that the commands "
@@ -235,6 +227,9 @@ def _check_once(
 
 def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) -> None:
     """Raises if an entry that states a weight's shape contradicts the shapes of the entries."""
+    remedy = "give the folder with its config.json, which tells bits and groups"
+    if quantization_config(checkpoint):
+        remedy = "dequantize the checkpoint with the program that made it"
     for encoding in encodings.values():
         for entry, expected in encoding.constants:
             data = bytearray(len(expected))
@@ -244,45 +239,39 @@ def _check_constants(checkpoint: Checkpoint, encodings: Mapping[str, Encoding]) 
                 raise CheckpointError(
                     f"{checkpoint.path}: tensor {shown(entry.name)}: it says that the weight is "
                     f"{says}, and {encoding.spec.name} of that many words is "
-                    f"{list(encoding.shape)}; give the folder with its config.json, which tells "
-                    "bits and groups"
-                )
-
-
-def _check_not_foreign(where: str, headers: Mapping[str, Entry]) -> None:
-    """Raises if names of tensors belong to a layout that cannot be read here: see `_FOREIGN`."""
-    for name in headers:
-        for end, other, what in _FOREIGN:
-            if name.endswith(end) and name.removesuffix(end) + other in headers:
-                raise CheckpointError(
-                    f"{where}: tensor {shown(name)}: of a weight quantized by {what}, as its "
-                    f"name says, expected a layout of {', '.join(LAYOUTS)}, or weights that are "
-                    "not quantized; dequantize it with the program that made it"
+                    f"{list(encoding.shape)}; {remedy}"
                 )
 
 
 def own_layout(checkpoint: Checkpoint) -> str:
     """The layout that `convert` has written under "qtoolkit" in the metadata of a file."""
+    return str(_own(checkpoint).get("layout", ""))
+
+
+def _own(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
     except (ValueError, RecursionError):
-        return ""
-    return str(about.get("layout", "")) if isinstance(about, dict) else ""
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
-def _check_all_read(
-    where: str, headers: Mapping[str, Entry], encodings: Mapping[str, Encoding], layout: str
-) -> None:
-    read = {encoding.codes.name for encoding in encodings.values()}
-    for name, entry in headers.items():
-        last = name.rpartition(".")[2]
-        is_scale = last.endswith(("scale", "scale_inv", "scale_2"))
-        # modelopt writes "experts.down_proj_weight_scale" beside "experts.down_proj".
-        has_scale = any(name + end in headers for end in ("_scale", "_weight_scale"))
-        is_weight = has_scale or last in ("weight", "weight_packed")
-        is_packed = entry.dtype in ("U8", "I32") and is_weight
-        if (entry.dtype in BYTE_ELEMENTS or is_packed) and name not in read and not is_scale:
-            raise CheckpointError(
-                f"{where}: tensor {shown(name)}: {entry.dtype} without the scales that layout "
-                f"{layout} has, as config.json says; fetch the checkpoint again"
-            )
+def check_explained(
+    source: Checkpoint, is_allowed: Callable[[str], bool] | None = None, remedy: str = ""
+) -> bool:
+    """Raises where tensors may be codes that no layout explains; see `check_codes`.
+
+    Args:
+      source: The checkpoint as `dequantized` gives it.
+      is_allowed: Whether a tensor may be there all the same, by its name; None: none may of a
+        folder whose config names a layout, all may of others.
+    """
+    if _own(source).get("keeps_codes"):  # `convert` was told to
+        return True
+    config = quantization_config(source)
+    if is_allowed is None and not config:
+        return False
+    method = str(config.get("quant_method", "compressed-tensors"))
+    layout = _BY_METHOD[method].name if config else ""
+    return check_codes(source, layout, is_allowed or (lambda name: False), remedy)

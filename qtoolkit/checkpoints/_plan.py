@@ -18,6 +18,7 @@ from qtoolkit.checkpoints._checks import (
     kept_modules,
     used_schemes,
 )
+from qtoolkit.checkpoints._decode import check_explained
 from qtoolkit.checkpoints._formats import (
     InputScales,
     by_scheme,
@@ -70,6 +71,7 @@ def make_plan(
     input_scales: InputScales | None = None,
     allow_split: bool = False,
     keep_unfitting: bool = False,
+    allow_codes: bool = False,
 ) -> Plan:
     """Decides what `convert` does with every tensor of `source`.
 
@@ -79,8 +81,8 @@ def make_plan(
     default of the rules if it is float32, float16 or bfloat16.
 
     Args:
-      source: The open checkpoint; only its headers are read. Tensors that hold codes are kept;
-        `convert` opens a quantized checkpoint as the float weights that it stands for.
+      source: The open checkpoint; only its headers are read. `convert` opens a quantized one as
+        the float weights that it stands for.
       format: An element format or a published block format, in any spelling, that the layout holds,
         or the name of one of its schemes, such as "W4A16".
         Or `Rules` that give such a format, or None to keep a tensor, by its name. None instead of a
@@ -101,6 +103,9 @@ def make_plan(
       allow_split: Whether layers that engines join, such as q, k and v, gate and up, or the experts
         of a layer, may have several schemes, or some of them none.
       keep_unfitting: Whether weights of which the format's blocks are no even parts are kept.
+      allow_codes: Whether tensors may be copied that may hold codes: 8-bit floats and integers of
+        two or more dimensions that are no masks or tables by their names. `skip` and rules that
+        name them allow them, too.
 
     Raises:
       CheckpointError: The layout cannot hold the format or one of the tensors; scaling or input
@@ -143,6 +148,7 @@ def make_plan(
         input_scales=input_scales,
         keep_unfitting=keep_unfitting,
         parts=copied_parts(source.metadata, source.tensors, source.encodings),
+        allow_codes=allow_codes,
     )
     plan = planner.plan(format, skip)
     if not allow_split:
@@ -166,6 +172,7 @@ class _Planner:
     input_scales: InputScales | None
     keep_unfitting: bool
     parts: set[str]
+    allow_codes: bool
     misfits: list[Misfit] = dataclasses.field(default_factory=list)
 
     def plan(self, format: SpecLike | Rules[Any] | None, skip: Sequence[str]) -> Plan:
@@ -179,6 +186,7 @@ class _Planner:
             )
         is_plain = not isinstance(given, Rules)
         patterns = self._patterns(skip)
+        keeps_codes = self._check_codes(given is None, rules, patterns)
         tensors = tuple(
             self._tensor(info, *self._choice(info, rules, is_plain, patterns))
             for info in self.source.tensors.values()
@@ -199,12 +207,25 @@ class _Planner:
             format=given,
             scaling=word,
             tensors=tensors,
-            metadata=self._metadata(given, word, tensors),
+            metadata=self._metadata(given, word, tensors, keeps_codes),
             quantization_config=self.layout.config(used, kept) if used else {},
             files=self.layout.files(used, kept) if used else {},
             dequantizes=self.source.layout,
             caution=self.layout.caution(used, kept) if used else "",
         )
+
+    def _check_codes(
+        self, only_dequantizes: bool, rules: Rules[Any], skip: Sequence[re.Pattern[str]]
+    ) -> bool:
+        """Whether codes are kept that no layout explains; raises unless they may be."""
+
+        def is_allowed(name: str) -> bool:
+            named = any(p.search(name) for p in skip) or rules.match_index(name) is not None
+            return self.allow_codes or named
+
+        ways = "--allow-codes" if only_dequantizes else "--skip PATTERN or --allow-codes"
+        remedy = f"; if it is what the model has, copy it as it is with {ways}"
+        return check_explained(self.source, is_allowed, remedy)
 
     def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
@@ -392,8 +413,12 @@ class _Planner:
     def _error(self, info: Tensor, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")
 
-    def _metadata(self, given: Any, word: str, tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    def _metadata(
+        self, given: Any, word: str, tensors: Sequence[TensorPlan], keeps_codes: bool
+    ) -> dict[str, str]:
         about: dict[str, Any] = {"scaling": word, "version": __version__}
+        if keeps_codes:
+            about["keeps_codes"] = True
         if isinstance(given, Rules):
             named = given.map(lambda fmt: fmt.name)
             about["rules"] = {"rules": named.rules, "default": named.default}

@@ -35,6 +35,12 @@ _INFINITIES = {
     dtype: np.array([np.inf, -np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
     for dtype in ("F64", "F32", "F16", "BF16")
 }
+# For each byte of a float of 8 bits whether it is NaN or infinite.
+_NONFINITE_BYTES = {
+    dtype: ~np.isfinite(np.arange(256, dtype=np.uint8).view(NUMPY_DTYPES[dtype]).astype(np.float32))
+    for dtype in NUMPY_DTYPES
+    if dtype.startswith("F8_")
+}
 
 
 class Workers:
@@ -310,6 +316,8 @@ def _as_stored(scale: np.ndarray, entry: Entry) -> np.ndarray:
 
 def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
     """How many elements of `dtype` in some bytes are NaN or infinite; 0 of other dtypes."""
+    if dtype in _NONFINITE_BYTES:
+        return int(np.count_nonzero(_NONFINITE_BYTES[dtype][data]))
     if dtype not in _INFINITIES or not data.size:
         return 0
     infinities = _INFINITIES[dtype]

@@ -16,7 +16,7 @@ import numpy as np
 
 from qtoolkit.checkpoints._arrays import array_checkpoint
 from qtoolkit.checkpoints._containers import kind_of, opened_as
-from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._decode import check_explained, dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
 from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Entry, shown
@@ -397,6 +397,7 @@ def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, 
     What loaders keep beside the weights, such as input scales, is left out if it is not `wanted`.
     """
     source = dequantized(folder)
+    check_explained(source)
     loaded: dict[str, Any] = {}
     for name in source.everything if wanted is None else {*source.tensors, *wanted}:
         encoding = source.encodings.get(name)

@@ -61,7 +61,7 @@ class Values:
         self._raw = raw
         self._read = entry_reader(raw)
         self._loading = threading.Lock()
-        self._whole: np.ndarray | None = None
+        self._made: dict[Callable[..., np.ndarray], tuple[int, np.ndarray]] = {}
         self._scales: tuple[np.ndarray | None, np.ndarray | None] | None = None
         self._grid: Grid | None = None
         if encoding.is_sliceable and 0 not in encoding.shape:
@@ -71,7 +71,7 @@ class Values:
         """Fills `buffer` from byte `start` of the float32 weight on; both multiples of 4."""
         out, first = np.frombuffer(buffer, np.float32), start // 4
         if self._grid is None:
-            out[:] = self._all()[first : first + len(out)]
+            self._copy(values_of, first, out)
             return
         scale, second = self.scales()
         done = 0
@@ -87,9 +87,9 @@ class Values:
     def codes_between(self, start: int, stop: int) -> np.ndarray:
         """The codes of elements `start` to `stop` of the weight."""
         if self._grid is None:
-            qarray = qarray_of(self.encoding, self._read)
-            assert isinstance(qarray, QArray)
-            return np.asarray(qarray.codes).reshape(-1)[start:stop]
+            codes = np.empty(stop - start, np.uint8)
+            self._copy(_codes_of, start, codes)
+            return codes
         parts = [self.codes(span).reshape(-1)[s] for span, s in self._grid.spans_of(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -116,11 +116,51 @@ class Values:
             self._scales = _scales(self.encoding, self._read)
         return self._scales
 
-    def _all(self) -> np.ndarray:
-        with self._loading:
-            if self._whole is None:
-                self._whole = values_of(self.encoding, self._read).reshape(-1)
-            return self._whole
+    def _copy(
+        self, make: Callable[[Encoding, ReadEntry], np.ndarray], start: int, out: np.ndarray
+    ) -> None:
+        """Copies elements from `start` on of what `make` makes of whole matrices, one at a time."""
+        count, matrix = stacked(self.encoding)
+        size, done = max(math.prod(matrix.shape), 1), 0
+        while done < len(out):
+            index, first = divmod(start + done, size)
+            with self._loading:
+                if make not in self._made or self._made[make][0] != index:
+                    read = functools.partial(_read_one, self._raw, index, count)
+                    self._made[make] = index, make(matrix, read).reshape(-1)
+                part = self._made[make][1][first : first + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+
+
+def stacked(encoding: Encoding) -> tuple[int, Encoding]:
+    """How many matrices a weight is whose entries lie one after the other, and how one is stored.
+
+    What cannot be read by rows is read by matrices then: an expert of gpt-oss takes 66 MB of
+    float32, all of a layer 8 GB.
+    """
+    shape, second = encoding.shape, encoding.tensor_scale
+    count = math.prod(shape[:-2])
+    is_stack = count > 1 and all(n == 1 for n in encoding.lengths[:-2])
+    if not is_stack or encoding.scale is None or (second and math.prod(second.shape) != count):
+        return 1, encoding
+    one = None if second is None else second._replace(shape=())
+    return count, dataclasses.replace(
+        encoding, shape=shape[-2:], lengths=encoding.lengths[-2:], tensor_scale=one
+    )
+
+
+def _read_one(raw: Mapping[str, Tensor], index: int, count: int, entry: Entry) -> np.ndarray:
+    """The bytes of an entry that belong to one of `count` matrices."""
+    stored = raw[entry.name]
+    size = stored.nbytes // count
+    data = np.empty(size, np.uint8)
+    stored.read_into(index * size, data.data)
+    return data
+
+
+def _codes_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
+    return np.asarray(qarray_of(encoding, read).codes).view(np.uint8)
 
 
 def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
@@ -143,43 +183,51 @@ def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
 
 
 def _reordered_values(encoding: Encoding, read: ReadEntry) -> np.ndarray:
-    """Values of rows of which each says in which block it lies."""
+    """Values of inputs of which each says in which block it lies."""
     assert encoding.group_index is not None
     dtype = NUMPY_DTYPES[encoding.group_index.dtype]
     index = read(encoding.group_index).view(dtype).astype(np.int64)
-    length = encoding.lengths[0]
-    counts = np.bincount(index[index >= 0], minlength=-(-len(index) // length))
-    full = counts[:-1] == length
-    if (index < 0).any() or not full.all() or len(counts) != -(-len(index) // length):
+    axis = 0 if encoding.transposed else 1
+    length = encoding.lengths[axis]
+    groups = -(-len(index) // length)
+    if (index < 0).all():  # compressed-tensors: they are not reordered
+        index = np.arange(len(index)) // length
+    is_inside = (index >= 0) & (index < groups)
+    counts = np.bincount(index[is_inside], minlength=groups)
+    if not is_inside.all() or not (counts[:-1] == length).all():
         raise CheckpointError(
-            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} rows, "
-            f"expected {length} in each; it cannot be read"
+            f"{shown(encoding.group_index.name)}: groups of {sorted({*counts.tolist()})[:4]} "
+            f"inputs, expected {length} in each; dequantize the checkpoint with the program that "
+            "made it"
         )
     order = np.argsort(index, kind="stable")
-    sorted_rows = dataclasses.replace(encoding, group_index=None, transposed=False)
-    sorted_rows = dataclasses.replace(sorted_rows, shape=encoding.matrix_shape)
-    qarray = qarray_of(sorted_rows, read, order)
-    values = np.empty(encoding.matrix_shape, np.float32)
-    values[order] = np.asarray(qarray.dequantize("float32"))
+    in_order = dataclasses.replace(
+        encoding, group_index=None, transposed=False, shape=encoding.matrix_shape
+    )
+    values = np.asarray(qarray_of(in_order, read, (order, axis)).dequantize("float32"))
+    values = np.take(values, np.argsort(order), axis)
     return np.ascontiguousarray(values.swapaxes(-1, -2)) if encoding.transposed else values
 
 
 def qarray_of(
-    encoding: Encoding, read: ReadEntry, order: np.ndarray | None = None, dtype: Any = "float32"
+    encoding: Encoding,
+    read: ReadEntry,
+    order: tuple[np.ndarray, int] | None = None,
+    dtype: Any = "float32",
 ) -> QArray:
     """The weight as a `QArray`, a code to a byte.
 
     Args:
-      order: Rows in which order; None: as they are.
+      order: The codes in which order, along which axis; None: as they are.
       dtype: That of the numbers: float32, bfloat16 or float16.
     """
     spec, shape = encoding.spec_as_stored, encoding.matrix_shape
     bits = spec.element.bits
-    codes = _unpacked_entry(read(encoding.codes), encoding.packing, bits, shape)
+    codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
         check_codes(codes, encoding)
     if order is not None:
-        codes = codes[order]
+        codes = np.take(codes, *order)
     counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
     scale, second = _scales(encoding, read)
     zero = None
@@ -206,16 +254,17 @@ def qarray_of(
 
 
 def _unpacked_entry(
-    data: np.ndarray, packing: Packing | None, bits: int, shape: tuple[int, ...]
+    entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
 ) -> np.ndarray:
     """The codes of an entry, in this shape."""
+    data = read(entry)
     if packing is None:
         return data.reshape(shape)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if packing.axis == -1:
         return unpacked(data.reshape(rows, -1), packing, bits, columns).reshape(shape)
-    # Words that run along the rows: as rows of the transposed matrix.
-    height, size = shape[-2], packing.word // 8
+    # Elements of the entry that run along the rows: as rows of the transposed matrix.
+    height, size = shape[-2], NUMPY_DTYPES[entry.dtype].itemsize
     words = data.reshape(math.prod(shape[:-2]), -1, columns, size)
     turned = np.ascontiguousarray(words.swapaxes(1, 2)).reshape(-1, words.shape[1] * size)
     codes = unpacked(turned, packing, bits, height).reshape(-1, columns, height)
@@ -239,14 +288,13 @@ def _scales(encoding: Encoding, read: ReadEntry) -> tuple[np.ndarray | None, np.
 def _zero_points(encoding: Encoding, read: ReadEntry, counts: tuple[int, ...]) -> np.ndarray:
     entry, packing, element = encoding.zero_point, encoding.zero_packing, encoding.spec.element
     assert entry is not None
-    data = read(entry)
     if packing is None:
-        points = data.view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
-    else:
-        codes = _unpacked_entry(data, packing, element.bits, counts).astype(np.int32)
-        half = 1 << (element.bits - 1)  # codes of signed integers are two's complement
-        points = (codes ^ half) - half if element.signed else codes
-    return points + np.int32(encoding.zero_offset)
+        return read(entry).view(NUMPY_DTYPES[entry.dtype]).astype(np.int32).reshape(counts)
+    bits = element.bits
+    codes = _unpacked_entry(entry, read, packing, bits, counts).astype(np.int32)
+    codes = (codes + np.int32(encoding.zero_offset)) & np.int32((1 << bits) - 1)
+    half = 1 << (bits - 1)  # codes of signed integers are two's complement
+    return (codes ^ half) - half if element.signed else codes
 
 
 def _shown_spec(encoding: Encoding, spec: BlockFormat) -> BlockFormat:

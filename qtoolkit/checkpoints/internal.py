@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
-from qtoolkit.checkpoints._decode import check_quantized, dequantized
+from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
 from qtoolkit.checkpoints._files import files_of_shard
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names

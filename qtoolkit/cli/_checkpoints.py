@@ -200,6 +200,11 @@ _ALLOW_NONFINITE = typer.Option(
     "--allow-nonfinite",
     help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
 )
+_ALLOW_CODES = typer.Option(
+    "--allow-codes",
+    help="Copy 8-bit floats and integers that may be codes, though no layout that is read says "
+    "what they stand for.",
+)
 _SHARD = typer.Option(
     metavar="I/N",
     parser=_shard,
@@ -253,6 +258,7 @@ def convert(
     to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
     allow_nonfinite: Annotated[bool, _ALLOW_NONFINITE] = False,
+    allow_codes: Annotated[bool, _ALLOW_CODES] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, _WORKERS] = None,
@@ -287,6 +293,7 @@ def convert(
             "input_scales": None if input_scales is None else read_json(input_scales),
             "allow_split": allow_split,
             "keep_unfitting": keep_unfitting,
+            "allow_codes": allow_codes,
         }
         destination = Destination(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
@@ -320,6 +327,7 @@ def dequantize(
     ] = None,
     to: Annotated[Any, _TO] = "safetensors",
     max_shard_size: Annotated[str | None, _SHARD_SIZE] = None,
+    allow_codes: Annotated[bool, _ALLOW_CODES] = False,
     overwrite: Annotated[bool, _OVERWRITE] = False,
     shard: Annotated[Any, _SHARD] = None,
     workers: Annotated[int | None, _WORKERS] = None,
@@ -343,11 +351,13 @@ def dequantize(
             src=src, dst=dst, to=to, max_shard_size=max_shard_size, overwrite=overwrite, shard=shard
         )
         if dry_run:
-            _dry_run(destination, {"format": None, "keep_dtype": dtype}, shown_as)
+            options = {"format": None, "keep_dtype": dtype, "allow_codes": allow_codes}
+            _dry_run(destination, options, shown_as)
             return
         with _progress("dequantizing", quiet) as callback:
             done = checkpoints.dequantize_checkpoint(
                 dtype=dtype,
+                allow_codes=allow_codes,
                 **dataclasses.asdict(destination),
                 workers=workers,
                 max_memory=max_memory,

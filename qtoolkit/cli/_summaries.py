@@ -22,6 +22,7 @@ from qtoolkit.checkpoints.internal import (
     Checkpoint,
     Encoding,
     Statistics,
+    check_explained,
     dequantized,
     join,
     listed,
@@ -329,6 +330,7 @@ def inspect_summary(source: Checkpoint) -> list[str]:
     ]
     try:
         opened = dequantized(source)
+        check_explained(opened, lambda name: False)
     except CheckpointError as error:
         lines.append(f"not readable as quantized: {printable(str(error))}")
     else:
@@ -388,7 +390,7 @@ def stats_table(source: Checkpoint) -> Table:
 def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
     """The statistics of every tensor of floats that has elements."""
     for tensor in dequantized(source).tensors.values():
-        if tensor.dtype in FLOATS and tensor.size:
+        if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
             yield tensor.name, statistics(tensor)
 
 

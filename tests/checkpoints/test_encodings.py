@@ -121,7 +121,7 @@ def test_words_along_the_rows_whose_groups_an_index_names(ordered):
     expected = np.empty((n, k), np.float32)
     for i in range(k):
         for j in range(n):
-            difference = np.float32(codes[i, j]) - np.float32(int(zeros[index[i], j]) + 1)
+            difference = np.float32(codes[i, j]) - np.float32((zeros[index[i], j] + 1) % 16)
             expected[j, i] = difference * np.float32(scales[index[i], j])
     np.testing.assert_array_equal(values_of(encoding, read), expected)
 

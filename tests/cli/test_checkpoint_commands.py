@@ -506,7 +506,10 @@ def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tm
 def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
     """Oracle: `convert`, which takes format and scaling as they stand there."""
     data = json.loads(run("layouts", "--json").stdout)
-    assert list(data) == ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
+    written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
+    assert list(data) == [*written, "gpt-oss", "gptq", "awq"]
+    assert [name for name, about in data.items() if about["schemes"]] == written
+    assert "is only read" in run("layouts", "gptq").stdout
     assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}
     (tmp_path / "scales.json").write_text('{"model.layers.0.mlp.down_proj": 0.5}')
     for layout, about in data.items():

@@ -1,8 +1,11 @@
 """Layouts, that is ways of storing quantized weights: a file each, a registry. No JAX here."""
 
 from qtoolkit.checkpoints.layouts import (
+    _awq,
     _compressed_tensors,
     _finegrained,
+    _gpt_oss,
+    _gptq,
     _modelopt,
     _plain,
 )
@@ -16,6 +19,9 @@ LAYOUTS: dict[str, Layout] = {
         _compressed_tensors.LAYOUT,
         _finegrained.LAYOUT,
         _modelopt.LAYOUT,
+        _gpt_oss.LAYOUT,
+        _gptq.LAYOUT,
+        _awq.LAYOUT,
     )
 }
 WRITTEN = [name for name, layout in LAYOUTS.items() if layout.schemes]  # others are only read

@@ -24,8 +24,6 @@ from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
-    FLOAT_SCALES,
-    WIDE,
     Headers,
     Layout,
     Scheme,
@@ -42,6 +40,14 @@ from qtoolkit.checkpoints.layouts._layout import (
     scaling_of,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
+from qtoolkit.checkpoints.layouts._packed_integers import (
+    SHAPE,
+    Width,
+    decode_integers,
+    widths_of,
+    with_group_index,
+    with_zero_point,
+)
 from qtoolkit.formats import (
     E2M1FN,
     E4M3FN,
@@ -83,7 +89,6 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
 # it calls the decompressors of compressed-tensors, with `weight_scale` as the only scale.
 _READ_OF_EXPERTS = {FP8_CHANNEL, FP8_TENSOR, FP8_STATIC, MX4, *_PACKED}
 _DIVIDED = "weight_global_scale"
-_SHAPE = "weight_shape"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
@@ -97,7 +102,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
         packing = WORDS
         packed = entry_beside(name, "weight_packed")
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
-        constants.append(constant(entry_beside(name, _SHAPE), "I64", info.shape, (2,)))
+        constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
     elif element == E2M1FN:
         packing = NIBBLES
         codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
@@ -131,7 +136,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 def computed(spec: BlockFormat) -> BlockFormat:
     """`spec` with the package's own rules of scales."""
     if isinstance(spec.element, IntFormat):
-        return dataclasses.replace(spec, rule="range")
+        return spec if spec.zero_point else dataclasses.replace(spec, rule="range")
     if spec.tensor_scale is not None:
         return dataclasses.replace(spec, tensor_scale_divides=True)
     if spec.has_powers and spec.element == E4M3FN:
@@ -143,7 +148,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     _check_transforms(config, where)
     weights = _weight_groups(config, where)
     blocks = _blocks(weights, where)
-    widths = _widths(weights, where)
+    widths = widths_of(weights, config.get("version"), where)
+    is_asymmetric = bool(weights) and all(group.get("symmetric") is False for group in weights)
     encodings = {}
     for name, info in headers.items():
         last = name.rpartition(".")[2]
@@ -153,13 +159,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
             encoding = _decode_bytes(headers, name, where, blocks)
         else:
             continue
-        for suffix in ("weight_zero_point", "weight_g_idx"):
-            if (entry := entry_beside(name, suffix)) in headers:
-                raise CheckpointError(
-                    f"{where}: tensor {shown(entry)}: asymmetric or reordered weights are "
-                    "not read; dequantize the checkpoint with compressed-tensors first"
-                )
-        encodings[encoding.name] = encoding
+        encoding = with_group_index(headers, encoding, where)
+        encodings[encoding.name] = with_zero_point(headers, encoding, where, is_asymmetric)
     return encodings
 
 
@@ -175,17 +176,15 @@ def _decode_bytes(
     return decode_groups(name, codes.shape, MXFP8_E4M3, codes, entry, where)
 
 
-def _decode_packed(
-    headers: Headers, info: Entry, where: str, widths: Sequence[tuple[int, int]]
-) -> Encoding:
+def _decode_packed(headers: Headers, info: Entry, where: str, widths: Sequence[Width]) -> Encoding:
     """Reads a weight_packed: FP4 if its dtype is U8, integers if it is I32."""
     if info.dtype == "U8" and len(info.shape) == 2:
         return _decode_fp4(headers, info, where)
     if info.dtype == "I32" and len(info.shape) == 2:
-        return _decode_integers(headers, info, where, widths)
+        return decode_integers(headers, info, where, widths)
     raise CheckpointError(
         f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
-        "matrix of I32 or U8; it cannot be read"
+        "matrix of I32 or U8; dequantize the checkpoint with compressed-tensors"
     )
 
 
@@ -213,46 +212,6 @@ def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
     )
 
 
-def _decode_integers(
-    headers: Headers, info: Entry, where: str, widths: Sequence[tuple[int, int]]
-) -> Encoding:
-    """Reads packed integers as the first of `widths`, (bits, group size), that fits the scales."""
-    name, scale_name, shape_name = (
-        entry_beside(info.name, suffix) for suffix in ("weight", "weight_scale", _SHAPE)
-    )
-    scale = check_entry(headers, scale_name, FLOAT_SCALES, where)
-    rows, words = info.shape
-    # The numbers in weight_shape are not in the header; its columns follow from words and scales.
-    for bits, group in widths:
-        columns = words * 32 // bits
-        if scale.shape == (rows, columns // group) and columns % group == 0:
-            spec = BlockFormat(element=_INTEGERS[bits], block=(group,), scale=WIDE[scale.dtype])
-            shape = (rows, columns)
-            weight = decode_groups(name, shape, spec, info, scale, where, packing=WORDS)
-            if shape_name not in headers:
-                return weight
-            numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
-            if numbers.shape != (2,):
-                raise CheckpointError(
-                    f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two "
-                    "numbers, rows and columns; fetch the checkpoint again"
-                )
-            expected = constant(numbers.name, numbers.dtype, shape, (2,))
-            return dataclasses.replace(weight, constants=(expected,))
-    raise CheckpointError(
-        f"{where}: tensor {shown(info.name)}: {words} words a row and scales {list(scale.shape)}, "
-        f"expected {' or '.join(f'{bits} bits in groups of {group}' for bits, group in widths)}; "
-        "it cannot be read"
-    )
-
-
-_INTEGERS: dict[int, IntFormat] = {4: INT4_GROUP128.element, 8: INT8}  # type: ignore[dict-item]
-
-
-# (bits, group size) to try if no config tells; `dequantized` compares weight_shape with the result.
-_WIDTHS = ((4, 128), (4, 32), (8, 128))
-
-
 def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The "weights" of each group in the config; {} for a group without them."""
     groups = config.get("config_groups") or {}
@@ -261,7 +220,8 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     if not known or not all(isinstance(weights, dict) for weights in found):
         raise CheckpointError(
             f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
-            'of groups, {"group_0": {"weights": {...}}}; fetch the checkpoint again'
+            'of groups, {"group_0": {"weights": {...}}}; dequantize the checkpoint with '
+            "compressed-tensors"
         )
     return found
 
@@ -277,26 +237,6 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
             "activations are rotated, which is not read, expected none; dequantize the checkpoint "
             "with the program that made it"
         )
-
-
-def _widths(groups: Sequence[Mapping[str, Any]], where: str) -> Sequence[tuple[int, int]]:
-    """(bits, group size) of packed integers, from the groups of the config.
-
-    Shapes alone do not tell them: 16 words a row with one scale are 128 codes of 4 bits in a group
-    of 128, or 64 codes of 8 bits in a group of 64.
-    """
-    found: list[tuple[int, int]] = []
-    for weights in groups:
-        bits, length = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type") != "int" or bits not in (4, 8) or length in (None, -1):
-            continue  # group_size None or -1: a scale for each channel, no groups
-        if type(length) is not int or length < 1:
-            raise CheckpointError(
-                f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
-                "from 1 up; fetch the checkpoint again"
-            )
-        found.append((bits, length))
-    return found or _WIDTHS
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:

@@ -21,8 +21,9 @@ class Packing:
     """How codes of less than a byte lie along the last axis of an entry.
 
     Attributes:
-      word: Bits of a word, which is little-endian: 8, 24 or 32. It holds word // bits whole codes,
-        from its lowest bits on; a row ends with a whole word.
+      word: Bits of a word, which is little-endian: 8, 24, 32, 40 or 56. It holds word // bits whole
+        codes, from its lowest bits on; a row ends with a whole word, but for zeros or bytes of
+        padding that are not read.
       order: The place in its word of each of the codes, in the order of the weight; () for 0, 1, 2
         and so on. AWQ has (0, 4, 1, 5, 2, 6, 3, 7).
       biased: Whether a signed integer is stored as its value + 2**(bits - 1).
@@ -38,6 +39,11 @@ class Packing:
 BYTES = None  # a code to a byte
 NIBBLES = Packing(8)  # two codes of four bits to a byte, the first one low
 WORDS = Packing(32, biased=True)  # compressed-tensors
+
+
+def dense(bits: int, *, biased: bool = False, axis: int = -1) -> Packing:
+    """Codes without a gap, so that some cross the bytes: eight codes of 3 bits in three bytes."""
+    return Packing(math.lcm(bits, 8), biased=biased, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +64,8 @@ class Encoding:
       zero_packing: How zero points are packed, along the last axis unless it says otherwise; None:
         they are integers of the entry's dtype.
       zero_offset: What is added to a stored zero point: 1 for GPTQ.
-      group_index: The entry that says in which block each row of `matrix_shape` lies (GPTQ's
-        g_idx); None: in that of its place.
+      group_index: The entry that says in which block each input, an index of the last axis of a
+        matrix, lies (g_idx of GPTQ); None: in that of its place.
       transposed: Whether entries hold the last two axes of the weight in the other order.
       constants: Further entries, with their bytes.
     """
@@ -112,8 +118,12 @@ class Encoding:
     @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        is_plain = not (self.transposed or self.group_index or self.zero_point)
-        return is_plain and (self.packing is None or self.packing.axis == -1)
+        if self.transposed or self.group_index or self.zero_point:
+            return False
+        packing = self.packing
+        return packing is None or (
+            packing.axis == -1 and packing.word % self.spec.element.bits == 0
+        )
 
 
 def constant(name: str, dtype: str, values: Any, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
@@ -206,9 +216,7 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
 def _words(packed: np.ndarray, word: int) -> np.ndarray:
     if word == 8:
         return packed
-    if word == 24:
-        triples = packed.reshape(len(packed), -1, 3).astype(np.uint32)
-        return (
-            triples[:, :, 0] | triples[:, :, 1] << np.uint32(8) | triples[:, :, 2] << np.uint32(16)
-        )
-    return np.ascontiguousarray(packed).view("<u4")
+    size = word // 8
+    held = 4 if word <= 32 else 8  # bytes of the integers that hold words
+    parts = np.pad(packed, ((0, 0), (0, -packed.shape[1] % size))).reshape(len(packed), -1, size)
+    return np.pad(parts, ((0, 0), (0, 0), (0, held - size))).view(f"<u{held}")[:, :, 0]

@@ -3,10 +3,13 @@
 `weight` is F8_E4M3, `weight_scale_inv` F32 [ceil(o / 128), ceil(i / 128)]; despite its name it
 multiplies. The last blocks of a row or column may be partial, as in DeepSeek's kv_a_proj_with_mqa,
 whose 576 rows have 5 scales.
+V3.1 has powers of two there, V4 calls the entry `scale`, of dtype F8_E8M0, and has experts of
+MXFP4, I8 [o, i / 2]. "mxfp8" of SGLang has `weight_scale_inv` U8 [o, i / 32].
 Source: github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; transformers,
 integrations/finegrained_fp8.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +26,9 @@ from qtoolkit.checkpoints.layouts._layout import (
     by_block,
     check_block,
     decode_bytes,
+    entry_beside,
 )
+from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
 SUFFIX = "_scale_inv"
@@ -45,12 +50,34 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     block = check_block(config.get("weight_block_size"), "weight_block_size", where) or BLOCK
     encodings = {}
     for name, info in headers.items():
-        if info.dtype in BYTE_ELEMENTS and name + SUFFIX in headers:
-            encodings[name] = decode_bytes(headers, name, name + SUFFIX, where, block)
-        elif config and info.dtype in BYTE_ELEMENTS and name + "_scale" in headers:
-            # One scale in all, as vLLM writes it.
-            encodings[name] = decode_bytes(headers, name, name + "_scale", where, block)
+        if info.dtype not in (*BYTE_ELEMENTS, "U8"):
+            continue
+        scale_name = _scale_name(name, info, headers, config)
+        if scale_name is None:
+            continue
+        encodings[name] = microscaled(headers, name, scale_name, where) or decode_bytes(
+            headers, name, scale_name, where, block
+        )
     return encodings
+
+
+def _scale_name(name: str, info: Entry, headers: Headers, config: Mapping[str, Any]) -> str | None:
+    """The entry with the scales of a weight; None if there is none that is surely of this layout.
+
+    DeepSeek V4, and what DeepSeek's own program makes of V3, has "NAME.scale"; vLLM writes one
+    scale in all, "NAME.weight_scale". Without a config these are read only in the shapes that
+    DeepSeek has: other programs' scales of such names may divide.
+    """
+    if name + SUFFIX in headers:
+        return name + SUFFIX
+    beside = entry_beside(name, "scale")
+    if f".{name}".endswith(".weight") and beside in headers:
+        grid = block_counts(info.shape, BLOCK)
+        is_known = headers[beside].dtype in ("F32", "F8_E8M0") and headers[beside].shape == grid
+        is_known &= math.prod(grid) > 1
+        if config or is_known or microscaled(headers, name, beside, ""):
+            return beside
+    return name + "_scale" if config and name + "_scale" in headers else None
 
 
 def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
@@ -77,6 +104,6 @@ LAYOUT = Layout(
     decode=decode,
     encode=encode,
     config=config,
-    methods=(METHOD,),
+    methods=(METHOD, "mxfp8"),
     has_partial_blocks=True,
 )

@@ -36,6 +36,7 @@ BYTE_ELEMENTS: dict[str, Format] = {
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
 WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
 FLOAT_SCALES = tuple(WIDE)
+_OTHERS = "that is not read; dequantize the checkpoint with the program that made it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,9 @@ class Layout:
       compressed-tensors - that of llm-compressor: weight or weight_packed, weight_scale
       finegrained-fp8 - DeepSeek's blocks of 128x128: weight, weight_scale_inv
       modelopt - that of NVIDIA's modelopt: weight, weight_scale, weight_scale_2, input_scale
+      gpt-oss - gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales
+      gptq - that of GPTQ: qweight, qzeros, scales, g_idx
+      awq - that of AutoAWQ (GEMM): qweight, qzeros, scales
     """
 
     name: str
@@ -209,9 +213,9 @@ def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str
     entry = headers.get(name)
     if entry is None or entry.dtype not in dtypes:
         got = "no such tensor" if entry is None else f"dtype {entry.dtype}"
+        remedy = "fetch the checkpoint again" if entry is None else _OTHERS
         raise CheckpointError(
-            f"{where}: tensor {shown(name)}: {got}, expected {' or '.join(dtypes)}; the checkpoint "
-            "is not what its config says, fetch it again"
+            f"{where}: tensor {shown(name)}: {got}, expected {' or '.join(dtypes)}; {remedy}"
         )
     return entry
 
@@ -223,7 +227,7 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     ):
         raise CheckpointError(
             f"{where}: {key} {shown(str(block)[:80])} in config.json, expected two lengths, "
-            "[128, 128]; fetch the checkpoint again"
+            f"[128, 128]; {_OTHERS}"
         )
     return block
 
@@ -279,7 +283,7 @@ def decode_groups(
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
         raise CheckpointError(
             f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
-            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
         )
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
@@ -287,7 +291,7 @@ def decode_groups(
             f"{where}: tensor {shown(tensor_scale.name)}: {list(tensor_scale.shape)}, expected one "
             "second scale"
             + (f", or one for each of {count}," if count > 1 else "")
-            + f" of {shown(codes.name)}, {list(codes.shape)}; it cannot be read"
+            + f" of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
         )
     return Encoding(
         name=name,
@@ -328,5 +332,5 @@ def _blocks_by_shape(
             return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
     raise CheckpointError(
         f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
-        "per group or per block of 128x128; it cannot be read"
+        f"per group or per block of 128x128; {_OTHERS}"
     )

@@ -3,17 +3,20 @@
 FP8: `weight` is F8_E4M3, `weight_scale` F32: one in all (with `input_scale`), or one per output, or
 in FP8_PB_WO, which is read but not written, one per block, [o / 128, 1, i / 128, 1].
 NVFP4: `weight` is U8, two codes to a byte, `weight_scale` F8_E4M3 [o, i / 16], `weight_scale_2`
-F32, which multiplies; and `input_scale`. If all experts are in one tensor, they are its first axis.
+F32, which multiplies; and `input_scale`. MXFP8, which is read: `weight_scale` U8 [o, i / 32].
+If all experts are in one tensor, they are its first axis, and its scales are `NAME_weight_scale`,
+`NAME_weight_scale_2`; those of Llama 4 and gpt-oss, [e, i, o], are packed along the axis of inputs.
 Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export; vLLM, quantization/modelopt.py;
 compressed-tensors, entrypoints/convert/converters/modelopt_nvfp4.py.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, constant
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
     FLOAT_SCALES,
@@ -28,6 +31,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_groups,
     entry_beside,
 )
+from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import E4M3FN, NVFP4
 
 METHOD = "modelopt"
@@ -78,7 +82,7 @@ def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float 
 
 
 # The values of `quant_algo` in a config whose entries `decode` understands.
-_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
+_READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIXED_PRECISION")
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
@@ -96,32 +100,72 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
                 "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
                 "the program that made it"
             )
-        if not name.endswith("weight"):
-            continue
-        scale_name, second_name = entry_beside(name, "weight_scale"), entry_beside(name, _SECOND)
+        scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
+        scale = headers.get(scale_name)
         if info.dtype == "U8" and second_name in headers:
             codes = check_entry(headers, name, ("U8",), where)
             scale = check_entry(headers, scale_name, ("F8_E4M3",), where)
             second = check_entry(headers, second_name, ("F32",), where)
-            shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
-            encodings[name] = decode_groups(
-                name, shape, NVFP4, codes, scale, where, packing=NIBBLES, tensor_scale=second
-            )
-        elif info.dtype in BYTE_ELEMENTS and _has_floats(headers, scale_name):
-            pair = {name: info, scale_name: _by_blocks(info, headers[scale_name])}
+            encodings[name] = _nvfp4(codes, scale, second, where)
+        elif info.dtype in BYTE_ELEMENTS and scale is not None and scale.dtype in FLOAT_SCALES:
+            pair = {name: info, scale_name: _as_blocks(info, scale, where)}
             encodings[name] = decode_bytes(pair, name, scale_name, where)
+        elif info.dtype in BYTE_ELEMENTS and scale is not None and config:
+            encoding = microscaled(headers, name, scale_name, where)
+            if encoding is not None:
+                encodings[name] = encoding
     return encodings
 
 
-def _has_floats(headers: Headers, name: str) -> bool:
-    return name in headers and headers[name].dtype in FLOAT_SCALES
+def _beside(name: str, suffix: str) -> str:
+    """The entry of a weight; that of fused experts: experts.down_proj_weight_scale."""
+    return entry_beside(name, suffix) if name.endswith("weight") else f"{name}_{suffix}"
 
 
-def _by_blocks(weight: Entry, scale: Entry) -> Entry:
-    """Scales of FP8_PB_WO, [o / 128, 1, i / 128, 1], as [o / 128, i / 128]."""
+def _nvfp4(codes: Entry, scale: Entry, second: Entry, where: str) -> Encoding:
+    """NVFP4 along the last axis, or, in the experts of Llama 4 and gpt-oss, the last but one."""
+    shape = (*codes.shape[:-1], *(2 * n for n in codes.shape[-1:]))
+    if len(shape) == 3 and scale.shape[1:] == (-(-codes.shape[1] // 8), codes.shape[2]):
+        shape = (codes.shape[0], 2 * codes.shape[1], codes.shape[2])
+        turned = (shape[0], shape[2], shape[1])
+        counts = (scale.shape[0], scale.shape[2], scale.shape[1])
+        encoding = decode_groups(
+            codes.name,
+            turned,
+            NVFP4,
+            codes,
+            scale._replace(shape=counts),
+            where,
+            packing=NIBBLES,
+            tensor_scale=second,
+        )
+        return dataclasses.replace(
+            encoding, shape=shape, lengths=(1, 16, 1), scale=scale, packing=Packing(8, axis=-2)
+        )
+    return decode_groups(
+        codes.name, shape, NVFP4, codes, scale, where, packing=NIBBLES, tensor_scale=second
+    )
+
+
+def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
+    """The scales with a shape of as many axes as the weight has.
+
+    Those of FP8_PB_WO are [o / 128, 1, i / 128, 1], those of fused experts [e, n].
+    """
     if len(weight.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
         return scale._replace(shape=scale.shape[::2])
-    return scale
+    if len(weight.shape) != 3 or len(scale.shape) != 2:
+        return scale
+    (experts, count), (rows, columns) = scale.shape, weight.shape[1:]
+    if count == 1:
+        return scale._replace(shape=(experts, 1, 1))
+    if (count == rows) == (count == columns):
+        raise CheckpointError(
+            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)} of {list(weight.shape)}, "
+            "expected scales of the rows or of the columns, whose numbers differ; dequantize the "
+            "checkpoint with modelopt"
+        )
+    return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
 def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:

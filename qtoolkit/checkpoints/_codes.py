@@ -1,0 +1,148 @@
+"""Finds tensors that may be codes of a layout that is not read, and scales whose weight is gone.
+
+Copied as they are, codes look like weights to a loader: of a model whose weights have a mean
+magnitude of 0.37 it saw 47.8. No list of layouts is complete, so what counts is the dtype.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_BITS,
+    FLOATS,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    listed,
+    shown,
+)
+from qtoolkit.checkpoints.layouts._qarrays import copied_parts
+
+_NARROW = {dtype for dtype, bits in DTYPE_BITS.items() if bits <= 8 and dtype[0] == "F"}
+_INTEGERS = {dtype for dtype in DTYPE_BITS if dtype[0] in "IU"}
+# What models hold as integers of two or more dimensions that are no weights: masks, positions,
+# tables from tokens to experts, keys and counters of Flax.
+_NO_WEIGHT = re.compile(
+    r"(^|[._/])(\w*_)?(ids?|idxs?|index|positions?|masks?|bias|tid2eid|keys?|counts?|steps?)(/value)?$"
+)
+_TABLE = re.compile(r"(indices|tables?|buckets)$")  # of 64 bits; narrower ones may be codes
+# Of which weight an entry is the scale, or the zero point.
+_SCALE = re.compile(
+    r"(?P<weight>.*?)(_?weight_(scale(_inv|_2)?|global_scale|zero_point)|_scale_inv|qzeros)$"
+)
+# Endings of entries beside codes, and the program that writes them.
+_PROGRAMS = {
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    "weight_scales": "EETQ",
+    "scale_weight": "ComfyUI",
+    "codebooks": "AQLM",
+    "Qidxs": "QuIP#",
+    "trellis": "ExLlamaV3",
+    "q_weight": "ExLlamaV2",
+    "W_q": "HQQ",
+    "_data": "optimum-quanto",
+}
+
+
+def check_codes(
+    source: Checkpoint,
+    layout: str = "",
+    is_allowed: Callable[[str], bool] = lambda name: False,
+    remedy: str = "",
+) -> bool:
+    """Raises where tensors may be codes that no layout explains, or scales have no weight.
+
+    Args:
+      source: The checkpoint, with what is quantized as float32 weights.
+      layout: The layout that its config names; "" if it names none.
+      is_allowed: Whether a tensor may be there all the same, by its name.
+      remedy: What else to write in order to keep them.
+
+    Returns:
+      Whether there are such tensors that are allowed.
+    """
+    described = copied_parts(source.metadata, source.tensors, source.encodings)
+    names = source.stored or source.tensors
+    scales, codes = [], []
+    for tensor in source.tensors.values():
+        if tensor.encoding is None and tensor.name not in described:
+            may_be_codes = _may_be_codes(tensor.entry)
+            if (may_be_codes or tensor.dtype in FLOATS) and _weight_is_gone(tensor.name, names):
+                scales.append(tensor.entry)
+            elif may_be_codes:
+                codes.append(tensor.entry)
+    if refused := [entry for entry in codes if not is_allowed(entry.name)]:
+        refused.sort(key=lambda entry: -entry.nbytes)
+        raise _unexplained(source, refused, layout, remedy)
+    if refused := [entry for entry in scales if not is_allowed(entry.name)]:
+        raise CheckpointError(
+            f"{source.path}: tensor {_named(refused)}: of a weight that is not there, expected "
+            f"both; fetch the checkpoint again, or give the whole folder{remedy}"
+        )
+    return bool(codes or scales)
+
+
+def _may_be_codes(entry: Entry) -> bool:
+    """Whether it is a narrow float, or an integer that is no mask, position or other table."""
+    if 0 in entry.shape:
+        return False
+    if entry.dtype in _NARROW:
+        return True
+    if entry.dtype not in _INTEGERS or len(entry.shape) < 2 or _NO_WEIGHT.search(entry.name):
+        return False
+    is_long = DTYPE_BITS[entry.dtype] == 64
+    return not is_long or not (sum(n > 2 for n in entry.shape) < 2 or _TABLE.search(entry.name))
+
+
+def _weight_is_gone(name: str, names: Iterable[str]) -> bool:
+    found = _SCALE.match(name)
+    if found is None:
+        return False
+    base = found["weight"]
+    stems = (base, f"{base}weight", f"{base}_weight", f"{base}weight_packed")
+    return not any(stem in names for stem in stems)
+
+
+def _unexplained(
+    source: Checkpoint, codes: list[Entry], layout: str, remedy: str
+) -> CheckpointError:
+    first = codes[0].name
+    module = first.rpartition(".")[0] or None
+    beside = [
+        tensor.entry
+        for name, tensor in source.tensors.items()
+        if (name.rpartition(".")[0] == module or name.startswith((f"{first}.", f"{first}_")))
+        and name != first
+        and not name.endswith("bias")
+    ]
+    program = _program(codes[0], *beside)
+    what = "without a scale of a layout that is read, so that these may be codes"
+    if layout:
+        what = f"without the scales that layout {layout} has, as config.json says"
+    if program:
+        advice = (
+            f"by the names of its entries it is of {program}, which is not read; dequantize it "
+        )
+        advice += f"with {program}"
+    elif layout and not beside:
+        advice = "fetch the checkpoint again"
+    else:
+        advice = "dequantize the checkpoint with the program that made it"
+        if beside:
+            what += f" (beside it: {listed((f'{shown(e.name)} {e}' for e in beside), 2)})"
+    return CheckpointError(f"{source.path}: tensor {_named(codes)}, {what}; {advice}{remedy}")
+
+
+def _program(*entries: Entry) -> str:
+    """The program that writes entries of such names; "" where none is known."""
+    by = (by for entry in entries for end, by in _PROGRAMS.items() if entry.name.endswith(end))
+    return next(by, "")
+
+
+def _named(entries: list[Entry]) -> str:
+    """The names of the first ones; of a single one its dtype and shape, too."""
+    if len(entries) == 1:
+        return f"{shown(entries[0].name)}: {entries[0]}"
+    return listed((f"{shown(e.name)} {e}" for e in entries), 3)

@@ -1,0 +1,93 @@
+"""AutoAWQ (GEMM): unsigned integers of 4 bits with zero points.
+
+Of a weight [outputs, inputs], `qweight` is I32 [inputs, outputs / 8], `qzeros` I32
+[groups, outputs / 8], `scales` F16 [groups, outputs]; x = scale * (code - zero). The nibbles of a
+word, from the lowest on, are those of outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight.
+Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py, dequantize_gemm.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.checkpoints.layouts._layout import (
+    FLOAT_SCALES,
+    WIDE,
+    Headers,
+    Layout,
+    check_entry,
+    entry_beside,
+)
+from qtoolkit.formats import UINT4, BlockFormat
+
+_PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
+
+
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+    if config and str(config.get("version") or "gemm").lower() != "gemm":
+        raise CheckpointError(
+            f"{where}: version {shown(str(config['version']))} in config.json, expected gemm; "
+            "dequantize the checkpoint with AutoAWQ"
+        )
+    encodings = {}
+    for name, info in headers.items():
+        if f".{name}".endswith(".qweight"):
+            encoding = _decoded(config, headers, info)
+            if encoding is not None:
+                encodings[encoding.name] = encoding
+            elif config:
+                raise _not_fitting(headers, info, where)
+    return encodings
+
+
+def _decoded(config: Mapping[str, Any], headers: Headers, codes: Entry) -> Encoding | None:
+    """How a weight is stored; None where entries have not the shapes of this layout."""
+    scale = headers.get(entry_beside(codes.name, "scales"))
+    zero = headers.get(entry_beside(codes.name, "qzeros"))
+    if scale is None or zero is None or len(codes.shape) != 2 or len(scale.shape) != 2:
+        return None
+    (inputs, words), (groups, outputs) = codes.shape, scale.shape
+    is_packed = codes.dtype == zero.dtype == "I32" and scale.dtype in FLOAT_SCALES
+    fits = words * 8 == outputs and zero.shape == (groups, words)
+    if not (is_packed and fits and groups) or inputs % groups:
+        return None
+    length = inputs // groups  # AutoAWQ makes whole groups only
+    wanted = config.get("group_size", config.get("q_group_size", length))
+    if length != (inputs if wanted == -1 else wanted):
+        return None
+    return Encoding(
+        name=entry_beside(codes.name, "weight"),
+        shape=(outputs, inputs),
+        spec=BlockFormat(
+            element=UINT4, block=(length,), axes=(0,), scale=WIDE[scale.dtype], zero_point=True
+        ),
+        lengths=(length, 1),
+        codes=codes,
+        scale=scale,
+        zero_point=zero,
+        packing=_PACKED,
+        zero_packing=_PACKED,
+        transposed=True,
+    )
+
+
+def _not_fitting(headers: Headers, codes: Entry, where: str) -> CheckpointError:
+    name = codes.name
+    check_entry(headers, name, ("I32",), where)
+    zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
+    scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
+    return CheckpointError(
+        f"{where}: tensor {shown(name)}: {list(codes.shape)}, scales {list(scale.shape)}, qzeros "
+        f"{list(zero.shape)}, expected [inputs, outputs / 8], [groups, outputs] and "
+        "[groups, outputs / 8] in the groups of config.json; dequantize the checkpoint with AutoAWQ"
+    )
+
+
+LAYOUT = Layout(
+    name="awq",
+    title="that of AutoAWQ (GEMM): qweight, qzeros, scales",
+    loaders="transformers with GPTQModel; by their documentation (untested): vLLM, SGLang",
+    decode=decode,
+    methods=("awq",),
+)

@@ -1,0 +1,55 @@
+"""gpt-oss: experts in MXFP4, two codes of E2M1 to a byte, the first one low.
+
+transformers names the entries `gate_up_proj_blocks`, U8 [experts, outputs, inputs / 32, 16], and
+`gate_up_proj_scales`, U8 [experts, outputs, inputs / 32]; its weight is [experts, inputs, outputs].
+OpenAI's own files have `mlp1_weight.blocks` and `mlp1_weight.scales` of a weight
+[experts, outputs, inputs].
+Source: transformers, integrations/mxfp4.py; github.com/openai/gpt-oss, torch/weights.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
+from qtoolkit.checkpoints.layouts._layout import Headers, Layout, check_entry, decode_groups
+from qtoolkit.formats import MXFP4
+
+_TRANSPOSED = {"_blocks": True, ".blocks": False}
+
+
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+    encodings = {}
+    for info in headers.values():
+        name, suffix = info.name[:-7], info.name[-7:]
+        scale_name = f"{name}{suffix[:1]}scales"
+        if suffix in _TRANSPOSED and info.dtype == "U8" and (config or scale_name in headers):
+            scale = check_entry(headers, scale_name, ("U8",), where)
+            encodings[name] = _decoded(name, info, scale, where, _TRANSPOSED[suffix])
+    return encodings
+
+
+def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: bool) -> Encoding:
+    if codes.shape != (*scale.shape, 16):
+        raise CheckpointError(
+            f"{where}: tensor {shown(codes.name)}: {list(codes.shape)} with scales "
+            f"{list(scale.shape)}, expected 16 bytes for each scale; dequantize it with the "
+            "program that made it"
+        )
+    *rows, blocks = scale.shape
+    shape = (*rows, 32 * blocks)
+    encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+    if not is_transposed:
+        return encoding
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    return dataclasses.replace(encoding, shape=turned, transposed=True)
+
+
+LAYOUT = Layout(
+    name="gpt-oss",
+    title="gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales",
+    loaders="transformers; by their documentation (untested): vLLM, SGLang",
+    decode=decode,
+    methods=("mxfp4",),
+)

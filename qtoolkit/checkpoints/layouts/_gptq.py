@@ -1,0 +1,121 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: unsigned integers of 2, 3, 4 or 8 bits.
+
+Of a weight [outputs, inputs], `qweight` is I32 [inputs * bits / 32, outputs]: the codes of a
+column lie one after the other from the low bits on, at 3 bits across the ends of words. `scales` is
+[groups, outputs], `qzeros` I32 [groups, outputs * bits / 32], `g_idx` I32 [inputs] the group of
+each input. x = scale * (code - zero). The checkpoint format "gptq" stores zero - 1, "gptq_v2" zero.
+Source: github.com/ModelCloud/GPTQModel, gptqmodel/utils/model_dequant.py, convert_gptq_file.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import Encoding, dense
+from qtoolkit.checkpoints.layouts._layout import (
+    FLOAT_SCALES,
+    WIDE,
+    Headers,
+    Layout,
+    check_entry,
+    entry_beside,
+)
+from qtoolkit.formats import UINT2, UINT4, UINT8, BlockFormat
+from qtoolkit.formats import format as resolve
+
+_ELEMENTS = {2: UINT2, 3: resolve("uint3"), 4: UINT4, 8: UINT8}
+_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+
+
+def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
+    if not config:
+        _check_none(headers, where)
+        return {}
+    stored_as = str(config.get("checkpoint_format") or "gptq")
+    if stored_as not in _OFFSETS:
+        raise CheckpointError(
+            f"{where}: checkpoint_format {shown(stored_as)} in config.json, expected "
+            f"{' or '.join(_OFFSETS)}; dequantize the checkpoint with GPTQModel"
+        )
+    return {
+        entry_beside(name, "weight"): _decoded(config, headers, info, where, _OFFSETS[stored_as])
+        for name, info in headers.items()
+        if f".{name}".endswith(".qweight")
+    }
+
+
+def _check_none(headers: Headers, where: str) -> None:
+    """Raises where there are weights, since no entry says what is added to a zero point."""
+    for name, info in headers.items():
+        scale = headers.get(entry_beside(name, "scales"))
+        is_gptq = f".{name}".endswith(".qweight") and entry_beside(name, "qzeros") in headers
+        if is_gptq and scale is not None and info.shape[1:] == scale.shape[1:]:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)}: of a weight quantized by GPTQ, as its name says, "
+                "expected a config.json, which says what its zero points mean; give the folder "
+                "with it"
+            )
+
+
+def _decoded(
+    config: Mapping[str, Any], headers: Headers, codes: Entry, where: str, offset: int
+) -> Encoding:
+    name = codes.name
+    check_entry(headers, name, ("I32",), where)
+    scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
+    zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
+    index = headers.get(entry_beside(name, "g_idx"))
+    words, outputs = codes.shape if len(codes.shape) == 2 else (0, 0)
+    groups = scale.shape[0] if scale.shape else 0
+    # Of config.json the number of bits may hold for other weights only ("dynamic").
+    bits = next((b for b in _ELEMENTS if zero.shape == (groups, outputs * b / 32)), 0)
+    inputs = words * 32 // (bits or 1)
+    if index is not None:
+        check_entry(headers, index.name, ("I32", "I64"), where)
+        inputs = index.shape[0] if len(index.shape) == 1 else 0
+    length = _group_length(config, inputs, groups)
+    fits = bits and inputs and words == inputs * bits / 32 and scale.shape == (groups, outputs)
+    if not fits or -(-inputs // length) != groups:
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {list(codes.shape)}, scales {list(scale.shape)}, "
+            f"qzeros {list(zero.shape)}, expected codes of {', '.join(map(str, _ELEMENTS))} bits "
+            f"in groups of {length}; dequantize the checkpoint with GPTQModel"
+        )
+    return Encoding(
+        name=entry_beside(name, "weight"),
+        shape=(outputs, inputs),
+        spec=BlockFormat(
+            element=_ELEMENTS[bits],
+            block=(length,),
+            axes=(0,),
+            scale=WIDE[scale.dtype],
+            zero_point=True,
+        ),
+        lengths=(length, 1),
+        codes=codes,
+        scale=scale,
+        zero_point=zero,
+        packing=dense(bits, axis=-2),
+        zero_packing=dense(bits),
+        zero_offset=offset,
+        group_index=index,
+        transposed=True,
+    )
+
+
+def _group_length(config: Mapping[str, Any], inputs: int, groups: int) -> int:
+    """Inputs of a group: those of the config, unless a module has groups of its own."""
+    length = config.get("group_size")
+    length = length if type(length) is int and length > 0 else max(inputs, 1)
+    if config.get("dynamic") and groups and inputs % groups == 0:
+        return max(inputs // groups, 1)
+    return length
+
+
+LAYOUT = Layout(
+    name="gptq",
+    title="that of GPTQ: qweight, qzeros, scales, g_idx",
+    loaders="transformers with GPTQModel; by their documentation (untested): vLLM, SGLang",
+    decode=decode,
+    methods=("gptq",),
+)

@@ -1,0 +1,184 @@
+"""Integers of 2 to 8 bits in words of 32 bits: pack-quantized of compressed-tensors.
+
+`weight_packed` is I32 [outputs, words], a code + 2**(bits - 1) from the low bits on. Since version
+0.18 of the package codes cross the ends of words; before, a word held 32 // bits whole codes. That
+differs for 3, 5, 6 and 7 bits. `weight_zero_point` holds codes of the same kind, along the outputs:
+I32 [words, groups]; of a scale for the whole tensor it is one I8.
+x = scale * (code - zero point). `weight_g_idx`, in some, has the group of each input.
+Source: compressed-tensors, compressors/pack_quantized/base.py and helpers.py.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
+from qtoolkit.checkpoints.layouts._layout import (
+    FLOAT_SCALES,
+    WIDE,
+    Headers,
+    check_entry,
+    entry_beside,
+)
+from qtoolkit.formats import BlockFormat, IntFormat
+from qtoolkit.formats import format as resolve
+
+SHAPE = "weight_shape"
+_INTEGERS = {bits: resolve(f"int{bits}") for bits in range(2, 9)}
+
+
+class Width(NamedTuple):
+    """What the config says of packed integers.
+
+    Attributes:
+      bits: Of a code.
+      length: Elements of a group; None: a scale for each row, or for all.
+      is_dense: Whether codes cross the ends of words; where groups tell it, they decide.
+    """
+
+    bits: int
+    length: int | None
+    is_dense: bool = True
+
+    def __str__(self) -> str:
+        groups = f"in groups of {self.length}" if self.length else "with a scale for each row"
+        return f"{self.bits} bits {groups}"
+
+
+# Those to try if no config tells; `dequantized` compares weight_shape with the result.
+_WIDTHS = (Width(4, 128), Width(4, 32), Width(8, 128))
+
+
+def decode_integers(
+    headers: Headers, codes: Entry, where: str, widths: Sequence[Width]
+) -> Encoding:
+    """Reads packed integers as the first of `widths` that fits the scales."""
+    scale = check_entry(headers, entry_beside(codes.name, "weight_scale"), FLOAT_SCALES, where)
+    fitting = (_of_width(headers, codes, scale, width) for width in widths)
+    encoding = next((encoding for encoding in fitting if encoding is not None), None)
+    if encoding is None:
+        wanted = " or ".join(map(str, widths))
+        raise CheckpointError(
+            f"{where}: tensor {shown(codes.name)}: {codes.shape[1]} words a row and scales "
+            f"{list(scale.shape)}, expected {wanted}, as config.json says; dequantize the "
+            "checkpoint with compressed-tensors"
+        )
+    shape_name = entry_beside(codes.name, SHAPE)
+    if shape_name not in headers:
+        return encoding
+    numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
+    if numbers.shape != (2,):
+        raise CheckpointError(
+            f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two numbers, "
+            "rows and columns; dequantize the checkpoint with compressed-tensors"
+        )
+    expected = constant(numbers.name, numbers.dtype, encoding.shape, (2,))
+    return dataclasses.replace(encoding, constants=(expected,))
+
+
+def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Encoding | None:
+    """How the weight is stored if it has these bits and groups; None if it has not."""
+    bits, length, is_dense = width
+    rows, words = codes.shape
+    if length is None:
+        # As many columns as the words may hold: weight_shape, if there is one, must agree.
+        columns = words * 32 // bits if is_dense else words * (32 // bits)
+        lengths = (rows, columns) if scale.shape in ((), (1,)) else (1, columns)
+        fields: dict[str, Any] = {"other_axes": None}
+        if scale.shape in ((rows, 1), (rows,)):
+            fields |= {"block": (1,), "axes": (0,)}
+        elif scale.shape not in ((), (1,)):
+            return None
+    else:
+        if scale.shape[:1] != (rows,) or len(scale.shape) != 2:
+            return None
+        columns, lengths, fields = scale.shape[1] * length, (1, length), {"block": (length,)}
+        if words not in (-(-columns * bits // 32), -(-columns // (32 // bits))):
+            return None
+        is_dense = words == -(-columns * bits // 32)
+    return Encoding(
+        name=entry_beside(codes.name, "weight"),
+        shape=(rows, columns),
+        spec=BlockFormat(element=_INTEGERS[bits], scale=WIDE[scale.dtype], **fields),
+        lengths=lengths,
+        codes=codes,
+        scale=scale,
+        packing=dense(bits, biased=True) if is_dense and 32 % bits else WORDS,
+    )
+
+
+def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encoding:
+    """The encoding with the groups of inputs that were sorted by activations, if they were."""
+    name = entry_beside(encoding.name, "weight_g_idx")
+    if name not in headers:
+        return encoding
+    index = check_entry(headers, name, ("I32", "I64"), where)
+    if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {list(index.shape)}, expected the group of each input "
+            f"of {list(encoding.shape)}; dequantize the checkpoint with compressed-tensors"
+        )
+    return dataclasses.replace(encoding, group_index=index)
+
+
+def with_zero_point(
+    headers: Headers, encoding: Encoding, where: str, is_asymmetric: bool
+) -> Encoding:
+    """The encoding with the zero points that lie beside it, if there are any.
+
+    Args:
+      is_asymmetric: Whether the config says that there are.
+    """
+    name = entry_beside(encoding.name, "weight_zero_point")
+    if name not in headers and not is_asymmetric:
+        return encoding
+    zero = check_entry(headers, name, ("I32", "I8"), where)
+    assert encoding.scale is not None
+    (rows, *_), scale, bits = encoding.shape, encoding.scale.shape, encoding.spec.element.bits
+    is_packed = zero.dtype == "I32" and encoding.packing is not None
+    packing, wanted = None, scale
+    if is_packed and encoding.packing is not None:
+        packing = dataclasses.replace(encoding.packing, axis=-2)
+        whole = packing.word == 32
+        words = -(-rows // (32 // bits)) if whole else -(-rows * bits // 32)
+        wanted = (words, *(scale[1:] or (1,)))
+    is_integer = isinstance(encoding.spec.element, IntFormat)
+    if zero.shape != wanted or not is_integer or is_packed != (zero.dtype == "I32"):
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {zero}, expected a zero point for each scale "
+            f"{list(scale)} of integers, I32 in words or I8; dequantize the checkpoint with "
+            "compressed-tensors"
+        )
+    return dataclasses.replace(
+        encoding,
+        spec=dataclasses.replace(encoding.spec, zero_point=True),
+        zero_point=zero,
+        zero_packing=packing,
+    )
+
+
+def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) -> Sequence[Width]:
+    """The widths of packed integers, from the "weights" of the groups of the config.
+
+    Shapes alone do not tell them: 16 words a row with one scale are 128 codes of 4 bits in a group
+    of 128, or 64 codes of 8 bits in a group of 64.
+    """
+    found = re.match(r"0\.(\d+)", str(version))
+    is_dense = found is None or int(found[1]) >= 18
+    widths: list[Width] = []
+    for weights in groups:
+        bits, length = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type") != "int" or bits not in _INTEGERS:
+            continue
+        if length in (None, -1):
+            widths.append(Width(bits, None, is_dense))
+        elif type(length) is int and length > 0:
+            widths.append(Width(bits, length))
+        else:
+            raise CheckpointError(
+                f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
+                "from 1 up; dequantize the checkpoint with compressed-tensors"
+            )
+    return widths or _WIDTHS

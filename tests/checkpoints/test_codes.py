@@ -1,0 +1,199 @@
+"""Tensors that may be codes, and no layout that is read says of what: refused, by name."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    compare,
+    convert,
+    dequantize_checkpoint,
+    load,
+    save,
+    verify,
+)
+
+E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
+F4 = ml_dtypes.float4_e2m1fn
+WIDE = {"b.weight": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)}
+SCALE = np.ones(64, np.float32)
+
+
+def codes(dtype, shape=(64, 64)):
+    return np.arange(np.prod(shape)).reshape(shape).astype(np.uint8).view(dtype)
+
+
+# What programs wrote whose layouts are not read here, and whom the message names.
+UNREAD = {
+    "EETQ": {"a.weight": codes(np.int8), "a.weight_scales": SCALE},
+    "ComfyUI": {"a.weight": codes(E4M3), "a.scale_weight": SCALE[:1]},
+    "bitsandbytes": {"a.weight": codes(np.int8), "a.SCB": SCALE},
+    "AQLM": {"a.codes": codes(np.int8, (4, 4, 2)), "a.codebooks": SCALE[:4]},
+    "HQQ": {"a.W_q": codes(np.uint8), "a.scale": SCALE},
+    "optimum-quanto": {"a.weight._data": codes(np.int8), "a.weight._scale": SCALE},
+    "QuIP#": {"a.Qidxs": np.ones((8, 8), np.int64), "a.SU": SCALE},
+    "ExLlamaV3": {"a.trellis": np.ones((8, 8, 48), np.int16), "a.suh": SCALE},
+    "": {"a.weight": codes(E4M3), "a.scale": SCALE},
+    "one scale": {"a.weight": codes(E4M3), "a.scale": SCALE[:1].reshape(1, 1)},
+    "indices": {"a.indices": np.ones((8, 8), np.int16), "a.centroids": SCALE[:4]},
+    "without": {"a.weight": codes(E5M2)},
+    "blocks": {"a.blocks": codes(np.uint8, (8, 4, 16)), "a.exponents": codes(np.uint8, (8, 4))},
+    "wide words": {"a.packed": np.ones((8, 8), np.int32), "a.absmax": SCALE},
+    "one row": {"a.weight": codes(np.uint8, (512, 1)), "a.weight.absmax": SCALE},
+}
+
+
+@pytest.mark.parametrize("program", UNREAD)
+def test_convert_refuses_codes_of_layouts_that_are_not_read(tmp_path, program):
+    tensors = UNREAD[program]
+    save(tmp_path / "f", {**tensors, **WIDE})
+    with pytest.raises(CheckpointError) as caught:
+        convert(tmp_path / "f", tmp_path / "out")
+    message = str(caught.value)
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    assert f"tensor {name}" in message
+    assert "--skip PATTERN or --allow-codes" in message
+    assert "fetch" not in message  # all bytes are there
+    if program[:1].isupper():
+        assert f"of {program}, which is not read; dequantize it with {program}" in message
+    with pytest.raises(CheckpointError, match="may be codes"):
+        dequantize_checkpoint(tmp_path / "f", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{"skip": [r"^a\."]}, {"allow_codes": True}])
+@pytest.mark.parametrize("program", UNREAD)
+def test_codes_are_copied_if_told_to(tmp_path, program, options):
+    save(tmp_path / "f", {**UNREAD[program], **WIDE})
+    convert(tmp_path / "f", tmp_path / "out", layout="plain", **options)
+    found = load(tmp_path / "out")
+    for name, array in UNREAD[program].items():
+        np.testing.assert_array_equal(found[name].view(np.uint8), array.view(np.uint8))
+
+
+TABLES = {
+    "embeddings.position_ids": np.ones((1, 512), np.int64),
+    "stages.0.attention_bias_idxs": np.ones((49, 49), np.int64),
+    "rel_pos_indices": np.ones((49, 49), np.int64),
+    "h.0.attn.bias": np.ones((1, 1, 64, 64), np.uint8),
+    "layers.0.attn.relative_position_index": np.ones((49, 49), np.int64),
+    "layers.0.ffn.gate.tid2eid": np.ones((64, 6), np.int64),
+    "rngs.dropout.key": np.ones((4, 2), np.uint32),
+    "attention_mask": np.ones((64, 64), np.int32),
+    "step": np.int32(3),
+    "lengths": np.ones(64, np.int32),
+}
+
+
+def test_masks_positions_and_other_tables_are_no_codes(tmp_path):
+    save(tmp_path / "f", {**TABLES, **WIDE})
+    report = convert(tmp_path / "f", tmp_path / "out")
+    assert [t.name for t in report.tensors if t.action == "quantize"] == ["b.weight"]
+
+
+def folder(path, tensors, **config):
+    path.mkdir()
+    save(path / "model.safetensors", tensors)
+    about = {"model_type": "llama"} | ({"quantization_config": config} if config else {})
+    (path / "config.json").write_text(json.dumps(about))
+    return path
+
+
+BY_BLOCK = {"a.weight": codes(E4M3), "a.weight_scale_inv": np.ones((1, 1), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"c.weight": codes(E4M3)},
+            r"tensor c\.weight: F8_E4M3 .64, 64., without the scales that layout finegrained-fp8 "
+            r"has, as config\.json says; fetch the checkpoint again",
+        ),
+        (
+            {"c.weight": codes(E4M3), "c.weight_scales": SCALE},
+            r"tensor c\.weight: F8_E4M3 .64, 64., .* of EETQ, which is not read; dequantize it",
+        ),
+        (
+            {"c.weight": codes(E4M3), "c.amax": SCALE},
+            r"tensor c\.weight: .*beside it: c\.amax F32 .64.\); dequantize the checkpoint with",
+        ),
+        (
+            {"c.weight_scale_inv": np.ones((1, 1), np.float32)},
+            r"tensor c\.weight_scale_inv: F32 .1, 1.: of a weight that is not there.*fetch",
+        ),
+    ],
+)
+@pytest.mark.parametrize("act", ["convert", "dequantize", "compare", "load"])
+def test_a_weight_or_a_scale_alone_is_named(tmp_path, changes, message, act):
+    source = folder(tmp_path / "src", {**BY_BLOCK, **changes}, quant_method="fp8")
+    do = {
+        "convert": lambda: convert(source, tmp_path / "out"),
+        "dequantize": lambda: dequantize_checkpoint(source, tmp_path / "out"),
+        "compare": lambda: compare(source, source),
+        "load": lambda: load(source),
+    }
+    with pytest.raises(CheckpointError, match=message):
+        do[act]()
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("a.weight_scale", SCALE),
+        ("a.weight_scale", np.ones((8, 8), E8M0)),
+        ("a.weight_zero_point", np.ones((8, 8), np.int32)),
+        ("a.qzeros", np.ones((8, 8), np.int32)),
+        ("experts.up_proj_weight_scale_2", SCALE),
+    ],
+)
+def test_a_scale_alone_is_named_without_a_config_too(tmp_path, name, array):
+    save(tmp_path / "f", {name: array, **WIDE})
+    with pytest.raises(CheckpointError, match=rf"tensor {name}: .*: of a weight that is not there"):
+        convert(tmp_path / "f", tmp_path / "out")
+    convert(tmp_path / "f", tmp_path / "out", layout="plain", allow_codes=True)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, np.int8])
+def test_what_convert_keeps_the_others_accept(tmp_path, dtype):
+    kept = codes(dtype)
+    kept.view(np.uint8)[kept.view(np.uint8) & 124 == 124] = 0
+    source = folder(
+        tmp_path / "src", {"model.a.weight": kept, **{f"model.{n}": x for n, x in WIDE.items()}}
+    )
+    convert(source, tmp_path / "out", allow_codes=True)
+    assert not verify(source, tmp_path / "out").problems
+    assert [t.equal for t in compare(source, tmp_path / "out").tensors].count(False) == 1
+    np.testing.assert_array_equal(load(tmp_path / "out")["model.a.weight"], kept)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "wide")
+    np.testing.assert_array_equal(load(tmp_path / "wide")["model.a.weight"], kept)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_", "count"),
+    [
+        (E4M3, [0x7F, 0xFF, 0x7E, 0x80], 2),
+        (E5M2, [0x7C, 0xFC, 0x7D, 0xFF, 0x7B], 4),
+        (ml_dtypes.float8_e4m3fnuz, [0x80, 0x7F, 0xFF], 1),
+        (ml_dtypes.float8_e5m2fnuz, [0x80, 0x7F, 0xFF], 1),
+        (E8M0, [0xFF, 0xFE, 0x7F], 1),
+    ],
+)
+def test_nan_in_floats_of_8_bits_is_counted(tmp_path, dtype, bytes_, count):
+    kept = np.zeros((8, 8), np.uint8)
+    kept[3, : len(bytes_)] = bytes_
+    oracle = int((~np.isfinite(kept.view(dtype).astype(np.float32))).sum())
+    assert oracle == count
+    save(tmp_path / "f", {"a": kept.view(dtype), **WIDE})
+    report = convert(tmp_path / "f", tmp_path / "out", allow_codes=True)
+    assert {t.name: t.nonfinite for t in report.tensors} == {"a": count, "b.weight": 0}
+
+
+def test_gptq_without_its_config_is_refused_since_zero_points_have_two_meanings(tmp_path):
+    words = {"a.qweight": np.ones((8, 64), np.int32), "a.qzeros": np.ones((1, 8), np.int32)}
+    save(tmp_path / "f", {**words, "a.scales": np.ones((1, 64), np.float16), **WIDE})
+    with pytest.raises(CheckpointError, match=r"a\.qweight: of .* GPTQ.*give the folder with it"):
+        convert(tmp_path / "f", tmp_path / "out")
