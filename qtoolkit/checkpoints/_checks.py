@@ -1,9 +1,10 @@
 """What loaders are known to misread, refused or reported before anything is written. No JAX."""
 
 import re
+import reprlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
 from qtoolkit.checkpoints._paths import join
@@ -192,3 +193,25 @@ def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
                     "the tensor out with --skip or rename it"
                 )
             taken[entry.name] = tensor.name
+
+
+def strings(skip: Any) -> list[Any]:
+    """The patterns of `skip`; raises TypeError where they are none."""
+    given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
+    if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
+        raise TypeError(
+            f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
+            "skip=['lm_head']"
+        )
+    return given
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of `skip`; raises CheckpointError, with the position, where it is invalid."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
+            r"'(^|/)head/'; write special characters with a backslash"
+        ) from error

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,9 @@ from qtoolkit.checkpoints._checks import (
     check_loads,
     check_names,
     check_split,
+    compiled,
     kept_modules,
+    strings,
     used_schemes,
 )
 from qtoolkit.checkpoints._decode import check_explained
@@ -229,7 +230,7 @@ class _Planner:
 
     def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
         """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
-        patterns = [compiled(p) for p in _strings(skip)]
+        patterns = [compiled(p) for p in strings(skip)]
         names = list(self.source.tensors)
         unused = [p.pattern for p in patterns if not any(map(p.search, names))]
         if unused:
@@ -435,24 +436,3 @@ class _Planner:
             metadata.pop(METADATA_KEY, None)
             return metadata
         return {**metadata, METADATA_KEY: json.dumps(about, sort_keys=True)}
-
-
-def _strings(skip: Any) -> list[Any]:
-    given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
-    if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
-        raise TypeError(
-            f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
-            "skip=['lm_head']"
-        )
-    return given
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of `skip`; raises CheckpointError, with the position, where it is invalid."""
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(
-            f"--skip {shown(pattern)}: invalid regular expression ({error}), expected one such as "
-            r"'(^|/)head/'; write special characters with a backslash"
-        ) from error

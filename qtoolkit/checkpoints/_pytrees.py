@@ -9,7 +9,8 @@ JAX loads only where there are quantized arrays.
 
 import copy
 import json
-from collections.abc import Collection, Container, Iterator, Mapping
+import re
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -456,6 +457,7 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     known = {name: x for name, x in arrays.items() if x.dtype.name in DTYPE_OF}
     headers = {name: (x.dtype, x.shape) for name, x in known.items()}
     source = dequantized(array_checkpoint("dequantize", headers, known.__getitem__))
+    check_explained(source, lambda name: not _has_scales(name, arrays))
     for name in arrays.keys() - known.keys():
         scales = [f"{name}{end}" for end in ("_scale", "_scale_inv") if f"{name}{end}" in arrays]
         if scales:
@@ -466,6 +468,14 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
             )
     found = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
     return found | {name: x for name, x in arrays.items() if name not in known}
+
+
+def _has_scales(name: str, names: Iterable[str]) -> bool:
+    """Whether there are tensors beside this one that say that it holds codes."""
+    module = name.rpartition(".")[0]
+    start = f"{module}." if module else name
+    ends = (other.removeprefix(start) for other in names if other.startswith(start))
+    return any(re.search("scale|zero|absmax|quant|SCB|codebook", end) for end in ends)
 
 
 def _is_qarray(x: Any) -> bool:

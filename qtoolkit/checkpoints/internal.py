@@ -2,12 +2,12 @@
 
 # ruff: noqa: F401  (imported for those packages)
 
+from qtoolkit.checkpoints._checks import compiled
 from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
 from qtoolkit.checkpoints._files import files_of_shard
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
 from qtoolkit.checkpoints._paths import join
-from qtoolkit.checkpoints._plan import compiled
 from qtoolkit.checkpoints._report import ContainerName
 from qtoolkit.checkpoints._roles import AxisChoice
 from qtoolkit.checkpoints._target import (

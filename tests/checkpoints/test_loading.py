@@ -13,7 +13,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import qtoolkit as qt
-from qtoolkit.checkpoints import CheckpointError, convert, dequantize, load, save
+from qtoolkit.checkpoints import (
+    CheckpointError,
+    compare,
+    convert,
+    dequantize,
+    dequantize_checkpoint,
+    load,
+    save,
+    verify,
+)
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 
@@ -57,6 +66,15 @@ def test_codes_that_nothing_explains_are_no_weights():
     with pytest.raises(CheckpointError, match=r"tensor w: float4_e2m1fn with w_scale, which no la"):
         dequantize({"w": codes, "w_scale": np.ones((4, 1), np.float32)})
     assert dequantize({"w": codes})["w"] is codes
+    bytes_of = {"a.weight": np.ones((4, 8), np.int8), "a.SCB": np.ones(4, np.float32)}
+    for tensors in (
+        bytes_of,
+        {"a.weight": np.ones((4, 8), ml_dtypes.float8_e4m3fn), "a.scales_of_it": np.ones(3)},
+    ):
+        with pytest.raises(CheckpointError, match=r"dequantize: tensor a\.weight"):
+            dequantize(tensors)
+    alone = {"a.weight": bytes_of["a.weight"], "b.SCB": np.ones(4)}
+    assert dequantize(alone)["a.weight"] is alone["a.weight"]
 
 
 def test_tensors_of_four_bits_are_loaded(tmp_path):
@@ -95,3 +113,21 @@ def test_what_is_loaded_lies_where_like_does(tmp_path, kind, concrete):
     np.testing.assert_array_equal(found["w"], x)
     expected = tensors["q"].dequantize()
     np.testing.assert_array_equal(found["q"].dequantize(), expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.int8, np.uint8, np.int32], ids=str)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8", "modelopt", "plain"])
+def test_what_is_written_with_kept_codes_is_read_by_all(tmp_path, source, layout, dtype):
+    path, x = source
+    kept = np.arange(64).reshape(8, 8).astype(dtype)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "config.json").write_text((path / "config.json").read_text())
+    save(tmp_path / "src" / "model.safetensors", {NAME: x, name: kept}, {"format": "pt"})
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    convert(src, dst, layout=layout, skip=["o_proj"])
+    assert verify(src, dst).problems == ()
+    assert {t.name: t.equal for t in compare(src, dst).tensors} == {NAME: False, name: True}
+    dequantize_checkpoint(dst, tmp_path / "wide", allow_codes=True)
+    for folder in (dst, tmp_path / "wide"):
+        assert dequantize(load(folder))[name].tobytes() == kept.tobytes()
