@@ -86,13 +86,15 @@ class Report:
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products")]
+        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products", "")]
         by_path: dict[str, list[Product]] = {}
         for product in self.quantized:
             by_path.setdefault(product.path, []).append(product)
         for path, products in by_path.items():
-            cells = (_joined(products, part) for part in _PARTS)
-            rows.append((path or "-", *cells, str(sum(p.count for p in products))))
+            cells = [_joined(products, part) for part in _PARTS]
+            note = _NO_HISTORY if any(_NO_HISTORY in cell for cell in cells) else ""
+            cells = [cell.replace(f": {note}", "") if note else cell for cell in cells]
+            rows.append((path or "-", *cells, str(sum(p.count for p in products)), note))
         lines = text_table(rows)
         if self.left:
             rows = [("left", "product", "operands", "reason", "where", "products", "share")]
@@ -104,12 +106,11 @@ class Report:
                 for p in self.left
             ]
             lines += ["", *text_table(rows)]
-        lines.append(self._summary())
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
             lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._summary()])
 
     @property
     def _multiplications(self) -> int:
@@ -147,6 +148,7 @@ INTEGERS = "integers are not rounded"
 # End the operands of products whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
 _WIDE = "wide x wide"
+_NO_HISTORY = "no history yet"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
@@ -207,7 +209,7 @@ def lacks_history(histories: Iterable[Any]) -> bool:
 def _as_of_now(product: Product, unstarted: Collection[str]) -> Product:
     if product.path not in unstarted:
         return product
-    now = product.operands.replace(", delayed", ", current: no history yet")
+    now = product.operands.replace(", delayed", f", current: {_NO_HISTORY}")
     return dataclasses.replace(product, operands=now)
 
 
