@@ -14,7 +14,7 @@ from flax.core import lift
 from flax.linen import Module
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import Found, Origin, Standing, rewritten, with_values
+from qtoolkit.products.internal import Found, Origin, Standing, opened, rewritten, with_values
 from qtoolkit.scaling import QArray
 
 REWRITING = "qtoolkit_rewriting"  # the name under which interceptors see the lifted method
@@ -84,12 +84,12 @@ def _lifted_rewriting(
         def pure(variables: Any, rngs: Any, arrays: list[jax.Array]) -> Any:
             scopes = scope_of(variables, rngs)
             arguments = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
-            outs, out_structure = jax.tree.flatten(function(scopes, *arguments))
+            outs, closed = opened(function(scopes, *arguments))
             out_places = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
             # A traced function can only return arrays. Other results, such as None or strings,
             # are passed out through `outside`.
             rest = [None if i in set(out_places) else out for i, out in enumerate(outs)]
-            outside[:] = [out_structure, rest, out_places]
+            outside[:] = [closed, rest, out_places]
             return [outs[i] for i in out_places], repacked(scopes)
 
         names = _names(variables, own, other_uses)
@@ -106,8 +106,8 @@ def _lifted_rewriting(
         others = [""] * (len(jax.tree.leaves(rngs)) + len(places))
         call = rewritten(pure, multiply, lambda *_: [*names, *others], _made)
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
-        out_structure, rest, out_places = outside
-        return jax.tree.unflatten(out_structure, with_values(rest, out_places, arrays)), written
+        closed, rest, out_places = outside
+        return closed(with_values(rest, out_places, arrays)), written
 
     return lift.pack(run, (True,), (True,), (True,), "qtoolkit")
 
