@@ -49,7 +49,8 @@ class Product:
         that is not quantized.
       reason: Why it is not quantized; empty if it is.
       where: The line of the program, "model.py:17".
-      count: How many such products there are. One in a loop counts once.
+      count: How many such products there are. One in a loop counts once, and so does one that
+        `jax.checkpoint` computes again.
       multiplications: Of numbers, in all of them together; those in `lax.scan` in each iteration.
     """
 
@@ -312,7 +313,7 @@ def _products(
     line: str = "",
     times: int = 1,
 ) -> Iterator[Product]:
-    """The products of a jaxpr, but for those of empty arrays.
+    """The products of a jaxpr, but for those of empty arrays and those that are computed again.
 
     Args:
       part: The part to which its plain products belong: "forward" or "backward".
@@ -330,8 +331,9 @@ def _products(
             yield from _derivatives(eqn, place, times)
         elif name in (*PRODUCTS, SCALED):
             number = times * multiplications_of(eqn)
-            if not number:
-                continue  # `lax.associative_scan` makes products of empty arrays
+            # `lax.associative_scan` makes products of empty arrays.
+            if not number or _RECOMPUTED in here:
+                continue
             if marked is not None:
                 label = marked.label
                 reason = BY_RECIPE if label == _WIDE else ""
@@ -356,6 +358,8 @@ def _products(
                 yield from _products(inner, part, here, inside, outer, outer_line, again)
 
 
+# In the name stack of what `jax.checkpoint` computes again in the backward pass.
+_RECOMPUTED = "rematted_computation"
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or
 # a mesh for exactly the function that is there.
 _OPAQUE = {
