@@ -27,22 +27,23 @@ def split(x, w, layer):
 
 
 class Linen(nn.Module):
-    """As a coupling layer of a normalizing flow: `split` returns how to merge."""
+    """As a coupling layer of a normalizing flow: `split` returns how to merge.
+
+    Its function also holds the module, which in the trace is a copy.
+    """
 
     def setup(self):
         self.layer = nn.Dense(4)
 
     def split(self, x, w):
-        return split(x, w, lambda y: y)
+        return split(x, w, lambda y: self.layer(y))
 
     def __call__(self, x, w):
         y, merge = self.split(x, w)
-        return self.layer(merge(y, 2))
+        return merge(y, 2)
 
 
 class Nnx(nnx.Module):
-    """Its function also holds the module, which in the trace is a copy."""
-
     def __init__(self):
         self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
