@@ -14,7 +14,7 @@ from flax.core import lift
 from flax.linen import Module
 from flax.linen.transforms import decorator_lift_transform
 
-from qtoolkit.products.internal import Found, Origin, Standing, rewritten, with_values
+from qtoolkit.products.internal import Found, Origin, Standing, opened, rewritten, with_values
 from qtoolkit.scaling import QArray
 
 REWRITING = "qtoolkit_rewriting"  # the name under which interceptors see the lifted method
@@ -48,17 +48,22 @@ def run_rewritten(
         if not isinstance(value, Mapping)
     }
 
+    originals: dict[int, Module] = {}
+
     # The arguments of the method are passed as two: by their names they would meet those of Flax's
     # own functions, which have parameters `module` and `scopes`.
-    def inside(module: Module, args: Any, kwargs: Any) -> Any:
-        return method(module, *args, **kwargs)
+    def inside(copy: Module, args: Any, kwargs: Any) -> Any:
+        originals[id(copy)] = module
+        return method(copy, *args, **kwargs)
 
     # With `capture_intermediates` Flax stores the result of every method named "__call__". The
     # method itself is one of these, so its lifted copy needs another name.
     inside.__name__ = inside.__qualname__ = REWRITING
     if hasattr(method, "compact"):
         inside.compact = True  # type: ignore[attr-defined]
-    lifted = decorator_lift_transform(_lifted_rewriting, inside, multiply, own, other_uses)
+    lifted = decorator_lift_transform(
+        _lifted_rewriting, inside, multiply, own, other_uses, originals
+    )
     return lifted(module, args, kwargs)
 
 
@@ -67,6 +72,7 @@ def _lifted_rewriting(
     multiply: Multiply,
     own: Mapping[int, tuple[str, ...]],
     other_uses: set[Any] | None,
+    originals: Mapping[int, Module],
 ) -> Callable[..., Any]:
     """A lifted transformation in the sense of `flax.core.lift`, such as `lift.checkpoint`.
 
@@ -74,6 +80,8 @@ def _lifted_rewriting(
       function: A function of (scopes, args, kwargs).
       multiply, other_uses: As in `run_rewritten`.
       own: The path of each of the module's own parameters, by the `_identity` of its value.
+      originals: The module, by the id of the copy on which the method runs. A function that the
+        method returns may hold the copy.
     """
 
     def run(scope_of: Any, repacked: Any, variables: Any, rngs: Any, *arguments: Any) -> Any:
@@ -84,12 +92,15 @@ def _lifted_rewriting(
         def pure(variables: Any, rngs: Any, arrays: list[jax.Array]) -> Any:
             scopes = scope_of(variables, rngs)
             arguments = jax.tree.unflatten(structure, with_values(leaves, places, arrays))
-            outs, out_structure = jax.tree.flatten(function(scopes, *arguments))
+            outs, closed = opened(function(scopes, *arguments), _is_module)
             out_places = [i for i, out in enumerate(outs) if isinstance(out, jax.Array)]
             # A traced function can only return arrays. Other results, such as None or strings,
             # are passed out through `outside`.
-            rest = [None if i in set(out_places) else out for i, out in enumerate(outs)]
-            outside[:] = [out_structure, rest, out_places]
+            rest = [
+                None if i in set(out_places) else originals.get(id(out), out)
+                for i, out in enumerate(outs)
+            ]
+            outside[:] = [closed, rest, out_places]
             return [outs[i] for i in out_places], repacked(scopes)
 
         names = _names(variables, own, other_uses)
@@ -106,8 +117,8 @@ def _lifted_rewriting(
         others = [""] * (len(jax.tree.leaves(rngs)) + len(places))
         call = rewritten(pure, multiply, lambda *_: [*names, *others], _made)
         arrays, written = call(variables, rngs, [leaves[i] for i in places])
-        out_structure, rest, out_places = outside
-        return jax.tree.unflatten(out_structure, with_values(rest, out_places, arrays)), written
+        closed, rest, out_places = outside
+        return closed(with_values(rest, out_places, arrays)), written
 
     return lift.pack(run, (True,), (True,), (True,), "qtoolkit")
 
@@ -156,6 +167,10 @@ def _name(path: Any) -> str:
 def _identity(x: Any) -> int:
     """Identifies an array of the variables: Flax copies their trees, but not the leaves."""
     return id(x.codes if isinstance(x, QArray) else x)
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, Module)
 
 
 def _is_stored(x: Any) -> bool:

@@ -24,6 +24,7 @@ from qtoolkit.products.internal import (
     as_jax,
     computes_product,
     enclosing,
+    opened,
     overridden,
     product_attributes,
     returns_later,
@@ -281,7 +282,7 @@ def _run(
         notes = [_notes(node) for node in (copied, *given)]
         with rewritten_later():
             out = method(copied, *args, **kwargs)
-        outs, kind = jax.tree.flatten(out, is_leaf=_is_node)
+        outs, closed = opened(out, is_leaf=_is_node)
         changed = [
             (path, variable)
             for path, variable in nnx.to_flat_state(nnx.state((copied, given)))
@@ -291,7 +292,7 @@ def _run(
         originals = {id(copy): node for copy, node in pairs}
         traced[:] = [
             _Traced(
-                kind,
+                closed,
                 [None if _is_array(out) else (originals.get(id(out), out),) for out in outs],
                 [(path, jax.tree.structure(variable)) for path, variable in changed],
                 [_news(node, was) for node, was in zip((copied, *given), notes, strict=True)],
@@ -329,14 +330,14 @@ def _run(
         _write(*place, jax.tree.unflatten(variable, values))
     remaining = iter(arrays)
     outs = [next(remaining) if other is None else other[0] for other in found.others]
-    return jax.tree.unflatten(found.structure, outs)
+    return found.closed(outs)
 
 
 class _Traced(NamedTuple):
     """What the trace of a method returns besides arrays.
 
     Attributes:
-      structure: The tree structure of the method's result.
+      closed: Makes the method's result from its leaves, see `opened`.
       others: For each leaf of the result None if it is an array, else the leaf in a tuple. The
         method ran on copies; where it returns a copied module or variable, this is the original.
       variables: The variables that the method wrote or made: paths, and trees of their values.
@@ -344,7 +345,7 @@ class _Traced(NamedTuple):
         the module that holds one, its name, its value.
     """
 
-    structure: Any
+    closed: Callable[[list[Any]], Any]
     others: list[tuple[Any] | None]
     variables: list[tuple[tuple[Any, ...], Any]]
     notes: list[list[tuple[Any, str, Any]]]

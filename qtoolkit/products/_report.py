@@ -49,7 +49,8 @@ class Product:
         that is not quantized.
       reason: Why it is not quantized; empty if it is.
       where: The line of the program, "model.py:17".
-      count: How many such products there are. One in a loop counts once.
+      count: How many such products there are. One in a loop counts once, and so does one that
+        `jax.checkpoint` computes again.
       multiplications: Of numbers, in all of them together; those in `lax.scan` in each iteration.
     """
 
@@ -86,13 +87,15 @@ class Report:
         return tuple(product for product in self.left if not product.reason.startswith(known))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products")]
+        rows: list[tuple[str, ...]] = [("path", *_PARTS, "products", "")]
         by_path: dict[str, list[Product]] = {}
         for product in self.quantized:
             by_path.setdefault(product.path, []).append(product)
         for path, products in by_path.items():
-            cells = (_joined(products, part) for part in _PARTS)
-            rows.append((path or "-", *cells, str(sum(p.count for p in products))))
+            cells = [_joined(products, part) for part in _PARTS]
+            note = _NO_HISTORY if any(_NO_HISTORY in cell for cell in cells) else ""
+            cells = [cell.replace(f": {note}", "") if note else cell for cell in cells]
+            rows.append((path or "-", *cells, str(sum(p.count for p in products)), note))
         lines = text_table(rows)
         if self.left:
             rows = [("left", "product", "operands", "reason", "where", "products", "share")]
@@ -104,12 +107,11 @@ class Report:
                 for p in self.left
             ]
             lines += ["", *text_table(rows)]
-        lines.append(self._summary())
         if self.is_forward_only:
             lines.append("forward only: JAX has no derivative of lax.while_loop")
         if self.unreached:
             lines.append(f"not reached by these inputs: {', '.join(self.unreached)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, self._summary()])
 
     @property
     def _multiplications(self) -> int:
@@ -147,6 +149,7 @@ INTEGERS = "integers are not rounded"
 # End the operands of products whose recipe says `arithmetic="native"`.
 _NATIVE, _EMULATED = " (native)", " (emulated)"
 _WIDE = "wide x wide"
+_NO_HISTORY = "no history yet"
 _GIVEN = (f", {STORED}", f", {Learned.__name__.lower()}")
 
 
@@ -207,7 +210,7 @@ def lacks_history(histories: Iterable[Any]) -> bool:
 def _as_of_now(product: Product, unstarted: Collection[str]) -> Product:
     if product.path not in unstarted:
         return product
-    now = product.operands.replace(", delayed", ", current: no history yet")
+    now = product.operands.replace(", delayed", f", current: {_NO_HISTORY}")
     return dataclasses.replace(product, operands=now)
 
 
@@ -310,7 +313,7 @@ def _products(
     line: str = "",
     times: int = 1,
 ) -> Iterator[Product]:
-    """The products of a jaxpr, but for those of empty arrays.
+    """The products of a jaxpr, but for those of empty arrays and those that are computed again.
 
     Args:
       part: The part to which its plain products belong: "forward" or "backward".
@@ -328,8 +331,9 @@ def _products(
             yield from _derivatives(eqn, place, times)
         elif name in (*PRODUCTS, SCALED):
             number = times * multiplications_of(eqn)
-            if not number:
-                continue  # `lax.associative_scan` makes products of empty arrays
+            # `lax.associative_scan` makes products of empty arrays.
+            if not number or _RECOMPUTED in here:
+                continue
             if marked is not None:
                 label = marked.label
                 reason = BY_RECIPE if label == _WIDE else ""
@@ -354,6 +358,8 @@ def _products(
                 yield from _products(inner, part, here, inside, outer, outer_line, again)
 
 
+# In the name stack of what `jax.checkpoint` computes again in the backward pass.
+_RECOMPUTED = "rematted_computation"
 # Primitives inside of which `rewritten` replaces no products: the user has defined derivatives or
 # a mesh for exactly the function that is there.
 _OPAQUE = {

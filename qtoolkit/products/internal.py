@@ -5,6 +5,7 @@
 from qtoolkit.products._bilinear import Axes
 from qtoolkit.products._cache import cache_format, cached
 from qtoolkit.products._calibration import Batch, calibration_of, check_calibrated, summary_of
+from qtoolkit.products._closures import opened
 from qtoolkit.products._constant import Constant
 from qtoolkit.products._context import held
 from qtoolkit.products._found import Found, Names, Origin, Standing

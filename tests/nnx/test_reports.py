@@ -242,3 +242,47 @@ def test_a_layer_without_a_history_says_so():
     assert "delayed" in labels["up"]
     assert "no history" not in labels["up"]
     assert "current: no history yet" in labels["mix"]
+
+
+def test_a_row_says_once_that_there_is_no_history():
+    report = qt.nnx.report(qt.nnx.wrap(Model(), qt.recipes.te_delayed_hybrid), X)
+    first, second = str(report).splitlines()[1:3]
+    pair, grads = "e4m3fn by tensor, current", "e5m2 by tensor, current"
+    cells = [f"{pair} x {pair}", f"{grads} x {pair}", f"{pair} x {grads}", "3", "no history yet"]
+    assert re.split(r" {2,}", first) == ["up", *cells]
+    assert re.split(r" {2,}", second) == ["mix", *cells]
+    current = str(qt.nnx.report(qt.nnx.wrap(Model(), qt.recipes.te_current), X))
+    assert "history" not in current
+
+
+def test_the_total_is_the_last_line():
+    wrapped = qt.nnx.wrap(Model(), qt.Rules({"mix": qt.recipes.te_current}, default=None))
+    report = qt.nnx.report(wrapped, X, method="encode")
+    assert report.unreached == ("mix",)
+    *_, unreached, total = str(report).splitlines()
+    assert unreached == "not reached by these inputs: mix"
+    assert total == "0 of 3 products quantized"  # forward, and by x and by the kernel
+
+
+@pytest.mark.parametrize("left", [None, qt.Recipe((None, None), gradient=None)])
+def test_products_that_are_recomputed_count_once(left):
+    class Two(nn.Module):
+        remat: bool
+
+        @nn.compact
+        def __call__(self, x):
+            def pair(module, x):
+                return nn.Dense(64, name="b")(jnp.tanh(nn.Dense(64, name="a")(x)))
+
+            return (nn.remat(pair) if self.remat else pair)(self, x)
+
+    def found(remat):
+        rules = qt.Rules({"b": qt.recipes.te_current, "a": left}, default=None)
+        module = qt.linen.wrap(Two(remat), rules)
+        return qt.linen.report(module, module.init(jax.random.key(0), X), X)
+
+    gradient = jax.grad(lambda v: Two(True).apply(v, X).sum())
+    jaxpr = str(jax.make_jaxpr(gradient)(Two(True).init(jax.random.key(0), X)))
+    assert jaxpr.count("dot_general") > 5  # by kernels, and by the input of the second
+    assert summary(found(True)) == summary(found(False))
+    assert summary(found(True)) == "3 of 6 products quantized, 50.0% of all multiplications"
