@@ -93,6 +93,12 @@ def state_of(
         # so under a plain `jax.grad` products use current scales, and the history does not move.
         given = kept.get(_PROBE, jnp.zeros((3, BUCKETS), jnp.float32))
         probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
+    elif _HISTORY in kept and AMAX not in kept:
+        raise ValueError(
+            f"{name}: the variables have a history of delayed scales, but the recipe of this module "
+            "scales otherwise, expected variables of a module wrapped by the same recipe; wrap it by "
+            f'theirs, or pass variables without the collection "{COLLECTION}"'
+        )
     if recipe.is_calibrated and AMAX in kept:
         amax = kept[AMAX]
     if recipe.is_stochastic:

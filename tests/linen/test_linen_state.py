@@ -460,3 +460,14 @@ def test_a_loss_may_return_a_state_that_no_step_changes():
 
     (_, updates), _, state = value_and_grad(of, has_aux=True)(variables)
     jax.tree.map(np.testing.assert_array_equal, updates["qtoolkit"], state)
+
+
+def test_a_history_is_refused_by_a_module_of_another_recipe():
+    """It was ignored, and the layer had current scales for ever. Without it the variables pass."""
+    variables = wrap(nn.Dense(4), RECIPE).init(KEY, X)
+    current = wrap(nn.Dense(4), qt.recipes.te_current)
+    with pytest.raises(ValueError, match=r"history of delayed scales.* without the collection"):
+        current.apply(variables, X)
+    without = {"params": variables["params"]}
+    expected = current.apply(current.init(KEY, X), X)
+    np.testing.assert_array_equal(current.apply(without, X), expected)
