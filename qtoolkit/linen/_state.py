@@ -95,9 +95,9 @@ def state_of(
         probe = jnp.sum(given.reshape(-1, 3, BUCKETS), axis=0)
     elif _HISTORY in kept and AMAX not in kept:
         raise ValueError(
-            f"{name}: the variables have a history of delayed scales, but the recipe of this module "
-            "scales otherwise, expected variables of a module wrapped by the same recipe; wrap it by "
-            f'theirs, or pass variables without the collection "{COLLECTION}"'
+            f"{name}: the variables have a history of delayed scales, but the recipe of this "
+            "module scales otherwise, expected variables of a module wrapped by the same recipe; "
+            f'wrap it by theirs, or pass variables without the collection "{COLLECTION}"'
         )
     if recipe.is_calibrated and AMAX in kept:
         amax = kept[AMAX]
