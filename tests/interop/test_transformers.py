@@ -163,7 +163,9 @@ def test_experts_that_stay_wide_come_with_a_caution_where_they_are_misread(
     folders, tmp_path, fmt, skip
 ):
     """FP8: all or none of those that are joined. Oracle: the dequantized weights."""
-    report = convert(folders / "mixtral", tmp_path / "out", format=fmt, skip=[skip])
+    report = convert(
+        folders / "mixtral", tmp_path / "out", format=fmt, skip=[skip], allow_split=True
+    )
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     expected = logits(tmp_path / "back")
     try:
@@ -177,7 +179,7 @@ def test_experts_that_stay_wide_come_with_a_caution_where_they_are_misread(
 
 def test_experts_of_several_formats_come_with_a_caution(folders, tmp_path):
     rules = Rules({r"experts\.\d+\.w2": "int8_group128", "experts": "int4_group128"})
-    report = convert(folders / "mixtral", tmp_path / "out", format=rules)
+    report = convert(folders / "mixtral", tmp_path / "out", format=rules, allow_split=True)
     assert "reads all experts by one format" in report.caution
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     expected = logits(tmp_path / "back")
@@ -394,7 +396,7 @@ def test_heads_and_modules_that_transformers_names_otherwise(make, rules, tmp_pa
         formats = Rules({**towers, **narrow})
     convert(
         tmp_path / "wide", tmp_path / "narrow", layout="compressed-tensors", format=formats,
-        scaling="channel",
+        scaling="channel", allow_split=True,
     )  # fmt: skip
     dequantize_checkpoint(tmp_path / "narrow", tmp_path / "back")
     outs = []
