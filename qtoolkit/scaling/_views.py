@@ -215,7 +215,9 @@ def _spec_of(spec: BlockFormat, shape: tuple[int, ...], lengths: tuple[int, ...]
             return candidate
     named = [axis for axis in range(-rank, 0) if lengths[axis] != (spec.other_axes or shape[axis])]
     block = tuple(lengths[axis] for axis in named)
-    return dataclasses.replace(spec, block=block, axes=tuple(named) or None)
+    if not named:  # no axis is longer than one element: one scale
+        return dataclasses.replace(spec, block=(), axes=None, other_axes=None)
+    return dataclasses.replace(spec, block=block, axes=tuple(named))
 
 
 def _lengths(spec: BlockFormat, shape: tuple[int, ...]) -> tuple[int, ...] | None:
