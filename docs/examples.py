@@ -2,10 +2,11 @@
 
 Command: python docs/examples.py PAGE... [--write]
 Claim: a page's Python runs from top to bottom in one namespace, in an empty folder; what stands
-below a `>>>` is what it prints. With --write the outputs are written anew into the pages.
+below a `>>>` or a `$` is what it prints. With --write the outputs are written anew into the pages.
 
-Three kinds of fenced blocks are run: `python`, `pycon` (with outputs) and `sh`, of which those
-lines that call `qtoolkit`. A block that is not to be run is called otherwise: `shell`.
+Four kinds of fenced blocks are run: `python`, `pycon` (`>>>` and outputs), `console` (`$ qtoolkit`
+and outputs) and `sh`, of which only the lines that call `qtoolkit`. Blocks of other names, such as
+`shell`, are not run.
 """
 
 import argparse
@@ -28,7 +29,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import qtoolkit as qt
 from flax import linen as nn, nnx
 """
-_BLOCK = re.compile(r"^```(python|pycon|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(python|pycon|console|sh)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^\$ (.*\n)((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Block:
     """One fenced block of a page.
 
     Attributes:
-      kind: "python", "pycon" or "sh".
+      kind: "python", "pycon", "console" or "sh".
       text: Between the fences.
       line: Of the file, where the text begins.
     """
@@ -46,9 +48,39 @@ class Block:
     line: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What a reader types, and the output below it.
+
+    Attributes:
+      source: Lines without their prompts.
+      output: As it stands on the page.
+      line: Of the file, where the source begins.
+    """
+
+    source: str
+    output: str
+    line: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.line}: {self.source}"
+
+
 def blocks(text: str) -> Iterator[Block]:
-    for found in _BLOCK.finditer(text):
-        yield Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1)
+    for match in _BLOCK.finditer(text):
+        yield Block(match[1], match[2], text.count("\n", 0, match.start(2)) + 1)
+
+
+def examples_of(block: Block) -> Iterator[Example]:
+    """The examples with outputs of a block: none in `python` and `sh`."""
+    if block.kind == "pycon":
+        for example in doctest.DocTestParser().get_examples(block.text):
+            yield Example(example.source, example.want, block.line + example.lineno)
+    elif block.kind == "console":
+        for match in _COMMAND.finditer(block.text):
+            line = block.line + block.text.count("\n", 0, match.start())
+            yield Example(match[1], match[2], line)
 
 
 def run(page: Path, names: dict[str, Any] | None = None) -> dict[str, str]:
@@ -76,9 +108,9 @@ def _run_python(page: Path, block: Block, names: dict[str, Any], _: dict[str, st
 
 
 def _run_pycon(page: Path, block: Block, names: dict[str, Any], outputs: dict[str, str]) -> None:
-    for example in doctest.DocTestParser().get_examples(block.text):
+    for example in examples_of(block):
         printed = io.StringIO()
-        source = "\n" * (block.line + example.lineno - 1) + example.source
+        source = "\n" * (example.line - 1) + example.source
         with contextlib.redirect_stdout(printed):
             try:
                 exec(compile(source, str(page), "single"), names)
@@ -86,48 +118,64 @@ def _run_pycon(page: Path, block: Block, names: dict[str, Any], outputs: dict[st
                 # As a reader sees it, without the frames between.
                 printed.write("Traceback (most recent call last):\n    ...\n")
                 printed.write(f"{type(error).__name__}: {error}\n")
-        outputs[f"{block.line + example.lineno}: {example.source}"] = printed.getvalue()
+        outputs[example.key] = printed.getvalue()
+
+
+def _run_console(page: Path, block: Block, _: dict[str, Any], outputs: dict[str, str]) -> None:
+    for example in examples_of(block):
+        outputs[example.key] = _printed_by(page, example.source)
 
 
 def _run_sh(page: Path, block: Block, _: dict[str, Any], __: dict[str, str]) -> None:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if shlex.split(line, comments=True)[:1] == ["qtoolkit"]:
+            _printed_by(page, line)
+
+
+def _printed_by(page: Path, line: str) -> str:
+    """Standard output of a command; progress goes to standard error.
+
+    Raises:
+      RuntimeError: The command fails, or is another one than `qtoolkit`.
+    """
     from typer.testing import CliRunner
 
     from qtoolkit.cli._app import app
 
-    for line in block.text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["qtoolkit"]:
-            done = CliRunner().invoke(app, words[1:])
-            if done.exit_code:
-                raise RuntimeError(f"{page}: {line}\nexit code {done.exit_code}\n{done.output}")
+    program, *words = shlex.split(line, comments=True)
+    if program != "qtoolkit":
+        raise RuntimeError(f"{page}: {line}\nonly `qtoolkit` runs here; write such a line as shell")
+    done = CliRunner().invoke(app, words)
+    if done.exit_code:
+        raise RuntimeError(f"{page}: {line}\nexit code {done.exit_code}\n{done.output}")
+    return done.stdout
 
 
-_RUNNERS = {"python": _run_python, "pycon": _run_pycon, "sh": _run_sh}
+_RUNNERS = {"python": _run_python, "pycon": _run_pycon, "console": _run_console, "sh": _run_sh}
 
 
 def expected(page: Path) -> dict[str, str]:
     """What the page says that its examples print, by the keys of `run`."""
-    found = {}
-    for block in blocks(page.read_text(encoding="utf-8")):
-        if block.kind == "pycon":
-            for example in doctest.DocTestParser().get_examples(block.text):
-                key = f"{block.line + example.lineno}: {example.source}"
-                found[key] = example.want
-    return found
+    return {
+        example.key: example.output
+        for block in blocks(page.read_text(encoding="utf-8"))
+        for example in examples_of(block)
+    }
 
 
 def written(page: Path, outputs: dict[str, str]) -> str:
     """The text of the page with these outputs in place of its own."""
-    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-    for block in reversed(list(blocks(page.read_text(encoding="utf-8")))):
-        if block.kind != "pycon":
-            continue
-        text = ""
-        for example in doctest.DocTestParser().get_examples(block.text):
+    text = page.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    for block in reversed(list(blocks(text))):
+        anew = ""
+        for example in examples_of(block):
             first, *rest = example.source.splitlines(keepends=True)
-            text += f">>> {first}" + "".join(f"... {line}" for line in rest)
-            text += outputs[f"{block.line + example.lineno}: {example.source}"]
-        lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [text]
+            prompt = ">>>" if block.kind == "pycon" else "$"
+            anew += f"{prompt} {first}" + "".join(f"... {line}" for line in rest)
+            anew += outputs[example.key]
+        if anew:
+            lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [anew]
     return "".join(lines)
 
 
