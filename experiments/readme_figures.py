@@ -9,25 +9,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks._results import ROOT, load
-from update_readme import README, with_block
+from update_page import with_block
 
+README = ROOT / "README.md"
 RESULTS = ROOT / "experiments" / "results"
 Row = dict[str, Any]
 Stored = Mapping[str, Sequence[Row]]  # of each benchmark: its origin, and its rows
 
 
 class Ratios(NamedTuple):
-    """The median of a row, beside those of other rows of its table.
+    """How the median of one row compares with those of other rows of its table.
 
     Attributes:
-      words: What README.md calls it.
+      sentence: What README.md says, with `{}` for each ratio.
       benchmark: Whose results have it.
       table: What the title of the table begins with.
       row: The row.
       others: What it is divided by.
     """
 
-    words: str
+    sentence: str
     benchmark: str
     table: str
     row: str
@@ -38,56 +39,53 @@ PLAIN, WRAPPED = "plain float32", "wrapped, E4M3 / E5M2"
 STEP = "training step, nnx, 2 blocks, d = 512"
 QUOTED = (
     Ratios(
-        "`encode` of 2^24 float32 numbers to E4M3FN, beside C with the same arithmetic",
-        *("casts", "float32 to codes, 16,777,216", "encode e4m3fn", ("C e4m3fn",)),
-    ),
-    Ratios(
-        "quantizing them to MXFP8, scales found and stored, beside a kernel that narrows bytes",
-        "scales",
-        *("float32 to codes and scales, 4,096", "quantize mxfp8_e4m3", ("trivial kernel",)),
-    ),
-    Ratios(
-        "a training step in emulated FP8, d = 512, beside float32's, and beside qwix's",
+        "A training step of a transformer of width 512 takes {} times as long in emulated FP8 as in"
+        " float32, and {} times as long as with qwix.",
         *("training", STEP, WRAPPED, (PLAIN, "qwix")),
     ),
     Ratios(
-        "a large product of bfloat16 and its gradients in native FP8 on a GPU, beside bfloat16's",
-        *("gpu", "a product of bfloat16", "te_current, native", ("plain bfloat16",)),
-    ),
-    Ratios(
-        "converting 1 GiB of bfloat16 to FP8 by channel, beside `dd conv=fsync`",
+        "Converting 1 GiB of bfloat16 weights to FP8 takes {} times as long as copying the file"
+        " with `dd conv=fsync`.",
         *("conversion", "1024 MiB", "by channel", ("dd conv=fsync",)),
     ),
 )
 
 
 def figures(stored: Stored) -> str:
-    """A table of them; what was not measured is left out."""
-    lines = ["| measured | figure |", "| --- | --- |"]
-    words = "codes of every float32 in 13 formats, 6 roundings, 3 saturations, that differ from C's"
-    made = [("by a CPU", "every_float32"), ("by a GPU", "every_float32_gpu")]
-    counts = [f"{_differing(rows)} {by}" for by, name in made if (rows := stored.get(name, ())[1:])]
-    if counts:
-        lines.append(f"| {words} | {', '.join(counts)} |")
-    found = {quoted: value for quoted in QUOTED if (value := _found(stored, quoted)) is not None}
-    lines += [f"| {quoted.words} | {value} times as long |" for quoted, value in found.items()]
-    origins = [stored[quoted.benchmark][0] for quoted in found]
+    """A sentence for each of them; what was not measured has none."""
+    ratios = {quoted: found for quoted in QUOTED if (found := _ratios(stored, quoted))}
+    sentences = [quoted.sentence.format(*found) for quoted, found in ratios.items()]
+    if codes := _codes(stored):
+        sentences.insert(0, codes)
+    lines = [f"* {sentence}" for sentence in sentences]
+    origins = [stored[quoted.benchmark][0] for quoted in ratios]
     if origins:
         hosts = dict.fromkeys(origin["host"] for origin in origins)
         days = sorted(origin["date"][:10] for origin in origins)
         dates = " to ".join(dict.fromkeys((days[0], days[-1])))
-        lines += ["", f"Medians; {'; '.join(hosts)}; {dates}"]
+        lines += ["", f"Times are medians on {'; '.join(hosts)}; {dates}."]
     return "\n".join(lines)
 
 
+def _codes(stored: Stored) -> str:
+    devices = [("on a CPU", "every_float32"), ("on a GPU", "every_float32_gpu")]
+    counts = [f"{_differing(rows)} {on}" for on, name in devices if (rows := stored.get(name))]
+    if not counts:
+        return ""
+    return (
+        "`encode` was compared with a C program on every float32 number, in 13 formats, 6 roundings"
+        f" and 3 saturation rules: {' and '.join(counts)} differ."
+    )
+
+
 def _differing(rows: Sequence[Row]) -> str:
-    codes = sum(row["compared"] * len(row["differ"]) for row in rows)
-    differ = sum(sum(row["differ"].values()) for row in rows)
-    return f"{differ:,} of {codes:,}"
+    codes = sum(row["compared"] * len(row["differ"]) for row in rows[1:])
+    differ = sum(sum(row["differ"].values()) for row in rows[1:])
+    return f"{differ:,} of {codes:,} codes"
 
 
-def _found(stored: Stored, quoted: Ratios) -> str | None:
-    """None where one of them was not measured."""
+def _ratios(stored: Stored, quoted: Ratios) -> list[str]:
+    """Empty where one of its rows was not measured."""
     rows = stored.get(quoted.benchmark, ())[1:]
     medians = {
         row["row"]: row["median_ms"]
@@ -95,8 +93,8 @@ def _found(stored: Stored, quoted: Ratios) -> str | None:
         if row["table"].startswith(quoted.table) and "median_ms" in row
     }
     if not {quoted.row, *quoted.others} <= medians.keys():
-        return None
-    return " and ".join(f"{medians[quoted.row] / medians[other]:.2f}" for other in quoted.others)
+        return []
+    return [f"{medians[quoted.row] / medians[other]:.2f}" for other in quoted.others]
 
 
 def stored_results() -> Stored:

@@ -22,20 +22,21 @@ def made_up(seconds: float = 2.0):
 
 
 def test_figures_of_results_that_are_made_up():
-    lines = figures(made_up()).splitlines()
-    assert lines[:2] == ["| measured | figure |", "| --- | --- |"]
-    assert lines[2].endswith("| 3 of 48 by a CPU, 0 of 4 by a GPU |")
-    one, two = "1.25 times as long |", "1.25 and 1.25 times as long |"
-    assert [line.split(" | ")[-1] for line in lines[3:8]] == [one, one, two, one, one]
-    assert lines[8:] == ["", "Medians; a computer; 2026-01-02"]
+    codes, step, conversion, *rest = figures(made_up()).splitlines()
+    assert codes.endswith(": 3 of 48 codes on a CPU and 0 of 4 codes on a GPU differ.")
+    assert step.startswith("* A training step of a transformer of width 512 takes 1.25 times as")
+    assert step.endswith(" in float32, and 1.25 times as long as with qwix.")
+    assert " takes 1.25 times as long as copying the file" in conversion
+    assert rest == ["", "Times are medians on a computer; 2026-01-02."]
 
 
 def test_what_was_not_measured_is_left_out():
     stored = made_up()
-    stored["casts"] = [row for row in stored["casts"] if row.get("row") != "C e4m3fn"]
-    del stored["conversion"], stored["every_float32"], stored["every_float32_gpu"]
-    assert len(figures(stored).splitlines()) == 2 + len(QUOTED) - 2 + 2
-    assert figures({}).splitlines() == ["| measured | figure |", "| --- | --- |"]
+    stored["training"] = [row for row in stored["training"] if row.get("row") != "qwix"]
+    del stored["every_float32"], stored["every_float32_gpu"]
+    sentence, *_ = figures(stored).splitlines()
+    assert sentence.startswith("* Converting ")
+    assert figures({}) == ""
 
 
 def test_the_readme_quotes_the_stored_results():
@@ -47,5 +48,5 @@ def test_the_readme_quotes_the_stored_results():
 def test_the_titles_and_rows_are_those_that_the_benchmarks_write():
     stored = readme_figures.stored_results()
     block = figures(stored)
-    sought = [quoted.words for quoted in QUOTED if quoted.benchmark in stored]
+    sought = [quoted.sentence.split("{}")[0] for quoted in QUOTED if quoted.benchmark in stored]
     assert [words for words in sought if words not in block] == []

@@ -64,7 +64,7 @@ def test_a_researchers_own_model_trains_in_fp8_with_report_and_plot(
         @nnx.jit
         def step(model, optimizer, x, y):
             loss, grads = qt.nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-            optimizer.update(model, grads)  # delayed scales were rolled, too
+            optimizer.update(model, grads)  # value_and_grad has updated the scales
             return loss
 
 

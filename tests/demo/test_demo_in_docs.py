@@ -1,4 +1,4 @@
-"""The README's demo table: written by a command, with the rows that the demo prints today."""
+"""The quickstart's demo table: written by a command, with the rows that the demo prints today."""
 
 import re
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 from qtoolkit.demo import Results
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "docs" / "pages" / "quickstart.md"
 RESULTS = Results(
     wide=2.0,
     quantized=2.01,
@@ -24,15 +25,13 @@ RESULTS = Results(
 BEFORE, BLOCK, AFTER = "# Title\n\n<!-- demo: how -->\n", "\n| old |\n\n", "<!-- /demo -->\n\nend\n"
 
 
-def update(readme, *arguments):
-    command = [sys.executable, ROOT / "experiments" / "update_readme.py", *arguments]
-    return subprocess.run(
-        [*command, "--readme", readme], capture_output=True, text=True, check=False
-    )
+def update(page, *arguments):
+    command = [sys.executable, ROOT / "experiments" / "update_page.py", *arguments]
+    return subprocess.run([*command, "--page", page], capture_output=True, text=True, check=False)
 
 
-def test_the_readme_has_the_rows_of_the_demo():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_quickstart_has_the_rows_of_the_demo():
+    text = QUICKSTART.read_text(encoding="utf-8")
     (block,) = re.findall(r"<!-- demo\b[^>]*-->\n(.*?)<!-- /demo -->", text, re.DOTALL)
     rows = re.findall(r"^\| (.*?) \| .*? \|$", block, re.MULTILINE)
     assert rows == ["measured", "---", *(name for name, _ in RESULTS.rows())]
@@ -51,20 +50,20 @@ def test_figures_as_they_are_printed():
 
 
 def test_the_command_replaces_the_block_and_nothing_else(tmp_path):
-    readme, table = tmp_path / "README.md", tmp_path / "table.md"
-    readme.write_text(f"{BEFORE}{BLOCK}{AFTER}")
+    page, table = tmp_path / "page.md", tmp_path / "table.md"
+    page.write_text(f"{BEFORE}{BLOCK}{AFTER}")
     table.write_text(RESULTS.markdown(r"400 steps, \1 & <b>"))
     for _ in range(2):  # a second time changes nothing more
-        done = update(readme, "demo", table)
+        done = update(page, "demo", table)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-        assert readme.read_text() == f"{BEFORE}\n{table.read_text()}\n{AFTER}"
+        assert page.read_text() == f"{BEFORE}\n{table.read_text()}\n{AFTER}"
 
 
 @pytest.mark.parametrize("text", ["no markers", BEFORE, AFTER, f"{BEFORE}{AFTER}" * 2])
-def test_a_readme_without_the_one_block_is_left_alone(tmp_path, text):
-    (tmp_path / "README.md").write_text(text)
+def test_a_page_without_the_one_block_is_left_alone(tmp_path, text):
+    (tmp_path / "page.md").write_text(text)
     (tmp_path / "table.md").write_text("| new |")
-    done = update(tmp_path / "README.md", "demo", tmp_path / "table.md")
+    done = update(tmp_path / "page.md", "demo", tmp_path / "table.md")
     assert done.returncode == 1
     assert "blocks from <!-- demo --> to <!-- /demo -->, expected one" in done.stderr
-    assert (tmp_path / "README.md").read_text() == text
+    assert (tmp_path / "page.md").read_text() == text

@@ -1,6 +1,6 @@
-"""Puts a file in place of a marked block of README.md, so that nobody types the figures in it.
+"""Puts a file in place of a marked block of a page, so that nobody types the figures in it.
 
-Command: python experiments/update_readme.py demo qtoolkit-demo/table.md
+Command: python experiments/update_page.py demo qtoolkit-demo/table.md
 Claim: everything but what stands between `<!-- demo ... -->` and `<!-- /demo -->` stays as it was.
 """
 
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+QUICKSTART = Path(__file__).resolve().parents[1] / "docs" / "pages" / "quickstart.md"
 
 
 def with_block(text: str, name: str, block: str) -> str:
@@ -33,18 +33,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="of the block: demo")
     parser.add_argument("file", type=Path, help="what goes into it: qtoolkit-demo/table.md")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--page", type=Path, default=QUICKSTART)
     arguments = parser.parse_args()
     try:
         block = arguments.file.read_text(encoding="utf-8")
-        text = arguments.readme.read_text(encoding="utf-8")
+        text = arguments.page.read_text(encoding="utf-8")
     except OSError as error:
         sys.exit(f"{error.filename}: {error.strerror}; `make run` writes qtoolkit-demo/table.md")
     try:
         filled = with_block(text, arguments.name, block)
     except ValueError as error:
-        sys.exit(f"{arguments.readme}: {error}")
-    arguments.readme.write_text(filled, encoding="utf-8")
+        sys.exit(f"{arguments.page}: {error}")
+    arguments.page.write_text(filled, encoding="utf-8")
 
 
 if __name__ == "__main__":
