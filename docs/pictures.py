@@ -122,16 +122,16 @@ def gradients() -> Any:
 
 @picture
 def recipes() -> Any:
-    """Bits of the six operands of each preset."""
+    """The formats of the six operands of each preset, for `y = x @ w` and its gradients."""
     names = [n for n in qt.recipes.__all__ if isinstance(getattr(qt.recipes, n), qt.Recipe)]
-    columns = ["y: lhs", "y: rhs", "dgrad: ct", "dgrad: rhs", "wgrad: lhs", "wgrad: ct"]
+    columns = ["forward\nx", "forward\nw", "dgrad\ndy", "dgrad\nw", "wgrad\nx", "wgrad\ndy"]
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(names) + 1))
     for row, name in enumerate(names):
         for column, operand in enumerate(getattr(qt.recipes, name).operands):
             bits = 32 if operand is None else operand.spec.element.bits
             colour = {32: "#f2f2f2", 8: "#a9cbe8", 4: "#f3c08a"}[bits]
             axes.add_patch(plt.Rectangle((column, row), 0.96, 0.92, color=colour))
-            text = "wide" if operand is None else operand.spec.element.name
+            text = "not quantized" if operand is None else operand.spec.element.name
             axes.text(column + 0.48, row + 0.46, text, ha="center", va="center", fontsize=8)
     axes.set_xlim(0, len(columns))
     axes.set_ylim(len(names), 0)
@@ -145,7 +145,7 @@ def recipes() -> Any:
 
 @picture
 def gaps() -> Any:
-    """What training by each preset lost beside bfloat16, of the stored runs of fp8_training.py."""
+    """What training by each preset lost relative to bfloat16, of the stored runs."""
     return figure_of_gaps(load(ROOT / "experiments/results/fp8_training.jsonl")[1:])
 
 

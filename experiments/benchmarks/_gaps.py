@@ -1,4 +1,4 @@
-"""What training by a recipe loses beside training in float32 and bfloat16, seed by seed."""
+"""What training by a recipe loses relative to float32 and bfloat16, seed by seed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,7 +84,9 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         seeds = sorted({len(gap["to bfloat16"]) for gap in gaps})
         axes.set_title(f"{model}, seeds: {' or '.join(map(str, seeds))}")
         axes.grid(alpha=0.25)
-    figure.supxlabel("validation loss beside that in bfloat16, %: seeds, and their mean")
+    figure.supxlabel(
+        "validation loss relative to bfloat16, in %: a point for each seed, a bar for their mean"
+    )
     return figure
 
 

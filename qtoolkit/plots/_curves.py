@@ -1,12 +1,16 @@
 """Loss curves side by side, and the error of every converted weight."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from os import PathLike
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_STYLES = (("#1f4e79", "-"), ("#d1495b", "--"), ("#3b7a57", "-."), ("#7a5195", ":"))
+_STYLES = (
+    *(("#1f4e79", "-"), ("#d1495b", "--"), ("#3b7a57", "-."), ("#7a5195", ":")),
+    *(("#e08a00", "-"), ("#777777", "--")),
+)
 
 
 def loss_curves(
@@ -30,7 +34,7 @@ def loss_curves(
     """
     figure, upper = _figure(7.0, 4.2 if gap_to is None else 6.2, 1 if gap_to is None else 2)
     axes, *below = upper
-    styles = dict(zip(curves, _STYLES, strict=False))
+    styles = dict(zip(curves, itertools.cycle(_STYLES), strict=False))
     for name, (colour, dashes) in styles.items():
         losses = curves[name]
         axes.plot(

@@ -17,6 +17,15 @@ def test_loss_curves(tmp_path):
     assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 10
 
 
+def test_every_curve_is_drawn_however_many(tmp_path):
+    pictures = []
+    for count in range(1, 10):
+        path = tmp_path / f"{count}.png"
+        loss_curves(path, [1, 2], {f"curve {i}": [i, i + 1.0] for i in range(count)})
+        pictures.append(path.read_bytes())
+    assert len(set(pictures)) == len(pictures)
+
+
 def test_gaps_have_a_panel_of_their_own(tmp_path):
     curves = {"float32": [3.0, 2.0, 1.5], "FP8": [3.1, 2.1, 1.6], "astype": [4.0, np.nan, np.nan]}
     heights = []
