@@ -1,21 +1,21 @@
-# Everything runs in a virtual environment of its own, brought up to date when pyproject.toml changes.
-# Another Python takes another one: make run PYTHON=python3.13 VENV=.venv-3.13
+# Everything runs in the virtual environment .venv, which is updated when pyproject.toml changes.
+# Use another one for another Python: make run PYTHON=python3.13 VENV=.venv-3.13
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: help run test quick lint exhaustive interop cuda bench docs docs-examples docs-test pictures package-test clean
 
-run: $(VENV)/.stamp-plots  ## train, convert, evaluate; ends with a table
+run: $(VENV)/.stamp-plots  ## train a small model in float32 and FP8, convert it, print the losses: about 3 minutes
 	$(BIN)/qtoolkit demo $(ARGS)
 
-help:  ## these lines
+help:  ## print these lines
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1: /p' $(MAKEFILE_LIST)
 
-test: $(VENV)/.stamp-dev  ## the suite, on every core; not what is exhaustive or runs documentation
+test: $(VENV)/.stamp-dev  ## the test suite on every core, without exhaustive tests and documentation: about 10 minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
-quick: $(VENV)/.stamp-dev  ## a quick part of it
+quick: $(VENV)/.stamp-dev  ## a part of the test suite: about 3 minutes
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "quick and not exhaustive" $(ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff and mypy
@@ -23,9 +23,9 @@ lint: $(VENV)/.stamp-dev  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# MODES=all compares with a C oracle in all modes and saturations: needs a C compiler, takes under an hour,
-# goes on where it was interrupted, and writes experiments/RESULTS.md.
-exhaustive: $(VENV)/.stamp-dev  ## what `make test` leaves out: all cases, every float32 input
+# MODES=all compares with a C program in all modes and saturations. It needs a C compiler, takes under an hour,
+# continues after an interrupt, and writes experiments/RESULTS.md.
+exhaustive: $(VENV)/.stamp-dev  ## the tests that `make test` skips: all cases, every float32 number
 ifeq ($(MODES),all)
 	$(BIN)/python experiments/benchmarks/every_float32.py $(ARGS)
 	$(BIN)/python experiments/benchmarks/results.py
@@ -35,41 +35,41 @@ endif
 
 # Loaders of converted checkpoints: torch, transformers, compressed-tensors, in an environment of
 # their own, because they are large. A missing package is a failure. Their warnings are not ours.
-interop:  ## what convert writes, loaded by the packages it is written for
+interop:  ## load converted checkpoints with the packages that they are written for
 	$(MAKE) .venv-interop/.stamp-interop VENV=.venv-interop
 	.venv-interop/bin/python -m pytest tests/interop -W default $(ARGS)
 
-# No GPU is needed: they are compiled for one that is described.
-cuda:  ## products and models, compiled by XLA for an NVIDIA GPU
+# No GPU is needed: XLA compiles for a description of one.
+cuda:  ## compile matmuls and models for an NVIDIA GPU
 	$(MAKE) .venv-cuda/.stamp-cuda VENV=.venv-cuda
 	.venv-cuda/bin/python -m pytest tests/cuda -W default $(ARGS)
 
 BENCHMARKS := import_time training optim casts scales operators conversion gpu gpu_training
-# Quick results are kept apart from those that count.
+# Results of a trial are stored elsewhere.
 RESULTS := $(if $(filter --quick,$(ARGS)),build/quick,experiments)
 
-bench: $(VENV)/.stamp-bench  ## medians and ratios; nothing else should run; ARGS=--quick tries it out
+bench: $(VENV)/.stamp-bench  ## measure times and ratios; run nothing else meanwhile; ARGS=--quick for a trial
 	for name in $(BENCHMARKS); do \
 	  $(BIN)/python experiments/benchmarks/$$name.py --results $(RESULTS)/results $(ARGS) || exit; \
 	done
 	$(BIN)/python experiments/benchmarks/results.py --results $(RESULTS)/results
 	$(if $(filter --quick,$(ARGS)),,$(BIN)/python experiments/readme_figures.py)
 
-docs: $(VENV)/.stamp-docs  ## the documentation site, into build/site; warnings are errors
+docs: $(VENV)/.stamp-docs  ## build the site in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
-docs-examples: $(VENV)/.stamp-dev  ## what the documentation shows: examples, notebooks, pictures
+docs-examples: $(VENV)/.stamp-dev  ## run what the documentation shows: examples, notebooks, pictures
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "docs and not exhaustive" \
 	  tests/docs tests/notebooks tests/optim/test_examples.py tests/test_readme.py $(ARGS)
 
 # A browser: `apt-get install chromium`, or CHROMIUM=/path/to/one in the environment.
-docs-test: docs $(VENV)/.stamp-docs-test  ## the site in a browser: the explorer's numbers, keys, layout
+docs-test: docs $(VENV)/.stamp-docs-test  ## test the site in a browser: numbers, keys and layout of the explorer
 	$(BIN)/python -m pytest -m browser tests/docs $(ARGS)
 
-pictures: $(VENV)/.stamp-docs  ## the pictures of the documentation and of README.md
+pictures: $(VENV)/.stamp-docs  ## draw the pictures of the documentation and of README.md
 	$(BIN)/python docs/pictures.py
 
-package-test: $(VENV)/.stamp-dev  ## wheel and sdist, each installed and tried in an empty environment
+package-test: $(VENV)/.stamp-dev  ## install wheel and sdist in empty environments and try them
 	$(BIN)/python -m pytest -m package tests/test_package.py $(ARGS)
 
 $(VENV)/.stamp-%: pyproject.toml

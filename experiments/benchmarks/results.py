@@ -24,11 +24,14 @@ EXPERIMENTS = (
 FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded
 INTRODUCTION = """# Results
 
-Written by `python experiments/benchmarks/results.py` from `experiments/results/*.jsonl`, which the
-commands below store; not edited by hand. `make bench` runs all benchmarks, `make exhaustive
-MODES=all` compares every float32, `python experiments/NAME.py --out experiments/results` runs one
-experiment. Times are medians, beside them the middle half of the runs; ratios are of medians within
-one table. Targets are about time, memory and losses, not about bits.
+`python experiments/benchmarks/results.py` writes this page from `experiments/results/*.jsonl`, which
+the commands below store. Do not edit it by hand. `make bench` runs all benchmarks, `make exhaustive
+MODES=all` compares every float32 number, `python experiments/NAME.py --out experiments/results` runs
+one experiment.
+
+Times are medians; the next column has the range of the middle half of the runs. Ratios compare
+medians of one table. Targets concern time, memory and losses; the bits have no targets, because they
+must be right.
 """
 
 Row = dict[str, Any]
