@@ -73,8 +73,8 @@ def _codes(stored: Stored) -> str:
     if not counts:
         return ""
     return (
-        "`encode` was compared with a C program on every float32 number, in 13 formats, 6 roundings"
-        f" and 3 saturation rules: {' and '.join(counts)} differ."
+        "`encode` was compared with a C program on every float32 number, in 13 formats, 6 rounding"
+        f" modes and 3 saturation rules: {' and '.join(counts)} differ."
     )
 
 

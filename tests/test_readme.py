@@ -16,7 +16,7 @@ def test_the_examples_run():
     assert type(names["fp8"]) is type(names["model"])
     assert names["losses"][-1] < names["losses"][0]
     kinds = [block.kind for block in examples.blocks(README.read_text(encoding="utf-8"))]
-    assert kinds == ["sh", "python", "python", "console", "pycon"]
+    assert kinds == ["sh", "python", "pycon", "python", "console", "pycon"]
 
 
 def test_it_is_two_screens_long():

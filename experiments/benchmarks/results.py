@@ -24,14 +24,14 @@ EXPERIMENTS = (
 FETCHING = ("ptq_real_models",)  # experiments on models that are downloaded
 INTRODUCTION = """# Results
 
-`python experiments/benchmarks/results.py` writes this page from `experiments/results/*.jsonl`, which
-the commands below store. Do not edit it by hand. `make bench` runs all benchmarks, `make exhaustive
-MODES=all` compares every float32 number, `python experiments/NAME.py --out experiments/results` runs
-one experiment.
+`python experiments/benchmarks/results.py` writes this page from `experiments/results/*.jsonl`,
+which the commands below store. Do not edit it by hand. `make bench` runs all benchmarks, `make
+exhaustive MODES=all` compares every float32 number, `python experiments/NAME.py --out
+experiments/results` runs one experiment.
 
 Times are medians; the next column has the range of the middle half of the runs. Ratios compare
-medians of one table. Targets concern time, memory and losses; the bits have no targets, because they
-must be right.
+medians of one table. Targets concern time, memory and losses; the bits have no targets, because
+they must be right.
 """
 
 Row = dict[str, Any]
