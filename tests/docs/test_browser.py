@@ -211,7 +211,7 @@ def test_a_screen_reader_is_told(page):
     assert page.locator("#summary").get_attribute("aria-live") == "polite"
     page.fill("#number", "three")
     assert page.locator("#number").get_attribute("aria-invalid") == "true"
-    assert "“three” is no number; write one" in page.locator("#summary").inner_text()
+    assert "“three” is not a number; write" in page.locator("#summary").inner_text()
     page.fill("#element", "1e9")
     assert "larger than the largest of its block" in page.locator("#block-status").inner_text()
 

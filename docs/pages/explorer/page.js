@@ -59,7 +59,7 @@
     $("code").max = 2 ** format.bits - 1;
     showFacts(format);
     if (x === null) {
-      $("summary").textContent = `“${$("number").value}” is no number; write one such as 0.3, 1e-4 or -inf.`;
+      $("summary").textContent = `“${$("number").value}” is not a number; write for example 0.3, 1e-4 or -inf.`;
       return;
     }
     const code = format.round(x, "nearest_even", "finite"), value = format.value(code);
@@ -137,9 +137,9 @@
       svg.append(draw("circle", { cx: at(value), cy: 95, r: 6, fill: "none", stroke: "var(--mark)", "stroke-width": 2 }));
     }
     $("line").replaceChildren(svg);
-    $("line-text").textContent = `Above, all values of ${format.name}, on a logarithmic line; below, those ` +
-      `around ${shown(value)}: ${near.map(shown).join(", ")}. Red ones are subnormal; the orange line is the ` +
-      "number, the circle what it becomes to nearest.";
+    $("line-text").textContent = `Above: all values of ${format.name} on a logarithmic line. Below: the ` +
+      `values around ${shown(value)}: ${near.map(shown).join(", ")}. Red values are subnormal. The orange line is the ` +
+      "number, the circle is the nearest value.";
   }
 
   const clamp = (v, low, high) => Number.isNaN(v) ? low : Math.min(Math.max(v, low), high);
@@ -313,11 +313,11 @@
 
   function blockProblem(block, amax, tensorAmax, element) {
     const isSize = (v) => v !== null && Number.isFinite(v) && v >= 0;
-    if (!isSize(amax)) return "The largest of the block is a finite number, 0 or more; write one such as 500.";
-    if (element === null || !Number.isFinite(element)) return "The element is a finite number; write one such as 3.1.";
-    if (Math.abs(element) > amax) return `The element is larger than the largest of its block, ${shown(amax)}; raise that.`;
+    if (!isSize(amax)) return "The largest of the block must be a finite number, 0 or more, for example 500.";
+    if (element === null || !Number.isFinite(element)) return "The element must be a finite number, for example 3.1.";
+    if (Math.abs(element) > amax) return `The element is larger than the largest of its block, ${shown(amax)}; write a larger one there.`;
     if (!block.hasTensorScale) return "";
-    if (!isSize(tensorAmax)) return "The largest of the tensor is a finite number; write one such as 500.";
+    if (!isSize(tensorAmax)) return "The largest of the tensor must be a finite number, for example 500.";
     return tensorAmax < amax ? `The largest of the tensor is less than that of its block; write ${shown(amax)} or more.` : "";
   }
 
