@@ -63,8 +63,8 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         model: [gap for gap in gaps if gap["to bfloat16"]]
         for model, gaps in paired_gaps(rows).items()
     }
-    figure = Figure(figsize=(5.2 * len(tables), 4.6), layout="constrained")
-    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    figure = Figure(figsize=(8, 3.8 * len(tables)), layout="constrained")
+    panels = figure.subplots(len(tables), squeeze=False)[:, 0]
     for axes, (model, gaps) in zip(panels, tables.items(), strict=True):
         for place, gap in enumerate(gaps):
             values = 100 * np.array(gap["to bfloat16"])
@@ -84,8 +84,8 @@ def figure_of_gaps(rows: Sequence[Mapping[str, Any]]) -> Any:
         seeds = sorted({len(gap["to bfloat16"]) for gap in gaps})
         axes.set_title(f"{model}, seeds: {' or '.join(map(str, seeds))}")
         axes.grid(alpha=0.25)
-    figure.supxlabel(
-        "validation loss relative to bfloat16, in %: a point for each seed, a bar for their mean"
+    panels[-1].set_xlabel(
+        "validation loss relative to bfloat16, in %: points are seeds, a bar is their mean"
     )
     return figure
 
