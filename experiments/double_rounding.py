@@ -4,7 +4,7 @@ Command: python experiments/double_rounding.py [--seed 0] [--out experiments/res
 Claim: qtoolkit's casts and ml_dtypes' give the value nearest to the float32 source, ties to even,
 always. Through float16 0.39 % of the results differ from it (E4M3: half of one in 2**7 lands on a
 middle between two values and goes the wrong way), through bfloat16 3.1 %; rounding first to odd
-differs never. XLA's and PyTorch's own casts are counted beside them, PyTorch where it is installed.
+differs never. XLA's and PyTorch's own casts are counted, too, PyTorch where it is installed.
 
 The yardstick shares no code with any: the nearest of the format's values, found in float64 by
 comparing with the middles between them, which are exact there.

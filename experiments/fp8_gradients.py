@@ -1,4 +1,4 @@
-"""What `astype` to FP8 does to gradients, beside estimators and a scaled recipe.
+"""What `astype` to FP8 does to gradients, compared with estimators and a scaled recipe.
 
 Command: python experiments/fp8_gradients.py [--seed 0] [--out experiments/results] [--quick]
 Needs: pip install '.[experiments]' (scikit-learn, whose digits are 1,797 images of 8 x 8).

@@ -1,4 +1,4 @@
-"""Signal to quantization noise of the formats and block formats, beside the published figures.
+"""Signal to quantization noise of the formats and block formats, and the published figures.
 
 Command: python experiments/sqnr_tables.py [--table a|b|all] [--samples 4194304]
 Claim: table A (analytic, no seed) within 0.01 dB, table B (2**22 samples of NumPy's

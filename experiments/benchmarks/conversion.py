@@ -4,11 +4,11 @@ Command: python experiments/benchmarks/conversion.py   (nothing else should run 
 Targets, which a run judges: converting 1 GiB and 4 GiB of bfloat16 by channel takes no longer than
 `dd conv=fsync` of the source; memory peaks at no more than 400 MiB, whatever the size and the
 number of shapes; 400 shapes by channel take at most 1.5 times as long as by tensor; 20,000 small
-tensors at most 3 times as long as copying them with the same program. Dequantizing is timed beside.
+tensors at most 3 times as long as copying them with the same program. Dequantizing is timed, too.
 
 Each run is a new process, imports and compilation included, as a user starts it. The turns
 alternate; one before them fills the system's file cache. Where torch and safetensors are installed,
-a program that does the same with them is timed beside; where llm-compressor is, its
+a program that does the same with them is timed, too; where llm-compressor is, its
 `model_free_ptq`. (`pip install llmcompressor`: it is not in the extra `bench`, since it asks for
 certain versions of torch and transformers.) A source is a folder's only file: it is made anew, from
 a fixed seed, in a temporary folder on the disk of the system's, see TMPDIR.

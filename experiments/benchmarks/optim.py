@@ -1,4 +1,4 @@
-"""An update of AdamW with moments in few bits: how long it takes beside optax's own, and bytes.
+"""An update of AdamW with moments in few bits: time relative to optax's own, and bytes.
 
 Command: python experiments/benchmarks/optim.py   (nothing else should run on the machine)
 Target, which a run judges: moments in 8 bits take at most 0.27 of the bytes of float32 ones.
