@@ -27,7 +27,6 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import misfit
 
 _KEY = "quantization_config"
 _AGAIN = "convert it again"
@@ -118,8 +117,9 @@ def _plans(
 
 def _scheme(info: Tensor, weight: Encoding, layout: Layout) -> Scheme | None:
     """The scheme with which the layout writes a weight to these entries; None if it has none."""
-    for scheme in layout.schemes if len(info.shape) == 2 else ():
-        fits = layout.has_partial_blocks or not misfit(info.shape, scheme.spec)
+    rank = 3 if layout.experts_of else 2
+    for scheme in layout.schemes if len(info.shape) == rank else ():
+        fits = not layout.misfit(info.shape, scheme.spec)
         if fits and layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts:
             return scheme
     return None

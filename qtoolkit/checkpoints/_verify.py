@@ -108,7 +108,7 @@ def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
         got = "is missing" if found is None else f"shape {list(found.shape)}"
         return f"{got}, expected shape {list(tensor.shape)}"
     if found.encoding is not None:
-        if not found.encoding.is_sliceable:
+        if not found.encoding.is_written:
             return (
                 f"in layout {target.layout} as {found.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"

@@ -62,12 +62,28 @@ def gpt2():
     )
 
 
+def gpt_oss():
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            num_local_experts=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of random models, by name."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    for make in (llama, mixtral, gpt2):
+    for make in (llama, mixtral, gpt2, gpt_oss):
         make().float().save_pretrained(root / make.__name__, max_shard_size="1MB")
     return root
 
@@ -112,6 +128,14 @@ def test_llama_in_blocks_of_deepseek(folders, tmp_path):
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     expected = logits(tmp_path / "back")
     np.testing.assert_allclose(logits(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_gpt_oss(folders, tmp_path):
+    convert(folders / "gpt_oss", tmp_path / "out", layout="gpt-oss", format="mxfp4")
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected = logits(tmp_path / "back")
+    np.testing.assert_array_equal(logits(tmp_path / "out"), expected)
+    assert np.abs(expected - logits(folders / "gpt_oss")).max() > 1e-4  # it is quantized
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])
