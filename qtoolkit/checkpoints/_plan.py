@@ -20,6 +20,7 @@ from qtoolkit.checkpoints._checks import (
     used_schemes,
 )
 from qtoolkit.checkpoints._decode import check_explained
+from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
     by_scheme,
@@ -147,6 +148,7 @@ def make_plan(
             f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
             f"the model is {shown(str(model))} by its config.json; use another --layout"
         )
+    source = split_for(source, chosen.name)
     planner = _Planner(
         source=source,
         layout=chosen,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from qtoolkit.checkpoints._compare import opened
+from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._loading import config_problems
 from qtoolkit.checkpoints._paths import Path, check_path
 from qtoolkit.checkpoints._produce import Production, Workers
@@ -72,6 +73,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(src, "src")
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
+        source, target = split_alike(source, target)
         problems = [*config_problems(source, target), *_differences(source, target, progress)] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors

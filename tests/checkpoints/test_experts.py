@@ -5,7 +5,6 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from qtoolkit import Rules
@@ -15,6 +14,7 @@ from qtoolkit.checkpoints import (
     convert,
     dequantize_checkpoint,
     load,
+    open_source,
     save,
     verify,
 )
@@ -55,6 +55,12 @@ def folder(path, weights, config=CONFIG):
     save(path / "model.safetensors", weights)
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def load_file(path):
+    """Every tensor as it is stored."""
+    with open_source(path) as source:
+        return {name: source.read(name) for name in source.tensors}
 
 
 def mxfp4(rows):
@@ -143,3 +149,48 @@ def test_layers_whose_experts_are_kept_come_with_a_caution(tmp_path):
 def test_the_summary_of_other_layouts_names_the_one_that_holds_experts(source, tmp_path):
     result = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "out")])
     assert "compressed-tensors holds matrices; --layout gpt-oss holds experts: 2" in result.stdout
+
+
+# By model_type the orders of axes of a stack, and a layout whose loaders read experts one by one.
+SPLIT = [
+    ("qwen3_5_moe", (0, 1, 2), "compressed-tensors"),
+    ("qwen3_5_moe_text", (0, 1, 2), "finegrained-fp8"),
+    ("llama4", (0, 2, 1), "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("model", "order", "layout"), SPLIT)
+def test_stacks_become_the_weights_that_loaders_read_one_by_one(tmp_path, model, order, layout):
+    """Oracle: the same conversion of a folder that has them one by one."""
+    rng = np.random.default_rng(0)
+    parts = {"gate": (64, 32), "up": (64, 32), "down": (32, 64)}
+    experts = [
+        {part: rng.standard_normal(shape, np.float32) for part, shape in parts.items()}
+        for _ in range(3)
+    ]
+    single = {
+        f"{EXPERTS}.{i}.{part}_proj.weight": weight
+        for i, expert in enumerate(experts)
+        for part, weight in expert.items()
+    }
+    gate_up = np.stack([np.concatenate([e["gate"], e["up"]]) for e in experts])
+    down = np.stack([e["down"] for e in experts])
+    stacks = {
+        f"{EXPERTS}.gate_up_proj": np.ascontiguousarray(gate_up.transpose(order)),
+        f"{EXPERTS}.down_proj": np.ascontiguousarray(down.transpose(order)),
+    }
+    config = {"model_type": model, "text_config": {"hidden_size": 32}}
+    for name, weights in (("stacks", stacks), ("single", single)):
+        src = folder(tmp_path / name, weights, config)
+        report = convert(src, tmp_path / f"{name}_8", layout=layout)
+        assert report.kept_share == 0
+    found, expected = (
+        load_file(tmp_path / f"{name}_8" / "model.safetensors") for name in ("stacks", "single")
+    )
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name].view(np.uint8), array.view(np.uint8), name)
+    for source in ("stacks", "single"):
+        assert verify(tmp_path / source, tmp_path / "stacks_8").problems == ()
+    assert compare(tmp_path / "stacks", tmp_path / "single").equal
+    assert not compare(tmp_path / "stacks_8", tmp_path / "stacks").only_b
