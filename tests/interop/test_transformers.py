@@ -101,7 +101,7 @@ def llama4():
 def qwen35():
     sizes = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 128}
     config = transformers.Qwen3_5MoeTextConfig(
-        num_experts=2, num_experts_per_tok=1, layer_types=["full_attention"], **SMALLEST, **sizes
+        num_experts=2, num_experts_per_tok=2, layer_types=["full_attention"], **SMALLEST, **sizes
     )
     return transformers.Qwen3_5MoeForCausalLM(config)
 
