@@ -367,17 +367,10 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
     assert load(tmp_path / "out")
 
 
-def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
-    parts = [
-        in_terminal(start, ["convert", str(source), str(tmp_path / "out")]),
-        in_terminal(start, ["inspect", str(tmp_path / "out")]),
-        in_terminal(start, ["formats"]),
-    ]
-    assert "converting" in parts[0]
-    assert "━" in parts[0]
-    assert "layers/0/kernel_scale" in parts[1]
-    assert "─" in parts[1]
-    assert "e4m3fnuz" in parts[2]
+def test_on_a_terminal_there_is_a_bar(source, tmp_path, start):
+    output = in_terminal(start, ["convert", str(source), str(tmp_path / "out")])
+    assert "converting" in output
+    assert "━" in output
 
 
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
@@ -401,27 +394,15 @@ def test_progress_has_bytes_rate_and_time_left_and_does_not_wrap(start):
     assert any(map(shown.search, lines))
 
 
-def test_lines_of_progress_have_bytes_rate_and_time_left(monkeypatch, capsys):
-    """For logs. The rate is that from the first call on, before which JAX is loaded."""
-    times = iter([100, 101, 101, 104])
-    callback = _tables._plain_progress("converting", clock=lambda: next(times))
-    for name, done in (("a", 1), ("b", 10**8), ("c", 10**8 + 1), ("d", 4 * 10**8 + 1)):
-        callback(name, done * 5, 25 * 10**8)
+def test_elsewhere_progress_is_a_line_at_every_tenth(capsys):
+    with _tables.progress("converting") as callback:
+        for name, done in (("a", 1), ("b", 20), ("c", 21), ("d", 61), ("e", 100)):
+            callback(name, done * 25 * 10**6, 25 * 10**8)
     assert capsys.readouterr().err.splitlines() == [
-        "converting:  20 %, 0.5/2.5 GB, 500.0 MB/s, 0:00:04 left  b",
-        "converting:  80 %, 2.0/2.5 GB, 500.0 MB/s, 0:00:01 left  d",
+        "converting:  20 %, 0.5/2.5 GB  b",
+        "converting:  60 %, 1.5/2.5 GB  d",
+        "converting: 100 %, 2.5/2.5 GB  e",
     ]
-    times = iter([100, 100.0001, 100.5, 103])  # no rate of a moment
-    callback = _tables._plain_progress("converting", clock=lambda: next(times))
-    for name, done in (("a", 1), ("b", 20), ("c", 50), ("d", 61)):
-        callback(name, done, 100)
-    assert capsys.readouterr().err.splitlines() == [
-        "converting:  20 %, 20/100 bytes  b",
-        "converting:  50 %, 50/100 bytes  c",
-        "converting:  60 %, 61/100 bytes, 20.0 bytes/s, 0:00:02 left  d",
-    ]
-    _tables._plain_progress("converting")("a", 700, 700)
-    assert capsys.readouterr().err == "converting: 100 %, 700/700 bytes  a\n"
 
 
 def in_terminal(start, arguments=(), columns=100, command=COMMAND):
