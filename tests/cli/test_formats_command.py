@@ -135,7 +135,7 @@ def properties(text):
 
 
 @pytest.mark.parametrize("name", PAGES)
-@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("columns", [80, 120])
 def test_every_page_is_plain_text_of_the_width(name, columns):
     result = run(name, columns=columns)
     assert result.exit_code == 0, result.output

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
@@ -30,6 +30,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_bytes,
     decode_groups,
     entry_beside,
+    unread,
 )
 from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import E4M3FN, NVFP4
@@ -88,18 +89,13 @@ _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIX
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
-        raise CheckpointError(
-            f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
-            f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
-        )
+        about = f"quant_algo {shown(str(algorithm))} in its config"
+        raise unread(where, about, f"expected {', '.join(_READ)}")
     encodings = {}
     for name, info in headers.items():
         if name.rpartition(".")[2] == "pre_quant_scale":
-            raise CheckpointError(
-                f"{where}: tensor {shown(name)}: activations are multiplied by it (AWQ, "
-                "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
-                "the program that made it"
-            )
+            what = "activations are multiplied by it (AWQ, SmoothQuant), which is not read"
+            raise unread(where, f"tensor {shown(name)}", f"{what}, expected none")
         scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
         scale = headers.get(scale_name)
         if info.dtype == "U8" and second_name in headers:
@@ -160,11 +156,9 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     if count == 1:
         return scale._replace(shape=(experts, 1, 1))
     if (count == rows) == (count == columns):
-        raise CheckpointError(
-            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)} of {list(weight.shape)}, "
-            "expected scales of the rows or of the columns, whose numbers differ; dequantize the "
-            "checkpoint with modelopt"
-        )
+        what = f"{list(scale.shape)} of {list(weight.shape)}, expected scales of the rows or of the"
+        what += " columns, whose numbers differ"
+        raise unread(where, f"tensor {shown(scale.name)}", what, METHOD)
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 
