@@ -9,7 +9,7 @@ Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py, dequantize
 from collections.abc import Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
@@ -19,6 +19,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_entry,
     entry_beside,
     unread,
+    unread_config,
 )
 from qtoolkit.formats import UINT4, BlockFormat
 
@@ -27,8 +28,7 @@ _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     if config and str(config.get("version") or "gemm").lower() != "gemm":
-        version = f"version {shown(str(config['version']))} in config.json"
-        raise unread(where, version, "expected gemm", "AutoAWQ")
+        raise unread_config(where, "version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
     for name, info in headers.items():
         if f".{name}".endswith(".qweight"):
@@ -78,7 +78,7 @@ def _not_fitting(headers: Headers, codes: Entry, where: str) -> CheckpointError:
     scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
     return unread(
         where,
-        f"tensor {shown(name)}",
+        name,
         f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
         "[inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in the groups of "
         "config.json",

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
@@ -39,6 +39,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     entry_beside,
     scaling_of,
     unread,
+    unread_config,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.checkpoints.layouts._packed_integers import (
@@ -190,7 +191,7 @@ def _decode_packed(headers: Headers, info: Entry, where: str, widths: Sequence[W
     if info.dtype == "I32" and len(info.shape) == 2:
         return decode_integers(headers, info, where, widths)
     what = f"{info}, expected a matrix of I32 or U8"
-    raise unread(where, f"tensor {shown(info.name)}", what, METHOD)
+    raise unread(where, info.name, what, METHOD)
 
 
 def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
@@ -223,9 +224,8 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
     found = [group.get("weights") or {} for group in groups.values()] if known else []
     if not known or not all(isinstance(weights, dict) for weights in found):
-        about = f"config_groups {shown(str(groups)[:80])} in config.json"
-        what = 'expected an object of groups, {"group_0": {"weights": {...}}}'
-        raise unread(where, about, what, METHOD)
+        what = 'an object of groups, {"group_0": {"weights": {...}}}'
+        raise unread_config(where, "config_groups", groups, what, METHOD)
     return found
 
 
@@ -235,9 +235,8 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
     if isinstance(transforms, Mapping):
         transforms = transforms.get("config_groups")
     if transforms:
-        about = f"transform_config {shown(str(transforms)[:80])} in config.json"
-        what = "weights and activations are rotated, which is not read, expected none"
-        raise unread(where, about, what)
+        what = "none: weights and activations are rotated, which is not read"
+        raise unread_config(where, "transform_config", transforms, what)
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
 from qtoolkit.checkpoints.layouts._layout import (
     Headers,
@@ -57,7 +57,7 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: bool) -> Encoding:
     if codes.shape != (*scale.shape, 16):
         what = f"{list(codes.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
-        raise unread(where, f"tensor {shown(codes.name)}", what)
+        raise unread(where, codes.name, what)
     *rows, blocks = scale.shape
     shape = (*rows, 32 * blocks)
     encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)

@@ -20,6 +20,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_entry,
     entry_beside,
     unread,
+    unread_config,
 )
 from qtoolkit.formats import UINT2, UINT4, UINT8, BlockFormat
 from qtoolkit.formats import format as resolve
@@ -34,8 +35,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
-        about = f"checkpoint_format {shown(stored_as)} in config.json"
-        raise unread(where, about, f"expected {' or '.join(_OFFSETS)}", "GPTQModel")
+        known = " or ".join(_OFFSETS)
+        raise unread_config(where, "checkpoint_format", stored_as, known, "GPTQModel")
     return {
         entry_beside(name, "weight"): _decoded(config, headers, info, where, _OFFSETS[stored_as])
         for name, info in headers.items()
@@ -77,7 +78,7 @@ def _decoded(
     if not fits or -(-inputs // length) != groups:
         raise unread(
             where,
-            f"tensor {shown(name)}",
+            name,
             f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
             f"codes of {', '.join(map(str, _ELEMENTS))} bits in groups of {length}",
             "GPTQModel",

@@ -206,11 +206,21 @@ def entry_beside(name: str, suffix: str) -> str:
     return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
 
 
-def unread(
-    where: str, name: str, what: str, program: str = "the program that made it"
+_MAKER = "the program that made it"
+
+
+def unread(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
+    """The error for an entry that is not as a layout has it."""
+    about = f"tensor {shown(entry)}: {what}"
+    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
+
+
+def unread_config(
+    where: str, key: str, value: Any, expected: str, program: str = _MAKER
 ) -> CheckpointError:
-    """The error for an entry, or another part of a checkpoint, that is not as a layout has it."""
-    return CheckpointError(f"{where}: {name}: {what}; dequantize the checkpoint with {program}")
+    """The error for a value of the quantization config that is not read."""
+    about = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
+    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
 
 
 def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
@@ -226,7 +236,7 @@ def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str
             f"{where}: tensor {shown(name)}: no such tensor, {expected}; fetch the checkpoint again"
         )
     if entry.dtype not in dtypes:
-        raise unread(where, f"tensor {shown(name)}", f"dtype {entry.dtype}, {expected}")
+        raise unread(where, name, f"dtype {entry.dtype}, {expected}")
     return entry
 
 
@@ -235,8 +245,7 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        about = f"{key} {shown(str(block)[:80])} in config.json"
-        raise unread(where, about, "expected two lengths, [128, 128]")
+        raise unread_config(where, key, block, "two lengths, [128, 128]")
     return block
 
 
@@ -260,7 +269,7 @@ def decode_bytes(
     if found is None:
         raise unread(
             where,
-            shown(name),
+            name,
             f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
             "channel, per group or per block of 128x128",
         )
@@ -300,14 +309,14 @@ def decode_groups(
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
         raise unread(
             where,
-            f"tensor {shown(scale.name)}",
+            scale.name,
             f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
         )
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
         each = f", or one for each of {count}," if count > 1 else ""
         what = f"{list(tensor_scale.shape)}, expected one second scale{each} of {of}"
-        raise unread(where, f"tensor {shown(tensor_scale.name)}", what)
+        raise unread(where, tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,

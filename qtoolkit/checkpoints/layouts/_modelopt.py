@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._tensors import Entry, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
@@ -89,13 +89,15 @@ _READ = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4", "MIX
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     algorithm = config.get("quant_algo")
     if algorithm is not None and algorithm not in _READ:
-        about = f"quant_algo {shown(str(algorithm))} in its config"
-        raise unread(where, about, f"expected {', '.join(_READ)}")
+        raise CheckpointError(
+            f"{where}: quant_algo {shown(str(algorithm))} in its config, expected "
+            f"{', '.join(_READ)}; dequantize the checkpoint with the program that made it"
+        )
     encodings = {}
     for name, info in headers.items():
         if name.rpartition(".")[2] == "pre_quant_scale":
             what = "activations are multiplied by it (AWQ, SmoothQuant), which is not read"
-            raise unread(where, f"tensor {shown(name)}", f"{what}, expected none")
+            raise unread(where, name, f"{what}, expected none")
         scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
         scale = headers.get(scale_name)
         if info.dtype == "U8" and second_name in headers:
@@ -158,7 +160,7 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     if (count == rows) == (count == columns):
         what = f"{list(scale.shape)} of {list(weight.shape)}, expected scales of the rows or of the"
         what += " columns, whose numbers differ"
-        raise unread(where, f"tensor {shown(scale.name)}", what, METHOD)
+        raise unread(where, scale.name, what, METHOD)
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
@@ -22,11 +22,13 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_entry,
     entry_beside,
     unread,
+    unread_config,
 )
 from qtoolkit.formats import BlockFormat, IntFormat
 from qtoolkit.formats import format as resolve
 
 SHAPE = "weight_shape"
+_PACKAGE = "compressed-tensors"
 _INTEGERS = {bits: resolve(f"int{bits}") for bits in range(2, 9)}
 
 
@@ -62,20 +64,16 @@ def decode_integers(
     if encoding is None:
         what = f"{codes.shape[1]} words a row and scales {list(scale.shape)}"
         what += f", expected {' or '.join(map(str, widths))}, as config.json says"
-        raise _unread(where, codes.name, what)
+        raise unread(where, codes.name, what, _PACKAGE)
     shape_name = entry_beside(codes.name, SHAPE)
     if shape_name not in headers:
         return encoding
     numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
     if numbers.shape != (2,):
         what = f"{list(numbers.shape)}, expected two numbers, rows and columns"
-        raise _unread(where, numbers.name, what)
+        raise unread(where, numbers.name, what, _PACKAGE)
     expected = constant(numbers.name, numbers.dtype, encoding.shape, (2,))
     return dataclasses.replace(encoding, constants=(expected,))
-
-
-def _unread(where: str, name: str, what: str) -> CheckpointError:
-    return unread(where, f"tensor {shown(name)}", what, "compressed-tensors")
 
 
 def _of_width(headers: Headers, codes: Entry, scale: Entry, width: Width) -> Encoding | None:
@@ -117,7 +115,7 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
     index = check_entry(headers, name, ("I32", "I64"), where)
     if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
         what = f"{list(index.shape)}, expected the group of each input of {list(encoding.shape)}"
-        raise _unread(where, name, what)
+        raise unread(where, name, what, _PACKAGE)
     return dataclasses.replace(encoding, group_index=index)
 
 
@@ -145,7 +143,7 @@ def with_zero_point(
     is_integer = isinstance(encoding.spec.element, IntFormat)
     if zero.shape != wanted or not is_integer or is_packed != (zero.dtype == "I32"):
         what = f"{zero}, expected a zero point for each scale {list(scale)} of integers, I32 in"
-        raise _unread(where, name, f"{what} words or I8")
+        raise unread(where, name, f"{what} words or I8", _PACKAGE)
     return dataclasses.replace(
         encoding,
         spec=dataclasses.replace(encoding.spec, zero_point=True),
@@ -172,6 +170,6 @@ def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) 
         elif type(length) is int and length > 0:
             widths.append(Width(bits, length))
         else:
-            about = f"group_size {shown(str(length)[:80])} in config.json"
-            raise unread(where, about, "expected a length from 1 up", "compressed-tensors")
+            what = "a length from 1 up"
+            raise unread_config(where, "group_size", length, what, _PACKAGE)
     return widths or _WIDTHS
