@@ -214,11 +214,12 @@ class _Batch:
 
     def _amaxes(self) -> np.ndarray:
         """The amax of every block that lies in the slabs."""
-        if self.slabs[0].weight.amaxes is not None:
-            counts = [end - begin for begin, end in itertools.pairwise(self.firsts)]
-            parts = zip(self.slabs, self.offsets, counts, strict=True)
-            known = [_some(s.weight.amaxes, first, n) for s, first, n in parts]
-            return known[0] if len(known) == 1 else np.concatenate(known)
+        known = [slab.weight.amaxes for slab in self.slabs]
+        if known[0] is not None:
+            ends = itertools.pairwise(self.firsts)
+            counts = [stop - start for start, stop in ends]
+            parts = zip(known, self.offsets, counts, strict=True)
+            return np.concatenate([a[first : first + n] for a, first, n in parts if a is not None])
         return block_amaxes(
             self.tiles, self.axis, self.places, self.firsts[-1], not self.spec.element.has_nan
         )
@@ -230,12 +231,11 @@ class _Batch:
             return None, None, None
         if spec.tensor_scale is not None:
             parts = []
-            for slab, offset, begin, end in zip(
-                self.slabs, self.offsets, self.firsts, self.firsts[1:], strict=False
-            ):
+            ends = itertools.pairwise(self.firsts)
+            for slab, offset, (start, stop) in zip(self.slabs, self.offsets, ends, strict=True):
                 grid, each = slab.weight.grid, slab.weight.second
                 assert each is not None
-                matrices = (offset + np.arange(end - begin)) // (grid.down * grid.across)
+                matrices = (offset + np.arange(stop - start)) // (grid.down * grid.across)
                 parts.append(each[matrices if len(each) > 1 else matrices * 0])
             second = np.concatenate(parts)
         return _scales_of(amaxes, second, spec)
@@ -316,27 +316,15 @@ def _scales_of(
     for start in range(0, len(amaxes), _COUNTS[-1]):
         some = slice(start, start + _COUNTS[-1])
         count = len(amaxes[some])
-        size = next(n for n in _COUNTS if n >= count)
-        padded = [
-            _filled(a, size) for a in (amaxes[some], None if second is None else second[some])
-        ]
-        parts.append([np.asarray(a)[:count] for a in block_scales(*padded, spec)])
+        missing = (0, next(n for n in _COUNTS if n >= count) - count)
+        # Not zeros: an amax of 0 would make a scale of 2**-127, slower to divide by.
+        amax, tensor_scale = (
+            None if a is None else np.pad(a[some], missing, constant_values=1)
+            for a in (amaxes, second)
+        )
+        parts.append([np.asarray(a)[:count] for a in block_scales(amax, tensor_scale, spec)])
     scale, value = (p[0] if len(p) == 1 else np.concatenate(p) for p in zip(*parts, strict=True))
     return scale, second, value
-
-
-def _filled(values: np.ndarray | None, size: int) -> np.ndarray | None:
-    """With ones at the end: an amax of 0 would make a scale of 2**-127, slower to divide by."""
-    if values is None:
-        return None
-    filled = np.ones(size, values.dtype)
-    filled[: len(values)] = values
-    return filled
-
-
-def _some(values: np.ndarray | None, first: int, count: int) -> np.ndarray:
-    assert values is not None
-    return values[first : first + count]
 
 
 # The programs: compiled once for each shape of tiles, dtype and format.

@@ -158,11 +158,6 @@ class Tensor:
         return self.size * DTYPE_BITS[self.dtype] // 8
 
     @property
-    def numpy_dtype(self) -> np.dtype | None:
-        """The numpy dtype of the elements; None for those narrower than a byte."""
-        return NUMPY_DTYPES.get(self.dtype)
-
-    @property
     def entry(self) -> Entry:
         return Entry(self.name, self.dtype, self.shape)
 

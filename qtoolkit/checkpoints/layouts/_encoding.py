@@ -186,10 +186,9 @@ def merged_matrices(
 def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
     size, count = _word(packing, bits)
-    parts = np.pad(data, ((0, 0), (0, -data.shape[1] % size))).reshape(len(data), -1, size)
+    words = _filled(data, -data.shape[1] % size)
     if size > 1:
-        parts = np.pad(parts, ((0, 0), (0, 0), (0, 8 - size))).view("<u8")
-    words = parts[..., 0]
+        words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
     codes = np.empty((*words.shape, count), np.uint8)
     for place, at in enumerate(packing.order or range(count)):
         codes[..., place] = words >> words.dtype.type(at * bits)
@@ -201,16 +200,21 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
     """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
     if packing.biased:
         codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
-    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (packing.word // bits))))
+    codes = _filled(codes, -codes.shape[1] % (packing.word // bits))
     size, count = _word(packing, bits)
-    codes = codes.reshape(len(codes), -1, count)
-    words = np.zeros((*codes.shape[:2], 1), "<u8" if size > 1 else np.uint8)
+    words = np.zeros((len(codes), codes.shape[1] // count), "<u8" if size > 1 else np.uint8)
     for place, at in enumerate(packing.order or range(count)):
-        words[..., 0] |= codes[..., place].astype(words.dtype) << words.dtype.type(at * bits)
-    return np.ascontiguousarray(words.view(np.uint8)[..., :size]).reshape(len(codes), -1)
+        words |= codes[:, place::count].astype(words.dtype) << words.dtype.type(at * bits)
+    data = words[..., None].view(np.uint8)[..., :size]
+    return np.ascontiguousarray(data).reshape(len(codes), -1)
 
 
 def _word(packing: Packing, bits: int) -> tuple[int, int]:
     """Bytes and codes of a word; words of codes that fill bytes are these bytes."""
     word = 8 if not packing.order and 8 % bits == 0 else packing.word
     return word // 8, word // bits
+
+
+def _filled(x: np.ndarray, missing: int) -> np.ndarray:
+    """With zeros at the end of the last axis."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
