@@ -73,7 +73,6 @@ def array_checkpoint(
 
 
 def check_unique(path: Path, names: Iterable[str]) -> None:
-    """Raises where two arrays of a tree have one name."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise CheckpointError(

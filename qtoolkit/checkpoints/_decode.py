@@ -127,7 +127,6 @@ def _reader_of(
 
 
 def _auxiliary_names(weights: Collection[str]) -> set[str]:
-    """The names that further scales of these weights, for loaders, may have."""
     modules = {name.rpartition(".")[0] for name in weights}
     names = {f"{module}.{last}".lstrip(".") for module in modules for last in _AUXILIARY}
     names |= {f"{weight}_{last}" for weight in weights for last in _AUXILIARY}  # fused experts
@@ -236,7 +235,6 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 
 def _own(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
     except (ValueError, RecursionError):

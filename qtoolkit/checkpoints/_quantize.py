@@ -213,7 +213,6 @@ class _Batch:
         return stats
 
     def _amaxes(self) -> np.ndarray:
-        """The amax of every block that lies in the slabs."""
         known = [slab.weight.amaxes for slab in self.slabs]
         if known[0] is not None:
             ends = itertools.pairwise(self.firsts)
@@ -241,7 +240,6 @@ class _Batch:
         return _scales_of(amaxes, second, spec)
 
     def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
-        """A number for each block, as one for each unit of each tile."""
         of_units = None if values is None else values[self.places]
         return columns_of(of_units, self.sizes, self.axis)
 
@@ -277,7 +275,6 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def weight_amaxes(weight: Weight, map_: Map = map, *, nan_wins: bool) -> np.ndarray:
-    """The amax of every block of a weight: float32, flat."""
     amaxes = np.zeros(weight.grid.blocks, np.float32)
     slabs = (Slab(weight, span) for span in weight.grid.spans())
     for first, part in map_(functools.partial(slab_amaxes, nan_wins=nan_wins), slabs):
@@ -297,7 +294,6 @@ def largest_magnitudes(tensor: Tensor, count: int = 1, map_: Map = map) -> np.nd
 
 
 def tensor_scales(amaxes: np.ndarray, spec: BlockFormat) -> np.ndarray:
-    """The tensor scales, as stored, of weights with these amaxes."""
     return np.asarray(_tensor_scales(np.asarray(amaxes, np.float32), spec))
 
 
@@ -430,7 +426,6 @@ def finite_sums(
 
 @functools.cache
 def unit_spec(spec: BlockFormat, axis: int) -> BlockFormat:
-    """`spec` for tiles whose units lie along `axis`, each with a scale of its own."""
     return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
 
 

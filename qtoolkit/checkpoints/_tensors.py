@@ -150,7 +150,6 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -170,7 +169,6 @@ class Tensor:
         return read_elements(self.entry, self.read_into, start, self.size if stop is None else stop)
 
     def read_all(self) -> np.ndarray:
-        """The whole tensor, a new array."""
         return self.read().reshape(self.shape)
 
 

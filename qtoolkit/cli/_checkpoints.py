@@ -196,7 +196,6 @@ def _run(
     way: _Way,
     **given: Any,
 ) -> None:
-    """Converts and prints the report."""
     showing: AbstractContextManager[Any] = contextlib.nullcontext() if quiet else progress(title)
     with showing as callback:
         done = function(**dataclasses.asdict(destination), **given, progress=callback)
@@ -246,7 +245,6 @@ def _dry_run(destination: Destination, arguments: dict[str, Any], way: _Way) -> 
 
 
 def _part(destination: Destination, opened: Checkpoint, plan: checkpoints.Plan) -> list[str]:
-    """The line that says what a shard would write."""
     shard = destination.shard
     if shard is None or opened.folder is None:
         return []

@@ -64,7 +64,6 @@ _LISTED = 128  # the most values from zero up that are listed
 
 
 def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
-    """Header, rows and right-aligned columns of each table of shipped formats."""
     kinds: Any = ((_FLOATS, FloatFormat), (_TABLES, TableFormat), (_INTS, IntFormat))
     tables = [(columns, [f for f in FORMATS if isinstance(f, kind)]) for columns, kind in kinds]
     for columns, formats in (*tables, (_BLOCKS, BLOCK_FORMATS)):

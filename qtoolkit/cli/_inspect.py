@@ -74,7 +74,6 @@ def layouts(
 
 
 def _tensors_table(source: Checkpoint) -> Table:
-    """A row for every tensor, with its scales."""
     encodings = _encodings(source)
     by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
     others = {e.name for encoding in by_codes.values() for e in encoding.entries} - by_codes.keys()

@@ -60,7 +60,6 @@ def plan_table(tensors: Sequence[TensorPlan]) -> Table:
 
 
 def report_table(report: Report) -> Table:
-    """A row for every tensor."""
     header = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
     rows = [
         [
@@ -77,7 +76,6 @@ def report_table(report: Report) -> Table:
 
 
 def report_markdown(report: Report) -> str:
-    """A table of every tensor, and the summary, in Markdown."""
     header, rows, right = report_table(report)
     marks = ["---:" if name in right else "---" for name in header]
     cells = [header, marks, *([*map(_escaped, row)] for row in rows)]
@@ -96,7 +94,6 @@ def _escaped(text: str) -> str:
 
 
 def report_summary(report: Report, after_title: str = "") -> list[str]:
-    """The lines that end a conversion."""
     where = f"{shown(report.target)}:"
     if report.shard and not report.files:
         return [

@@ -38,7 +38,6 @@ def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _lines(title: str) -> Callable[[str, int, int], None]:
-    """Prints a line at every tenth."""
     printed = 0
 
     def callback(name: str, done: int, total: int) -> None:

@@ -250,7 +250,6 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
 
 
 def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The number of blocks along each axis."""
     return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
 
 
