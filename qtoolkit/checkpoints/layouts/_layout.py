@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -17,6 +17,9 @@ from qtoolkit.formats import (
     FLOAT16,
     FLOAT32,
     INT8,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
     BlockFormat,
     FloatFormat,
     Format,
@@ -36,6 +39,7 @@ BYTE_ELEMENTS: dict[str, Format] = {
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
 WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
 FLOAT_SCALES = tuple(WIDE)
+_MXFP8 = {"F8_E4M3": MXFP8_E4M3, "F8_E5M2": MXFP8_E5M2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,6 +331,24 @@ def decode_groups(
         tensor_scale_divides=tensor_scale_divides,
         packing=packing,
     )
+
+
+def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:
+    """How the weight `name` is stored in OCP's MX formats; None if not by its dtypes and shapes.
+
+    The scale of 32 neighbours of a row is a byte b, which stands for 2**(b - 127) whether the file
+    calls its dtype F8_E8M0 or U8; the bytes of MXFP4, two codes each, are U8 or I8.
+    """
+    codes, scale = headers[name], headers[scale_name]
+    if scale.dtype not in ("U8", "F8_E8M0") or not codes.shape:
+        return None
+    *rows, columns = codes.shape
+    if codes.dtype in _MXFP8 and scale.shape == (*rows, -(-columns // 32)):
+        return decode_groups(name, codes.shape, _MXFP8[codes.dtype], codes, scale, where)
+    if codes.dtype in ("I8", "U8") and scale.shape == (*rows, -(-columns // 16)):
+        shape = (*rows, 2 * columns)
+        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+    return None
 
 
 def _blocks_by_shape(

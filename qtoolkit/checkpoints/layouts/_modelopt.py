@@ -30,9 +30,9 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_bytes,
     decode_groups,
     entry_beside,
+    microscaled,
     unread,
 )
-from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import E4M3FN, NVFP4
 
 METHOD = "modelopt"
