@@ -19,7 +19,6 @@ _HINTS = {
     errno.EROFS: "choose a folder that can be written to",
     errno.EACCES: "check its permissions",
     errno.EEXIST: "choose another name",
-    errno.ELOOP: "its links lead in a circle: remove them, or give another name",
 }
 
 

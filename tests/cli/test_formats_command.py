@@ -1,8 +1,6 @@
 """`qtoolkit formats`: the tables, the page of one format, its number line."""
 
 import re
-import subprocess
-import sys
 from fractions import Fraction
 
 import ml_dtypes
@@ -229,29 +227,6 @@ def test_unknown_names_are_one_line(name, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"qtoolkit: {message}")
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_one_format_at_a_time():
-    result = run("e4m3fn", "e5m2")
-    assert result.exit_code == 2
-    assert "unexpected extra argument" in result.stderr
-
-
-HEAVY = {"jax", "jaxlib", "flax", "optax", "matplotlib", "safetensors"}
-
-
-@pytest.mark.parametrize("arguments", [[], ["Binary8p3se"], ["nf4"], ["nothing"]])
-def test_nothing_heavy_is_loaded(arguments):
-    code = (
-        "import sys; sys.argv[0] = 'qtoolkit'\n"
-        "from qtoolkit.cli import main\n"
-        "try: main()\n"
-        "finally: print('MODULES', *sys.modules)"
-    )
-    command = [sys.executable, "-c", code, "formats", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == (2 if arguments == ["nothing"] else 0)
-    assert not set(done.stdout.split("MODULES ")[1].split()) & HEAVY
 
 
 @pytest.mark.parametrize(
