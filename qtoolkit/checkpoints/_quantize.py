@@ -58,11 +58,6 @@ class Weight:
     second: np.ndarray | None = None
     amaxes: np.ndarray | None = None
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether it is rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
-        return is_cast(self.spec)
-
 
 class Slab(NamedTuple):
     weight: Weight
@@ -94,6 +89,7 @@ class QuantizedSlab(NamedTuple):
 
 
 def is_cast(spec: BlockFormat) -> bool:
+    """Whether weights are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
     return spec.scale is None and spec.element.bits >= 16
 
 

@@ -105,7 +105,7 @@ class Values:
         self._raw[encoding.codes.name].read_into(span.row * width + first, data.reshape(-1).data)
         if encoding.packing is not None:
             return unpacked(data, encoding.packing, bits, span.columns)
-        check_codes(data, encoding)
+        _check_range(data, encoding)
         return data
 
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -159,7 +159,7 @@ def _codes_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     return np.asarray(qarray_of(encoding, read).codes).view(np.uint8)
 
 
-def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
+def _check_range(codes: np.ndarray, encoding: Encoding) -> None:
     """Raises where a byte is no code of an element of fewer than 8 bits."""
     count = 2**encoding.spec.element.bits
     if count < 256 and codes.size and codes.max() >= count:
@@ -220,7 +220,7 @@ def qarray_of(
     bits = spec.element.bits
     codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
-        check_codes(codes, encoding)
+        _check_range(codes, encoding)
     if order is not None:
         codes = np.take(codes, *order)
     counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
