@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
-from qtoolkit.checkpoints._header import TensorInfo, layout
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._pytrees import dequantize, load, save
 from qtoolkit.checkpoints._report import (
@@ -33,7 +32,12 @@ from qtoolkit.checkpoints._report import (
     TensorReport,
 )
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import (
+    SafetensorsFile,
+    TensorInfo,
+    layout,
+    write_safetensors,
+)
 from qtoolkit.checkpoints._shards import discard, finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout

@@ -5,9 +5,8 @@ import os
 
 from qtoolkit.checkpoints._arrays import open_gguf, open_msgpack, open_npz
 from qtoolkit.checkpoints._folder import PICKLE, open_folder
-from qtoolkit.checkpoints._header import MAX_HEADER_BYTES
-from qtoolkit.checkpoints._paths import Kind, Path, check_path, is_url, read_file, storage
-from qtoolkit.checkpoints._safetensors import SafetensorsFile
+from qtoolkit.checkpoints._paths import Kind, Path, check_path, entries, is_url, kind_at, read_file
+from qtoolkit.checkpoints._safetensors import MAX_HEADER_BYTES, SafetensorsFile
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError
 from qtoolkit.checkpoints._writing import old_name
 
@@ -16,8 +15,7 @@ ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in fold
 
 def is_orbax(path: Path) -> bool:
     """Whether a folder is a checkpoint of orbax, or a step of one."""
-    place = storage(path)
-    return place.kind(path) == "folder" and not ORBAX_FILES.isdisjoint(place.entries(path))
+    return kind_at(path) == "folder" and not ORBAX_FILES.isdisjoint(entries(path))
 
 
 def open_source(path: Path) -> Checkpoint:
@@ -62,8 +60,12 @@ def opened_as(kind: str, path: Path) -> Checkpoint:
     if kind == "safetensors":
         return SafetensorsFile(path).checkpoint()
     if kind == "orbax":
-        from qtoolkit.checkpoints._orbax import open_orbax  # loads JAX
-
+        try:
+            from qtoolkit.checkpoints._orbax import open_orbax  # loads JAX
+        except ImportError as error:
+            raise ImportError(
+                f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
+            ) from error
         return open_orbax(path)
     if is_url(path):
         raise CheckpointError(
@@ -80,7 +82,7 @@ def kind_of_source(path: Path, argument: str) -> Kind:
       TypeError: It is no path; the message says that `argument` is.
     """
     check_path(path, argument)
-    kind = storage(path).kind(path)
+    kind = kind_at(path)
     if not kind and not is_url(path):
         old = old_name(os.path.realpath(path))
         if os.path.isdir(old):

@@ -241,8 +241,7 @@ def _written(
             raise error
 
     if to == "orbax":
-        from qtoolkit.checkpoints._orbax import Tree
-        from qtoolkit.checkpoints._orbax_writer import write_orbax
+        from qtoolkit.checkpoints._orbax import Tree, write_orbax
 
         write_orbax(dst, plan, chunks(), source.tree or Tree(), overwrite=overwrite)
     else:

@@ -1,9 +1,10 @@
-"""Which files a folder will hold, as data: names, config.json, and a fingerprint of the plan."""
+"""Which files a folder will hold, as data: names, contents of JSON, a fingerprint. No JAX here."""
 
 import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,19 +21,9 @@ _SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
 _MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
 _READERS = 16  # threads that wait for a source behind a URL
 _CONFIGS = ("quantization_config", "compression_config")
-# The fields of a fingerprint, and how a message says that two plans differ in one.
-_DIFFERENCES = {
-    "qtoolkit": "qtoolkit {0}, here {1}",
-    "format": "format {0}, here {1}",
-    "scaling": "scaling {0}, here {1}",
-    "layout": "layout {0}, here {1}",
-    "files": "{0} files, here {1}",
-    "source": "another source",
-    "options": "other options",
-}
 
 
-def file_names(count: int, weights_name: str = "model") -> list[str]:
+def file_names(count: int, weights_name: str) -> list[str]:
     if count == 1:
         return [f"{weights_name}.safetensors"]
     return [f"{weights_name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -98,6 +89,22 @@ def shared_plan(
     }
 
 
+def difference(there: Any, here: Mapping[str, Any]) -> str:
+    """The first thing in which the fingerprint `there` differs: "scaling channel, here tensor"."""
+    there = there if isinstance(there, dict) else {}
+    key = next(key for key in here if there.get(key) != here[key])
+    if key in ("source", "options"):
+        return f"other {key}"
+    return f"{key} {there.get(key)}, here {here[key]}"
+
+
+def modified(source: Checkpoint) -> int:
+    """When the weights of a source were last written, in nanoseconds; 0 behind a URL."""
+    if source.folder is None or is_url(source.path):
+        return 0
+    return max(os.stat(join(source.path, name)).st_mtime_ns for name in source.folder.weights)
+
+
 def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """config.json of the target: that of the source, changed to describe the planned weights."""
     new = {key: value for key, value in config.items() if key not in _CONFIGS}
@@ -133,11 +140,8 @@ def _source_digest(source: Checkpoint) -> str:
     tensors = [tensor for tensor in source.tensors.values() if tensor.nbytes]
     step = max(len(tensors) / _SAMPLED, 1)
     chosen = [tensors[int(i * step)] for i in range(min(len(tensors), _SAMPLED))]
-    if is_url(source.path):
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-            samples = [*pool.map(_sample, chosen)]
-    else:
-        samples = [*map(_sample, chosen)]
+    with concurrent.futures.ThreadPoolExecutor(_READERS if is_url(source.path) else 1) as pool:
+        samples = [*pool.map(_sample, chosen)]
     others = []
     for name in source.folder.copied:
         data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
@@ -154,17 +158,3 @@ def _sample(tensor: Tensor) -> str:
         tensor.read_into(start, memoryview(data))
         text += data.hex()
     return text
-
-
-def difference(there: Any, here: Mapping[str, Any]) -> str:
-    there = there if isinstance(there, dict) else {}
-    for key, text in _DIFFERENCES.items():
-        if there.get(key) != here[key]:
-            return text.format(there.get(key), here[key])
-    return "other options"
-
-
-def own_names(shared: Mapping[str, Any]) -> set[str]:
-    """The names of the files and folders that the new checkpoint will have."""
-    names = (*shared["files"], *shared["copied"], *shared["json"])
-    return {name.partition("/")[0] for name in names}

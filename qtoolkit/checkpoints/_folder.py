@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._paths import Path, is_url, join, read_file, storage
+from qtoolkit.checkpoints._paths import Path, entries, is_url, join, read_file
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, shown
 from qtoolkit.checkpoints._writing import plan_in
@@ -72,22 +72,22 @@ def open_folder(path: Path) -> Checkpoint:
         that writes them is not finished.
       OSError: Something cannot be read.
     """
-    entries = storage(path).entries(path)
-    if is_under_way(path, entries):
+    found = entries(path)
+    if is_under_way(path, found):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
             f"its files are there: qtoolkit finalize {path}"
         )
-    names = [name for name, is_folder in entries.items() if not is_folder]
+    names = [name for name, is_folder in found.items() if not is_folder]
     config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
     content = {} if config is None else read_json(join(path, config))
     modelopt = read_json(join(path, MODELOPT_CONFIG)) if MODELOPT_CONFIG in names else {}
-    weights, index = weight_files(path, [*entries])
-    index_name = _index_in([*entries]) or INDEX
+    weights, index = weight_files(path, [*found])
+    index_name = _index_in([*found]) or INDEX
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
     made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
-    copied, left = _others(path, entries, _modules(path, names))
+    copied, left = _others(path, found, _modules(path, names))
     opened = contextlib.ExitStack()
     with contextlib.ExitStack() as failing:
         failing.callback(opened.close)
@@ -189,7 +189,7 @@ def _others(
         if is_odd or name.startswith("."):
             left.append(relative)
         elif is_folder:
-            more, without = _others(path, storage(path).entries(where), modules, f"{relative}/")
+            more, without = _others(path, entries(where), modules, f"{relative}/")
             copied += more
             left += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:

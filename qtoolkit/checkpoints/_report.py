@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._header import TensorInfo, layout
+from qtoolkit.checkpoints._safetensors import TensorInfo, layout
 from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules

@@ -50,12 +50,14 @@ SKIPPED = re.compile(DEFAULT_SKIP, re.IGNORECASE)
 
 # Weights that loaders merge into one, hence with one scale for the whole: query, key and value,
 # gate and up (in Mixtral w1 and w3, in Nomic's BERT fc11 and fc12), the two compressions of
-# DeepSeek's attention, the projections of Qwen's linear attention. Source: vLLM, the tables
-# `packed_modules_mapping` and `stacked_params_mapping` of its models.
+# DeepSeek's attention, the projections of Qwen's linear attention. In cross-attention, which
+# Whisper calls `encoder_attn`, key and value come from the encoder, and the query does not.
+# Source: vLLM, the tables `packed_modules_mapping` and `stacked_params_mapping` of its models.
 _FUSED = tuple(
     (re.compile(rf"(^|[./])({names})(?=[./])"), merged)
     for names, merged in (
-        (r"[qkv]_proj", "qkv_proj"),
+        (r"(?<=encoder_attn[./])[kv]_proj", "kv_proj"),
+        (r"(?<!encoder_attn[./])[qkv]_proj", "qkv_proj"),
         (r"w[qkv]", "wqkv"),
         (r"query|key|value", "query_key_value"),
         (r"gate_proj|up_proj", "gate_up_proj"),

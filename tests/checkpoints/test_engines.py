@@ -49,6 +49,8 @@ JOINED = [  # (parts that vLLM joins, others of the layer)
     (["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"], ["linear_attn.out_proj"]),
     (["linear_attn.in_proj_a", "linear_attn.in_proj_b"], ["linear_attn.out_proj"]),
     (["mlp.fc11", "mlp.fc12"], ["mlp.fc2"]),
+    # vLLM's Whisper: {"encoder_attn.kv_proj": ["encoder_attn.k_proj", "encoder_attn.v_proj"]}.
+    (["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.q_proj"]),
     (["mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "mlp.experts.1.up_proj"], []),
     (["moe.experts.0.w1", "moe.experts.1.w2"], ["moe.shared_expert.w2"]),
 ]

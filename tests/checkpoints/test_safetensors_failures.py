@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qtoolkit.checkpoints import CheckpointError, layout, load, save, write_safetensors
-from qtoolkit.checkpoints import _header as header_module
+from qtoolkit.checkpoints import _safetensors as header_module
 
 TARGET = "model.safetensors"
 
