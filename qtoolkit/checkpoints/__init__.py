@@ -6,6 +6,8 @@ The way of a weight, file by file:
                 `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
   _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
                 makes a `QArray`, or float32 numbers, of what an encoding describes
+  _experts      makes a weight for each expert of tensors that have all of a layer, where loaders
+                of the target read them so
   _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`
   _produce      yields the bytes of planned tensors, slab by slab (`_slabs`), codes and scales by
                 `_quantize`, packed as the encoding of the target says

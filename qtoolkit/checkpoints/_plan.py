@@ -20,6 +20,7 @@ from qtoolkit.checkpoints._checks import (
     used_schemes,
 )
 from qtoolkit.checkpoints._decode import check_explained
+from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
     by_scheme,
@@ -42,6 +43,7 @@ from qtoolkit.checkpoints._roles import (
     AxisChoice,
     Roles,
     fused_group,
+    is_stack_of_experts,
 )
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import (
@@ -53,7 +55,7 @@ from qtoolkit.checkpoints._tensors import (
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE, misfit
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
 from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
@@ -140,6 +142,13 @@ def make_plan(
         source = source.checkpoint()
     format, scaling = by_scheme(format, scaling)
     chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
+    model = source.config.get("model_type")
+    if chosen.experts_of and model not in (None, chosen.experts_of):
+        raise CheckpointError(
+            f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
+            f"the model is {shown(str(model))} by its config.json; use another --layout"
+        )
+    source = split_for(source, chosen.name)
     planner = _Planner(
         source=source,
         layout=chosen,
@@ -316,13 +325,24 @@ class _Planner:
             return None, "skipped by default"
         if is_plain and fmt is None:
             return None, "dequantized"
-        if is_plain and self.layout.linear_only and len(info.shape) != 2:
-            return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if is_plain and (reason := self._not_held(info)):
+            return None, reason
         if self.layout.linear_only and 0 in info.shape:
             return None, "empty"
         if fmt is None:
             return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
         return fmt, ""
+
+    def _not_held(self, info: Tensor) -> str:
+        """Why the layout has no place for tensors of this kind; "" if it has."""
+        if self.layout.experts_of:
+            return "" if is_stack_of_experts(info) else f"{self.layout.name} holds experts only"
+        if not self.layout.linear_only or len(info.shape) == 2:
+            return ""
+        model, others = self.source.config.get("model_type"), LAYOUTS.values()
+        other = next((one.name for one in others if model and one.experts_of == model), "")
+        hint = f"; --layout {other} holds experts" if other and is_stack_of_experts(info) else ""
+        return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
     def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
         if fmt is None:
@@ -369,8 +389,7 @@ class _Planner:
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
-            reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
-            if reason:
+            if reason := self.layout.misfit(info.shape, scheme.spec):
                 self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
                 return None
             axes = self.roles.axes(info) if by_channel else ()
@@ -380,6 +399,14 @@ class _Planner:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 
     def _check_linear(self, info: Tensor) -> None:
+        if self.layout.experts_of:
+            if not is_stack_of_experts(info) or not self.roles.outputs_last(info):
+                raise CheckpointError(
+                    f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
+                    f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
+                    "keep it by a rule or with --skip, or use another --layout"
+                )
+            return
         # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(

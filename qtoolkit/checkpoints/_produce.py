@@ -21,7 +21,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Span
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, Tensor, shown, transposed
 from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
@@ -205,6 +205,8 @@ class Production:
             return Weight(source, spec, Grid.whole(source.size))
         grid = grid_of(encoding)
         second = None
+        if encoding.transposed:
+            source = transposed(source)
         if encoding.tensor_scale is not None:
             count = encoding.tensor_scale.nbytes // 4
             second = tensor_scales(self._second_amaxes(tensor, count), spec)

@@ -102,6 +102,11 @@ def experts_of(name: str, rank: int = 2) -> str:
     return f"{name[: found.start()]}{found[1]}experts" if found else ""
 
 
+def is_stack_of_experts(info: Tensor) -> bool:
+    """Whether a tensor has the weights of all experts of a layer, as in Llama 4 and gpt-oss."""
+    return len(info.shape) == 3 and _EXPERTS.search(info.name) is not None
+
+
 def module_of(name: str) -> str:
     """The module that has a weight: "h.0.attn" of "h.0.attn.weight"."""
     return re.sub(r"[./](weight|kernel)$", "", name)

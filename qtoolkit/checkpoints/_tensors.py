@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -175,6 +177,31 @@ class Tensor:
     def read_all(self) -> np.ndarray:
         """The whole tensor, a new array."""
         return self.read().reshape(self.shape)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The tensor with its last two axes in the other order, read matrix by matrix."""
+    *batch, rows, columns = tensor.shape
+    size = rows * columns
+
+    @functools.lru_cache(2)  # a thread begins with the next matrix while others are at this one
+    def matrix(index: int) -> np.ndarray:
+        elements = tensor.read(index * size, (index + 1) * size).reshape(rows, columns)
+        return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8)
+
+    lock = threading.Lock()
+
+    def read_into(start: int, buffer: memoryview) -> None:
+        done, nbytes = 0, tensor.nbytes // math.prod(batch)
+        while done < len(buffer):
+            index, first = divmod(start + done, nbytes)
+            with lock:
+                data = matrix(index)
+            part = data[first : first + len(buffer) - done]
+            buffer[done : done + len(part)] = part.data
+            done += len(part)
+
+    return Tensor(tensor.name, tensor.dtype, (*batch, columns, rows), read_into)
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,6 +16,7 @@ import numpy as np
 from qtoolkit.checkpoints._checks import kept_modules, used_schemes
 from qtoolkit.checkpoints._compare import opened
 from qtoolkit.checkpoints._decode import own_layout, quantization_config
+from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._folder import CONFIG, read_json
 from qtoolkit.checkpoints._paths import Path, check_path, join, kind_at
 from qtoolkit.checkpoints._produce import Production, Workers
@@ -24,7 +25,7 @@ from qtoolkit.checkpoints._roles import module_of
 from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Checkpoint, Entry, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import WIDE, misfit
+from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
 from qtoolkit.formats import format as resolve
 
@@ -89,6 +90,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(src, "src")
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
+        source, target = split_alike(source, target)
         problems = [*_beside_codes(source, target), *_changed(source, target, progress)] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
@@ -123,7 +125,7 @@ def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
         got = "is missing" if found is None else f"shape {list(found.shape)}"
         return f"{got}, expected shape {list(tensor.shape)}"
     if found.encoding is not None:
-        if not found.encoding.is_sliceable:
+        if not found.encoding.is_written:
             return (
                 f"in layout {target.layout} as {found.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
@@ -250,14 +252,15 @@ def _schemes(source: Checkpoint, target: Checkpoint, layout: Layout) -> dict[str
     if not layout.linear_only:
         return {}
     schemes: dict[str, Scheme | None] = {}
+    rank = 3 if layout.experts_of else 2
     for name, weight in target.encodings.items():
         info = source.tensors.get(name)
         if info is None or info.shape != weight.shape:
             continue  # another check reports it
         fitting = (
             scheme
-            for scheme in (layout.schemes if len(info.shape) == 2 else ())
-            if (layout.has_partial_blocks or not misfit(info.shape, scheme.spec))
+            for scheme in (layout.schemes if len(info.shape) == rank else ())
+            if not layout.misfit(info.shape, scheme.spec)
             and layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts
         )
         schemes[name] = next(fitting, None)

@@ -506,13 +506,15 @@ def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tm
 def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
     """Oracle: `convert`, which takes format and scaling as they stand there."""
     data = json.loads(run("layouts", "--json").stdout)
-    written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
-    assert list(data) == [*written, "gpt-oss", "gptq", "awq"]
+    written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt", "gpt-oss"]
+    assert list(data) == [*written, "gptq", "awq"]
     assert [name for name, about in data.items() if about["schemes"]] == written
     assert "is only read" in run("layouts", "gptq").stdout
     assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}
     (tmp_path / "scales.json").write_text('{"model.layers.0.mlp.down_proj": 0.5}')
     for layout, about in data.items():
+        if layout == "gpt-oss":
+            continue  # takes models of its own: test_experts.py
         for scheme in about["schemes"]:
             options = ["--layout", layout, "--format", scheme["format"]]
             options += ["--scaling", scheme["scaling"]] if scheme["scaling"] else []

@@ -396,6 +396,6 @@ LAYOUT = Layout(
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
         "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "
-        "no weights for it; write --layout finegrained-fp8"
+        "no weights for it; give the folder with its config.json, by which they are split"
     },
 )

@@ -118,7 +118,12 @@ class Encoding:
     @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        if self.transposed or self.group_index or self.zero_point:
+        return self.is_written and not self.transposed
+
+    @property
+    def is_written(self) -> bool:
+        """Whether weights can be quantized to it."""
+        if self.group_index or self.zero_point:
             return False
         packing = self.packing
         return packing is None or (

@@ -98,6 +98,8 @@ class Layout:
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
+      experts_of: The model, by the `model_type` in its config, of which it stores nothing but
+        experts, all of a layer in one tensor [experts, inputs, outputs]; "" if it stores others.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       has_partial_blocks: Whether the last blocks of a row or column may be partial.
       static: Maps schemes that work without static activation scales to those that are written
@@ -130,6 +132,7 @@ class Layout:
     methods: tuple[str, ...] = ()
     note: str = ""
     linear_only: bool = True
+    experts_of: str = ""
     is_mixed: bool = False
     has_partial_blocks: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
@@ -152,6 +155,18 @@ class Layout:
             f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
             f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
         )
+
+    def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
+        """Why blocks of a format do not fill a weight; "" if they do.
+
+        Loaders split and merge weights along both axes, so blocks have to be whole where they do
+        not say how they read partial ones.
+        """
+        axes = (-2, -1) if self.experts_of else (-1, -2)
+        for axis, length in zip(axes, reversed(spec.block), strict=False):
+            if not self.has_partial_blocks and shape[axis] % (length or 1):
+                return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
+        return ""
 
     def spellings(self) -> list[str]:
         return [scheme.spelling for scheme in self.schemes]
@@ -185,18 +200,6 @@ def by_channel(element: Format, axis: int = 0) -> BlockFormat:
 @functools.cache
 def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
-
-
-def misfit(shape: Sequence[int], spec: BlockFormat) -> str:
-    """Why blocks of a format do not fill a matrix; "" if they do.
-
-    Loaders split and merge weights along both axes, so blocks have to be whole where a layout's
-    loaders do not say how they read partial ones.
-    """
-    for axis, length in zip((-1, -2), reversed(spec.block), strict=False):
-        if length is not None and length > 1 and shape[axis] % length:
-            return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
-    return ""
 
 
 def entry_beside(name: str, suffix: str) -> str:
