@@ -75,37 +75,31 @@ def opened_as(kind: str, path: Path) -> Checkpoint:
 
 
 def kind_of_source(path: Path, argument: str) -> Kind:
-    """What is at the path of a source.
+    """What is at the path of a source, which messages call `argument`.
 
     Raises:
       CheckpointError: Nothing, since a run was killed in the moment in which it replaced it.
-      TypeError: It is no path; the message says that `argument` is.
+      TypeError: It is no path.
     """
     check_path(path, argument)
     kind = kind_at(path)
-    if not kind and not is_url(path):
-        old = old_name(os.path.realpath(path))
-        if os.path.isdir(old):
-            raise CheckpointError(
-                f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
-                "again, or rename it"
-            )
+    if not kind and not is_url(path) and os.path.isdir(old := old_name(os.path.realpath(path))):
+        raise CheckpointError(
+            f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
+            "again, or rename it"
+        )
     return kind
 
 
 def _kind_of_file(path: Path) -> str:
-    """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
+    """The kind of a file from its first bytes; "safetensors" also if they tell nothing.
 
     Raises:
       CheckpointError: It holds weights or text of another kind, such as a pickle.
     """
+    start = b""
     with contextlib.suppress(PermissionError):
-        return _sniffed(path, read_file(path, 512, whole=False))
-    return "safetensors"
-
-
-def _sniffed(path: Path, start: bytes) -> str:
-    """The kind of a file from its first bytes; "safetensors" also if they tell nothing."""
+        start = read_file(path, 512, whole=False)
     length = int.from_bytes(start[:8], "little")
     if len(start) > 8 and start[8:9] == b"{" and length <= MAX_HEADER_BYTES:
         return "safetensors"
@@ -113,28 +107,24 @@ def _sniffed(path: Path, start: bytes) -> str:
         return "gguf"
     if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an empty archive
         return "npz"
-    for magic, message in _OTHERS:
-        if start.startswith(magic):
-            raise CheckpointError(f"{path}: {message}")
-    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        raise CheckpointError(f"{path}: {PICKLE}")
+    problem = next((message for magic, message in _OTHERS if start.startswith(magic)), "")
     text = start.lstrip()[:1]
-    if text in (b"{", b"["):
-        raise CheckpointError(f"{path}: {_json_remedy(path)}")
-    if text == b"<":
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        problem = PICKLE
+    elif text in (b"{", b"["):
+        where = str(path) if is_url(path) else os.path.abspath(path)
+        folder, _, name = where.rpartition("/")
+        what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
+        problem = f"{what}, which holds no weights; give the folder instead: {folder}"
+    elif text == b"<":
         remedy = "the download failed: fetch it again"
         if is_url(path):  # an HTTP server shows a folder as a page
             remedy = "give the URL of a safetensors file, or fetch the folder and give that"
-        raise CheckpointError(f"{path}: a web page or XML, expected weights; {remedy}")
-    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
-        return "msgpack"
-    return "safetensors"
-
-
-def _json_remedy(path: Path) -> str:
-    folder, _, name = (str(path) if is_url(path) else os.path.abspath(path)).rpartition("/")
-    what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
-    return f"{what}, which holds no weights; give the folder instead: {folder}"
+        problem = f"a web page or XML, expected weights; {remedy}"
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
+    is_map = start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF))
+    return "msgpack" if is_map else "safetensors"
 
 
 _DOCUMENT = (

@@ -6,7 +6,6 @@ A target is the plain layout in a tree.
 import collections
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -77,16 +76,11 @@ class Tree(NamedTuple):
 
 
 def open_orbax(path: Path) -> Checkpoint:
-    """Opens a checkpoint of `StandardCheckpointer`, `PyTreeCheckpointer` or `CheckpointManager`.
+    """Opens a checkpoint of `StandardCheckpointer` or `PyTreeCheckpointer`, or a step of a
+    `CheckpointManager` with one item.
 
     Names are paths in the tree, joined by "."; of a variable of `nnx.state` that of the variable.
     Texts in the checkpoint's custom metadata are its `metadata`.
-
-    Args:
-      path: Of the checkpoint, or of a step of a manager, with one item in it.
-
-    Raises:
-      CheckpointError: It is damaged, holds several items or what is no array, or QArrays.
     """
     folder = os.path.abspath(_of_one_item(path))  # orbax takes no other
     structure: Any
@@ -139,26 +133,24 @@ class _Arrays:
         headers: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     ) -> None:
         self._path, self._folder, self._structure = path, folder, structure
-        self._index = {name: i for i, name in enumerate(headers)}
+        self._names = [*headers]
         self._sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in headers.values()]
         self.ready: dict[str, np.ndarray] = {}
 
     def read(self, name: str) -> np.ndarray:
         if name not in self.ready:
             self.ready.clear()
-            names = [*self._index][self._index[name] :]
-            sizes = itertools.accumulate(self._sizes[self._index[name] :])
-            some = [
-                n for n, size in zip(names, sizes, strict=True) if n == name or size <= _TOGETHER
-            ]
-            self.ready |= self._restored(some)
+            first = stop = self._names.index(name)
+            while stop == first or sum(self._sizes[first : stop + 1]) <= _TOGETHER:
+                stop += 1
+                if stop == len(self._names):
+                    break
+            self._restore(first, stop)
         return self.ready[name]
 
-    def _restored(self, names: list[str]) -> dict[str, np.ndarray]:
+    def _restore(self, first: int, stop: int) -> None:
         count = self._structure.num_leaves
-        wanted = [ocp.PLACEHOLDER] * count
-        for name in names:
-            wanted[self._index[name]] = 0
+        wanted = [0 if first <= i < stop else ocp.PLACEHOLDER for i in range(count)]
         how = [ocp.RestoreArgs(restore_type=np.ndarray)] * count
         arguments = ocp.args.PyTreeRestore(
             item=self._structure.unflatten(wanted), restore_args=self._structure.unflatten(how)
@@ -167,9 +159,11 @@ class _Arrays:
             with _quiet():
                 restored = ocp.PyTreeCheckpointer().restore(self._folder, args=arguments)
         except Exception as error:
-            raise _damaged(f"{self._path}: tensor {shown(names[0])}", error) from error
+            where = f"{self._path}: tensor {shown(self._names[first])}"
+            raise _damaged(where, error) from error
         leaves = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
-        return {name: np.asarray(leaves[self._index[name]]) for name in names}
+        for i in range(first, stop):
+            self.ready[self._names[i]] = np.asarray(leaves[i])
 
 
 def _damaged(where: Path, error: Exception) -> CheckpointError:
@@ -263,7 +257,7 @@ def write_orbax(
     path: Path,
     plan: Plan,
     chunks: Iterable[tuple[str, Any]],
-    tree: Tree,
+    tree: Tree | None,
     *,
     overwrite: bool,
 ) -> None:
@@ -273,12 +267,8 @@ def write_orbax(
     order of its own. So a safetensors file is written beside the target first, from which orbax
     then gets one array at a time. `tree` is the source's; names of tensors that are not in it are
     split at their dots.
-
-    Raises:
-      CheckpointError: `path` exists; an array is empty, which orbax does not store, or two paths
-        exclude each other. Nothing is left.
-      OSError: It cannot be written.
     """
+    tree = tree or Tree()
     arrays, lists = promised_tree(path, plan, tree)
     # Texts are the source's `metadata`, which the plan has as they are to be.
     others = {k: v for k, v in tree.custom_metadata.items() if not isinstance(v, str)}
@@ -378,9 +368,6 @@ def promised_tree(path: Path, plan: Plan, tree: Tree) -> tuple[Any, list[str]]:
     """Promised arrays for everything that is written, where they are in the tree.
 
     Also the names of lists of the source that became dictionaries, because scales are in them.
-
-    Raises:
-      CheckpointError: The tree of a plan is none, or orbax cannot store it.
     """
     leaves: list[tuple[tuple[Any, ...], Any]] = []
     for tensor in plan.tensors:

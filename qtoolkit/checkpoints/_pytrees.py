@@ -20,8 +20,15 @@ from qtoolkit.checkpoints._containers import kind_of, opened_as
 from qtoolkit.checkpoints._decode import check_explained, dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
-from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    listed,
+    shown,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
 
 # What reads other files than `load` does.
@@ -83,13 +90,14 @@ def save(
                 )
             arrays[entry] = _array(path, entry, array)
     about = dict(metadata or {})
-    if ARRAYS_KEY in about and about[ARRAYS_KEY] != _text(quantized):
+    description = json.dumps(quantized, sort_keys=True)
+    if about.get(ARRAYS_KEY, description) != description:
         raise CheckpointError(
             f"{path}: metadata has {ARRAYS_KEY!r}, which describes the quantized arrays, expected "
             "another key; leave it out"
         )
     if quantized:
-        about[ARRAYS_KEY] = _text(quantized)
+        about[ARRAYS_KEY] = description
     write_arrays(path, arrays, about, overwrite=overwrite)
 
 
@@ -224,26 +232,26 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
         )
     if name not in arrays:
         raise _differs(path, [name], "which the file has not; save them with the others")
-    found = arrays.pop(name)
-    shape = getattr(wanted, "shape", None)
-    if "key<" in str(getattr(wanted, "dtype", "")):
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)}: `like` has a key of jax.random there, of which files "
-            "have the numbers alone; leave keys out, e.g. like=nnx.state(model, nnx.Param)"
-        )
-    if tuple(found.shape) != shape:
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} has shape {tuple(found.shape)}, expected {shape}, that "
-            "of `like`; load it into the model that it is of"
-        )
     import jax.numpy as jnp
 
-    if jnp.issubdtype(found.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} has dtype {found.dtype}, expected {wanted.dtype}, that "
-            "of `like`; convert codes with their scales: load the file that `convert` or `save` "
-            "wrote"
+    found, problem = arrays.pop(name), ""
+    if "key<" in str(getattr(wanted, "dtype", "")):
+        problem = (
+            "`like` has a key of jax.random there, of which files have the numbers alone; leave "
+            "keys out, e.g. like=nnx.state(model, nnx.Param)"
         )
+    elif tuple(found.shape) != wanted.shape:
+        problem = (
+            f"shape {tuple(found.shape)}, expected {wanted.shape}, that of `like`; load it into "
+            "the model that it is of"
+        )
+    elif jnp.issubdtype(found.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
+        problem = (
+            f"dtype {found.dtype}, expected {wanted.dtype}, that of `like`; convert codes with "
+            "their scales: load the file that `convert` or `save` wrote"
+        )
+    if problem:
+        raise CheckpointError(f"{path}: tensor {shown(name)}: {problem}")
     if isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
         return found  # JAX would narrow 64 bits
     return _placed(found, wanted)
@@ -270,11 +278,9 @@ def _placed(found: Any, wanted: Any) -> Any:
     return jax.tree.map(put, found)
 
 
-def _differs(path: Path, names: Any, what: str) -> CheckpointError:
-    names = list(names)
-    some = ", ".join(map(shown, names[:3])) + (" ..." if len(names) > 3 else "")
-    number = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
-    return CheckpointError(f"{path}: {number}, {some}, {what}")
+def _differs(path: Path, names: Collection[str], what: str) -> CheckpointError:
+    some = listed(map(shown, names), 3)
+    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {what}")
 
 
 def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -303,10 +309,6 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
         "packed_size": array.packed_size,
     }
     return entries, about
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _array(path: Path, name: str, x: Any) -> np.ndarray:
@@ -359,37 +361,28 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
 
 def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and their scales."""
+    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and float32 scales."""
     found = dict(arrays)
     for name, codes in arrays.items():
-        scale = found.get(f"{name}_scale")
-        is_pair = f"{name}_scale" not in wanted and name in wanted
-        if is_pair and isinstance(codes, np.ndarray) and isinstance(scale, np.ndarray):
-            array = _converted(codes, scale, wanted[name])
-            if array is not None:
-                found[name] = array
-                del found[f"{name}_scale"]
+        scale: Any = arrays.get(f"{name}_scale")
+        if not isinstance(codes, np.ndarray) or not isinstance(scale, np.ndarray):
+            continue
+        is_pair = codes.dtype.itemsize == 1 and scale.dtype == np.float32 and codes.size
+        if not is_pair or name not in wanted or f"{name}_scale" in wanted:
+            continue
+        from qtoolkit.checkpoints._values import qarray_of  # loads JAX
+
+        both = {name: codes, f"{name}_scale": scale}
+        headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in both.items()}
+        (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
+        dtype = getattr(wanted[name], "dtype", np.dtype("float32"))
+        found[name] = qarray_of(encoding, lambda entry: _bytes_of(arrays[entry.name]), dtype=dtype)
+        del found[f"{name}_scale"]
     return found
 
 
-def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
-    """A `QArray` of codes and float32 scales as the layout "plain" has them; None for others.
-
-    Raises:
-      CheckpointError: The scales belong to no blocks of the codes.
-    """
-    if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
-        return None
-    from qtoolkit.checkpoints._values import qarray_of  # loads JAX
-
-    arrays = {"codes": codes, "codes_scale": scale}
-    headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in arrays.items()}
-    (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
-
-    def read(entry: Entry) -> np.ndarray:
-        return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
-
-    return qarray_of(encoding, read, dtype=getattr(wanted, "dtype", np.dtype("float32")))
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
@@ -407,18 +400,16 @@ def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, 
         elif 0 in encoding.shape or encoding.scale is None:
             loaded |= {e.name: folder.read(e.name) for e in encoding.entries}
         else:
-            loaded[name] = _loaded(encoding, folder)
+            from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
+
+            read = entry_reader(folder.tensors)
+            if encoding.group_index is not None:
+                loaded[name] = values_of(encoding, read)
+                continue
+            array = qarray_of(encoding, read)
+            is_narrow = encoding.spec.element.bits in (1, 2, 4, 6)
+            loaded[name] = array.pack() if is_narrow else array
     return loaded
-
-
-def _loaded(encoding: Encoding, folder: Checkpoint) -> Any:
-    from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
-
-    read = entry_reader(folder.tensors)
-    if encoding.group_index is not None:
-        return values_of(encoding, read)
-    array = qarray_of(encoding, read)
-    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:

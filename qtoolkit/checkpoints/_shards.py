@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.checkpoints._files import cut_into_files, difference, modified, shared_plan
 from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._paths import (
     Path,
@@ -37,7 +36,15 @@ from qtoolkit.checkpoints._paths import (
 )
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
 from qtoolkit.checkpoints._safetensors import SafetensorsFile, layout, write_safetensors
-from qtoolkit.checkpoints._target import Destination, check_folder, file_limit
+from qtoolkit.checkpoints._target import (
+    Destination,
+    check_folder,
+    cut_into_files,
+    difference,
+    file_limit,
+    modified,
+    shared_plan,
+)
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed
 from qtoolkit.checkpoints._writing import (
     CONTENT,

@@ -75,6 +75,16 @@ def test_parts_of_a_joined_layer_are_quantized_alike(tmp_path, parts, others, la
         assert kept(plan(src, skip=[rf"{re.escape(other)}\."], **options)) == {*of_layers(other)}
 
 
+def test_the_line_to_write_is_of_one_layer(tmp_path):
+    """Of Whisper's decoder: the other attention of a layer has projections of the same names."""
+    names = [f"{a}.{x}_proj" for a in ("self_attn", "encoder_attn") for x in "qkv"]
+    src = folder(tmp_path / "src", of_layers(*names))
+    with pytest.raises(CheckpointError, match=r"Write --skip") as error:
+        plan(src, skip=[r"encoder_attn\.k_proj"])
+    words = shlex.split(re.search(r"Write (--skip \S+)", str(error.value))[1])
+    assert kept(plan(src, skip=[words[1]])) == {*of_layers(names[4], names[5])}
+
+
 def test_all_parts_of_some_layers_may_be_left_out(tmp_path):
     src = folder(tmp_path / "src", of_layers(*JOINED[0][0], *JOINED[1][0]))
     assert len(kept(plan(src, skip=[r"layers\.0\."]))) == 5

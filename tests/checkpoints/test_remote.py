@@ -3,16 +3,8 @@
 Oracle: the same conversion between folders of this machine.
 """
 
-import errno
-import http.server
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
-from functools import partial
 
 import boto3
 import fsspec
@@ -238,27 +230,6 @@ def test_large_files_go_up_in_parts_and_a_failure_leaves_none(bucket, tmp_path, 
     assert "Uploads" not in bucket.list_multipart_uploads(Bucket="bkt")
 
 
-def test_a_killed_run_leaves_nothing_on_this_machine(source, tmp_path):
-    """What is uploaded lies in TMPDIR first, up to --max-shard-size of it."""
-    (tmp_path / "tmp").mkdir()
-    program = (
-        "import os, signal, sys\n"
-        "from qtoolkit.checkpoints import convert\n"
-        "def kill(*progress):\n"
-        "    print('written', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "convert(sys.argv[1], 'memory://bkt/dst', progress=kill)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, source],
-        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
-        stdout=subprocess.PIPE,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"written\n")
-    assert os.listdir(tmp_path / "tmp") == []
-
-
 def test_failures_of_one_process_keep_what_is_whole(store, source, expected, monkeypatch):
     files = type(fsspec.core.url_to_fs(store)[0])
     pipe_file = files.pipe_file
@@ -383,76 +354,6 @@ def test_only_the_folder_itself_is_removed(store, source, expected, name):
     convert(source, f"{store}/{name}")
     convert(source, f"{store}/{name}", max_shard_size=SIZE, overwrite=True)
     assert found(store) == others | {f"{name}/{file}": data for file, data in expected.items()}
-
-
-def test_a_server_that_knows_no_ranges(source, monkeypatch):
-    put("memory://bkt/x.safetensors", (source / "model.safetensors").read_bytes())
-    memory = fsspec.implementations.memory.MemoryFileSystem
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(memory, "cat_file", lambda *_, **__: bytes(2**20))
-            with pytest.raises(OSError, match="the server knows no ranges: fetch the file"):
-                load("memory://bkt/x.safetensors")
-        monkeypatch.setattr(memory, "info", lambda *_, **__: {"type": "file", "size": None})
-        with pytest.raises(OSError, match="its size is not known"):
-            load("memory://bkt/x.safetensors")
-    finally:
-        fsspec.filesystem("memory").store.clear()
-
-
-class FileServer(http.server.SimpleHTTPRequestHandler):
-    """An HTTP server of a folder that knows ranges, which Python's does not."""
-
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        path, span = self.translate_path(self.path), self.headers.get("Range")
-        if span is None or not os.path.isfile(path):
-            super().do_GET()
-            return
-        with open(path, "rb") as file:
-            data = file.read()
-        first, _, last = span.removeprefix("bytes=").partition("-")
-        part = data[int(first) : int(last) + 1]
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-
-@pytest.fixture
-def web(source):
-    pytest.importorskip("aiohttp")
-    handler = partial(FileServer, directory=source.parent)
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=running.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{running.server_port}"
-    running.shutdown()
-    thread.join()
-    running.server_close()
-
-
-def test_a_file_of_an_http_server_is_read_by_ranges(web, source, tmp_path):
-    convert(source / "model.safetensors", tmp_path / "one")
-    convert(f"{web}/src/model.safetensors", tmp_path / "two")
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    with pytest.raises(CheckpointError, match=r"a web page or XML.*give the URL of a safetensors"):
-        convert(f"{web}/src", tmp_path / "three")
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        convert(f"{web}/none", tmp_path / "three")
-
-
-def test_an_http_server_that_is_not_there_is_not_a_missing_file(tmp_path):
-    pytest.importorskip("aiohttp")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))  # nobody listens
-        url = f"http://127.0.0.1:{one.getsockname()[1]}/model.safetensors"
-        with pytest.raises(OSError, match="Cannot connect") as found:
-            convert(url, tmp_path / "dst")
-    assert found.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("url", ["https://host/model", "HTTP://host/model", "zip://model"])

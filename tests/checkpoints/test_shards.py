@@ -25,8 +25,8 @@ from qtoolkit.checkpoints import (
     load,
     save,
 )
-from qtoolkit.checkpoints import _files as files_module
 from qtoolkit.checkpoints import _shards as shards_module
+from qtoolkit.checkpoints import _target as target_module
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
@@ -182,7 +182,7 @@ def one_changed_number(position):
 
 
 def other_version(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "__version__", "9")
+    monkeypatch.setattr(target_module, "__version__", "9")
     return {}
 
 

@@ -193,40 +193,12 @@ def test_the_second_config_of_modelopt(problems, case, source, tmp_path):
     )
 
 
-def test_a_method_that_reads_the_same_entries(problems):
-    def change(config):
-        config["quantization_config"]["quant_method"] = "modelopt"
-
-    assert problems(LAYOUTS[1], change=change) == (
-        "config.json: quantization_config.quant_method is modelopt, expected compressed-tensors; "
-        "convert it again",
-    )
-
-
 def test_scales_in_a_shape_that_the_layout_does_not_write(problems):
     def change(arrays):
         arrays[f"{Q}.weight_scale"] = arrays[f"{Q}.weight_scale"].reshape(-1)
 
     (line,) = problems(LAYOUTS[2], tensors=change)
     assert line.startswith(f"{Q}.weight: {Q}.weight F8_E4M3 [256, 128], {Q}.weight_scale F32 [256]")
-
-
-def test_a_second_scale_in_another_shape_is_one_line(problems):
-    def change(arrays):
-        arrays[f"{Q}.weight_scale_2"] = arrays[f"{Q}.weight_scale_2"].reshape(1)
-
-    (line,) = problems(("modelopt", "nvfp4", None, 0.5), tensors=change)
-    assert f"{Q}.weight_scale_2 F32 [1], expected what layout modelopt writes" in line
-
-
-def test_a_scale_of_an_attention_cache_that_is_nan(problems):
-    def change(arrays):
-        arrays[f"{Q}.q_scale"] = np.full(1, np.nan, np.float32)
-
-    assert problems(LAYOUTS[2], tensors=change) == (
-        f"{Q}.q_scale: nan, expected a number above 0, as every calibration gives; calibrate "
-        "again, and convert it again",
-    )
 
 
 @pytest.mark.parametrize("key", ["compression_config", "text_config"])
