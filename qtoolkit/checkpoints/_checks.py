@@ -125,8 +125,8 @@ def _pattern(split: Mapping[str, Sequence[TensorPlan]]) -> str:
     for group, parts in split.items():
         is_experts = re.search(r"(^|[./])experts$", group) is not None
         # With what is above: "encoder_attn.k_proj", since "self_attn.k_proj" is of another layer.
-        found = [re.search(r"([^.\d]\w*\.)?\w+$", module_of(part.name)) for part in parts]
-        names = ["experts"] if is_experts else [match[0] for match in found if match]
+        matches = [re.search(r"([^.\d]\w*\.)?\w+$", module_of(part.name)) for part in parts]
+        names = ["experts"] if is_experts else [match[0] for match in matches if match]
         ends |= dict.fromkeys(names)
     return rf"(^|\.)({'|'.join(map(re.escape, ends))})\."
 

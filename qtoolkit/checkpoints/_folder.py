@@ -62,22 +62,22 @@ class FolderFiles:
 
 def open_folder(path: Path) -> Checkpoint:
     """Opens a folder of Hugging Face's. `metadata` is that of the first file."""
-    found = entries(path)
-    if is_under_way(path, found):
+    inside = entries(path)
+    if is_under_way(path, inside):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
             f"its files are there: qtoolkit finalize {path}"
         )
-    names = [name for name, is_folder in found.items() if not is_folder]
+    names = [name for name, is_folder in inside.items() if not is_folder]
     config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
     content = {} if config is None else read_json(join(path, config))
     modelopt = read_json(join(path, MODELOPT_CONFIG)) if MODELOPT_CONFIG in names else {}
-    weights, index = weight_files(path, [*found])
-    index_name = _index_in([*found]) or INDEX
+    weights, index = weight_files(path, [*inside])
+    index_name = _index_in([*inside]) or INDEX
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
     made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
-    copied, left = _others(path, found, _modules(path, names))
+    copied, left = _others(path, inside, _modules(path, names))
     with contextlib.ExitStack() as opening:
         files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
         tensors = _tensors(path, files, index, join(path, index_name))
@@ -145,24 +145,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def is_under_way(path: Path, found: Container[str]) -> bool:
-    """Whether a folder with `found` is unfinished. Only URLs: on disk they appear complete."""
-    return is_url(path) and UNDER_WAY in found and plan_in(join(path, UNDER_WAY)) is not None
+def is_under_way(path: Path, names: Container[str]) -> bool:
+    """Whether a folder with these names is unfinished. Only URLs: on disk they appear complete."""
+    return is_url(path) and UNDER_WAY in names and plan_in(join(path, UNDER_WAY)) is not None
 
 
 def _others(
-    path: Path, found: Mapping[str, bool], modules: set[str], prefix: str = ""
+    path: Path, inside: Mapping[str, bool], modules: set[str], prefix: str = ""
 ) -> tuple[list[str], list[str]]:
     """Two lists of files in a folder and below: those to copy with the weights, and the others.
 
     If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
-      found: The names in the folder `path`/`prefix`, and whether each is a folder.
+      inside: The names in the folder `path`/`prefix`, and whether each is a folder.
       modules: Folders below, as seen from `path`, that are copied with their weights.
     """
     copied, left = [], []
-    for name, is_folder in found.items():
+    for name, is_folder in inside.items():
         relative, where = prefix + name, join(path, *(prefix + name).split("/"))
         # A linked folder may contain itself; reading a pipe could wait for ever.
         is_odd = not is_url(path) and (
@@ -185,8 +185,8 @@ def _index_in(names: list[str]) -> str | None:
     """The name of the index: that of transformers, else the only other one, as of diffusers."""
     if INDEX in names or "model.safetensors" in names:
         return INDEX if INDEX in names else None
-    found = [name for name in names if name.endswith(".safetensors.index.json")]
-    return found[0] if len(found) == 1 else None
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    return indexes[0] if len(indexes) == 1 else None
 
 
 def _modules(path: Path, names: list[str]) -> set[str]:
@@ -252,10 +252,10 @@ def _no_weights(path: Path, names: list[str]) -> str:
             f"them: {join(path, steps[-1])}"
         )
     for ending in (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz"):
-        found = next((name for name in names if name.lower().endswith(ending)), "")
+        file = next((name for name in names if name.lower().endswith(ending)), "")
         remedy = "give the file itself" if ending in (".gguf", ".msgpack", ".npz") else PICKLE
-        if found:
-            return f"no safetensors in the folder, but {shown(found)}; {remedy}"
+        if file:
+            return f"no safetensors in the folder, but {shown(file)}; {remedy}"
     # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
     for pattern in ("*", os.path.join("snapshots", "*")):
         inside = "" if is_url(path) else os.path.join(glob.escape(os.fspath(path)), pattern)

@@ -193,12 +193,12 @@ def _of_one_item(path: Path) -> Path:
             f"{path}: an orbax checkpoint, which is not read from a URL; fetch it and give the "
             "folder"
         )
-    found = entries(path)
-    if _METADATA in found:
+    inside = entries(path)
+    if _METADATA in inside:
         return path
     items = [
         name
-        for name, is_folder in found.items()
+        for name, is_folder in inside.items()
         if is_folder and _METADATA in entries(join(path, name))
     ]
     if len(items) != 1:
@@ -233,10 +233,10 @@ def _is_empty(node: Any) -> bool:
 
 def _lists(custom: Mapping[str, Any]) -> list[str]:
     try:
-        found = json.loads(custom.get(_LISTS, "[]"))
+        names = json.loads(custom.get(_LISTS, "[]"))
     except (TypeError, ValueError, RecursionError):
         return []
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _check_names(path: Path, names: list[str]) -> None:
@@ -356,9 +356,9 @@ def _save(
 
 def _failed(path: Path, error: Exception) -> Exception:
     """The system's own error where tensorstore names its number, such as that of a full disk."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    if found:
-        return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    if number:
+        return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
     return CheckpointError(
         f"{path}: orbax did not write it: {_line(error)}; write safetensors instead"
     )

@@ -79,17 +79,17 @@ def kind_at(path: Path) -> Kind:
         return "file" if os.path.isfile(path) else "other" if os.path.lexists(path) else ""
     with _naming_url(path):
         try:
-            found = _files(path).info(str(path))
+            info = _files(path).info(str(path))
         except FileNotFoundError:
             return ""
-    return "folder" if found["type"] == "directory" else "file"
+    return "folder" if info["type"] == "directory" else "file"
 
 
 def entries(path: Path) -> dict[str, bool]:
     """The names in a folder, in order, and whether each is a folder."""
     if not is_url(path):
-        with os.scandir(path) as found:
-            return dict(sorted((entry.name, entry.is_dir()) for entry in found))
+        with os.scandir(path) as inside:
+            return dict(sorted((entry.name, entry.is_dir()) for entry in inside))
     with _naming_url(path):
         files = _files(path)
         try:
@@ -198,8 +198,8 @@ def remove_folder(path: Path) -> None:
         # Not rm: it takes [, ] and ? in a name for a pattern, and may delete a bucket.
         files = _files(path)
         root = files._strip_protocol(str(path)).strip("/") + "/"
-        found = files.find(str(path), withdirs=True, detail=True)
-        for name, item in sorted(found.items(), reverse=True):  # a folder after what is in it
+        inside = files.find(str(path), withdirs=True, detail=True)
+        for name, item in sorted(inside.items(), reverse=True):  # a folder after what is in it
             if name.strip("/").startswith(root):
                 with contextlib.suppress(OSError, NotImplementedError):
                     files.rmdir(name) if item["type"] == "directory" else files.rm_file(name)

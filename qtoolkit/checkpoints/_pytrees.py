@@ -234,30 +234,30 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
         raise _differs(path, [name], "which the file has not; save them with the others")
     import jax.numpy as jnp
 
-    found, problem = arrays.pop(name), ""
+    array, problem = arrays.pop(name), ""
     if "key<" in str(getattr(wanted, "dtype", "")):
         problem = (
             "`like` has a key of jax.random there, of which files have the numbers alone; leave "
             "keys out, e.g. like=nnx.state(model, nnx.Param)"
         )
-    elif tuple(found.shape) != wanted.shape:
+    elif tuple(array.shape) != wanted.shape:
         problem = (
-            f"shape {tuple(found.shape)}, expected {wanted.shape}, that of `like`; load it into "
+            f"shape {tuple(array.shape)}, expected {wanted.shape}, that of `like`; load it into "
             "the model that it is of"
         )
-    elif jnp.issubdtype(found.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
+    elif jnp.issubdtype(array.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
         problem = (
-            f"dtype {found.dtype}, expected {wanted.dtype}, that of `like`; convert codes with "
+            f"dtype {array.dtype}, expected {wanted.dtype}, that of `like`; convert codes with "
             "their scales: load the file that `convert` or `save` wrote"
         )
     if problem:
         raise CheckpointError(f"{path}: tensor {shown(name)}: {problem}")
-    if isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
-        return found  # JAX would narrow 64 bits
-    return _placed(found, wanted)
+    if isinstance(wanted, np.ndarray) or array.dtype.itemsize == 8:
+        return array  # JAX would narrow 64 bits
+    return _placed(array, wanted)
 
 
-def _placed(found: Any, wanted: Any) -> Any:
+def _placed(array: Any, wanted: Any) -> Any:
     """An array, or the arrays of a `QArray`, where `wanted` has its own."""
     import jax
     import jax.numpy as jnp
@@ -268,14 +268,14 @@ def _placed(found: Any, wanted: Any) -> Any:
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     elif sharding is None or sharding.device_set == jnp.zeros(()).sharding.device_set:
-        return found if _is_qarray(found) else jnp.asarray(found)
+        return array if _is_qarray(array) else jnp.asarray(array)
 
     def put(x: Any) -> jax.Array:
-        array = np.asarray(x)
-        place = sharding if array.shape == of_codes.shape else everywhere
-        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+        one = np.asarray(x)
+        where = sharding if one.shape == of_codes.shape else everywhere
+        return jax.make_array_from_callback(one.shape, where, lambda index: one[index])
 
-    return jax.tree.map(put, found)
+    return jax.tree.map(put, array)
 
 
 def _differs(path: Path, names: Collection[str], what: str) -> CheckpointError:
@@ -333,11 +333,11 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
         return arrays
     try:
         about = json.loads(described)
-        found = {name: _qarray(name, arrays, one) for name, one in about.items()}
+        qarrays = {name: _qarray(name, arrays, one) for name, one in about.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise not_described(path, error) from error
-    parts = {f"{name}_{field}" for name in found for field in PARTS}
-    return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
+    parts = {f"{name}_{field}" for name in qarrays for field in PARTS}
+    return {name: qarrays.get(name, x) for name, x in arrays.items() if name not in parts}
 
 
 def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -362,7 +362,7 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
 def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and float32 scales."""
-    found = dict(arrays)
+    result = dict(arrays)
     for name, codes in arrays.items():
         scale: Any = arrays.get(f"{name}_scale")
         if not isinstance(codes, np.ndarray) or not isinstance(scale, np.ndarray):
@@ -376,9 +376,9 @@ def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[s
         headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in both.items()}
         (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
         dtype = getattr(wanted[name], "dtype", np.dtype("float32"))
-        found[name] = qarray_of(encoding, lambda entry: _bytes_of(arrays[entry.name]), dtype=dtype)
-        del found[f"{name}_scale"]
-    return found
+        result[name] = qarray_of(encoding, lambda entry: _bytes_of(arrays[entry.name]), dtype=dtype)
+        del result[f"{name}_scale"]
+    return result
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
@@ -457,8 +457,8 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 "which no layout explains, expected 8-bit or packed codes; load the folder, whose "
                 "config.json may say it"
             )
-    found = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
-    return found | {name: x for name, x in arrays.items() if name not in known}
+    values = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
+    return values | {name: x for name, x in arrays.items() if name not in known}
 
 
 def _has_scales(name: str, names: Iterable[str]) -> bool:

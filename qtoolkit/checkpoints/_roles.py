@@ -77,9 +77,9 @@ _PARALLEL_EXPERTS = re.compile(r"(^|[./])(input|output)_linear[./]weight$")
 def fused_group(name: str) -> str:
     """The name of the tensor into which loaders merge `name`; `name` itself if they do not."""
     for pattern, merged in _FUSED:
-        found = pattern.search(name)
-        if found:
-            return f"{name[: found.start()]}{found[1]}{merged}{name[found.end() :]}"
+        match = pattern.search(name)
+        if match:
+            return f"{name[: match.start()]}{match[1]}{merged}{name[match.end() :]}"
     return name
 
 
@@ -96,10 +96,10 @@ def experts_of(name: str, rank: int = 2) -> str:
     Args:
       rank: The number of dimensions: Granite's `input_linear`, if it is 3, holds all experts.
     """
-    if found := re.match(r"(.*[./])?experts(?=[./])", name):
-        return found[0]
-    found = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
-    return f"{name[: found.start()]}{found[1]}experts" if found else ""
+    if match := re.match(r"(.*[./])?experts(?=[./])", name):
+        return match[0]
+    match = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
+    return f"{name[: match.start()]}{match[1]}experts" if match else ""
 
 
 def is_stack_of_experts(info: Tensor) -> bool:
@@ -191,12 +191,12 @@ class Roles:
 
     def _finds_conv1d(self) -> bool:
         """Whether weights named as GPT-2's are stored as its Conv1D does, [inputs, outputs]."""
-        found = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
-        for info in found:
+        weights = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
+        for info in weights:
             by_bias = self._by_bias(info)
             if by_bias is not None:
                 return by_bias
-        for info in found:  # outputs are three times (query, key, value) or four times the inputs
+        for info in weights:  # outputs are three times (query, key, value) or four times the inputs
             if len(info.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", info.name):
                 first, last = info.shape
                 if first != last:

@@ -206,8 +206,8 @@ def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) 
             clear_partial(unfinished.target, path, overwrite)
         os.makedirs(unfinished.content, exist_ok=True)
     elif shared["shards"]:
-        found = entries(unfinished.target)
-        if found and not is_under_way(path, found):
+        existing = entries(unfinished.target)
+        if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
@@ -379,9 +379,9 @@ def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bo
 
 def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[TensorReport]:
     """The reports of all files; raises if one is missing or belongs to another plan."""
-    found = {name: unfinished.record(name) for name in shared["files"]}
-    records = {name: record for name, record in found.items() if record is not None}
-    missing = [name for name in found if name not in records]
+    by_name = {name: unfinished.record(name) for name in shared["files"]}
+    records = {name: record for name, record in by_name.items() if record is not None}
+    missing = [name for name in by_name if name not in records]
     if not all(kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
         missing = [*dict.fromkeys((shared["files"][0], *missing))]
     if missing:
@@ -389,7 +389,7 @@ def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[Ten
         numbers = sorted({shared["files"].index(name) % count for name in missing})
         again = listed(f"--shard {number}/{count}" for number in numbers)
         raise CheckpointError(
-            f"{unfinished.path}: {len(missing)} of {len(found)} files "
+            f"{unfinished.path}: {len(missing)} of {len(by_name)} files "
             f"{'is' if len(missing) == 1 else 'are'} missing: {listed(missing, 3)}; wait for them, "
             f"or run what writes them again: {again}"
         )

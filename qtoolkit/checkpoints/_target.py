@@ -180,18 +180,18 @@ def check_folder(
     kind = kind_at(target)
     if kind not in ("folder", ""):
         raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
-    found = entries(target) if kind == "folder" else {}
-    if not found or is_under_way(path, found):
+    inside = entries(target) if kind == "folder" else {}
+    if not inside or is_under_way(path, inside):
         return
     if not overwrite:
         raise exists_already(path)
     what = "orbax" if of_orbax else "safetensors"
     try:
-        weights = ORBAX_FILES & found.keys() if of_orbax else weight_files(target, [*found])[0]
+        weights = ORBAX_FILES & inside.keys() if of_orbax else weight_files(target, [*inside])[0]
         beside = _BESIDE_ARRAYS if of_orbax else _BESIDE_WEIGHTS
         others = [
             name
-            for name, is_folder in found.items()
+            for name, is_folder in inside.items()
             if name not in weights and name not in own
             if not beside.fullmatch(name) or (is_folder and not of_orbax)
         ]

@@ -120,17 +120,17 @@ def _changed(source: Checkpoint, target: Checkpoint, progress: Progress | None) 
 
 def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     """What the conversion did with a tensor; or what is wrong if it did no such thing."""
-    found = target.everything.get(tensor.name)
-    if found is None or found.shape != tensor.shape:
-        got = "is missing" if found is None else f"shape {list(found.shape)}"
+    converted = target.everything.get(tensor.name)
+    if converted is None or converted.shape != tensor.shape:
+        got = "is missing" if converted is None else f"shape {list(converted.shape)}"
         return f"{got}, expected shape {list(tensor.shape)}"
-    if found.encoding is not None:
-        if not found.encoding.is_written:
+    if converted.encoding is not None:
+        if not converted.encoding.is_written:
             return (
-                f"in layout {target.layout} as {found.encoding.spec.name}, which is read, not "
+                f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
-        encoding = _computed(found.encoding, target)
+        encoding = _computed(converted.encoding, target)
         return TensorPlan(
             source=tensor,
             action="quantize",
@@ -140,12 +140,12 @@ def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
             encoding=encoding,
             group=_second_scale(encoding, target),
         )
-    if found.dtype == tensor.dtype:
+    if converted.dtype == tensor.dtype:
         return TensorPlan(source=tensor, action="keep", reason="", dtype=tensor.dtype)
-    if tensor.dtype in WIDE and found.dtype in WIDE:
-        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[found.dtype]), scale=None)
-        return TensorPlan(source=tensor, action="cast", reason="", dtype=found.dtype, spec=spec)
-    return f"dtype {found.dtype}, expected {tensor.dtype}"
+    if tensor.dtype in WIDE and converted.dtype in WIDE:
+        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[converted.dtype]), scale=None)
+        return TensorPlan(source=tensor, action="cast", reason="", dtype=converted.dtype, spec=spec)
+    return f"dtype {converted.dtype}, expected {tensor.dtype}"
 
 
 def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
@@ -337,11 +337,11 @@ def _scale_problems(
 
 
 def _differences(
-    found: Mapping[str, Any], expected: Mapping[str, Any], where: str
+    actual: Mapping[str, Any], expected: Mapping[str, Any], where: str
 ) -> Iterator[str]:
     """A line for each difference; of lists the order does not matter."""
-    for key in dict.fromkeys((*expected, *found)):
-        there, here = found.get(key), expected.get(key)
+    for key in dict.fromkeys((*expected, *actual)):
+        there, here = actual.get(key), expected.get(key)
         place = f"{where}{shown(key)}"
         if key in _UNCOMPARED:
             continue
@@ -352,8 +352,8 @@ def _differences(
                 f"{place} has {v}, expected no such entry; {_AGAIN}" for v in _not_in(there, here)
             )
             yield from (f"{place} has no {v}, expected it; {_AGAIN}" for v in _not_in(here, there))
-        elif there != here or (key in found) != (key in expected):
-            got = _brief(there) if key in found else "missing"
+        elif there != here or (key in actual) != (key in expected):
+            got = _brief(there) if key in actual else "missing"
             wanted = _brief(here) if key in expected else "no such key"
             yield f"{place} is {got}, expected {wanted}; {_AGAIN}"
 

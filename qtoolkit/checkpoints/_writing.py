@@ -96,7 +96,8 @@ def restore(target: str) -> None:
     """Undoes the first of two renames after which a run was killed, or failed."""
     content = os.path.join(partial_name(target), CONTENT)
     if not os.path.lexists(target) and os.path.isdir(content) and os.path.isdir(old_name(target)):
-        os.rename(old_name(target), target)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.rename(old_name(target), target)
 
 
 def rename_folder(target: str, path: Path) -> None:
@@ -106,6 +107,7 @@ def rename_folder(target: str, path: Path) -> None:
     """
     partial = partial_name(target)
     content = os.path.join(partial, CONTENT)
+    restore(target)
     shutil.rmtree(old_name(target), ignore_errors=True)
     try:
         if os.path.isdir(target):
