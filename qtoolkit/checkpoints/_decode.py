@@ -4,6 +4,7 @@ A layout says how each weight is stored, as an `Encoding`; here its bytes become
 slab by slab, float32 numbers (`_values.py`). Finding out how needs no JAX.
 """
 
+import dataclasses
 import functools
 import json
 import threading
@@ -90,30 +91,16 @@ def _opened_as_float32(
     for name, tensor in checkpoint.tensors.items():
         if name in by_codes:
             encoding = by_codes[name]
+            read_into = functools.partial(read, encoding.name)
+            stored = (encoding, encoding.codes.dtype, encoding.nbytes)
             tensors[encoding.name] = Tensor(
-                encoding.name,
-                "F32",
-                encoding.shape,
-                functools.partial(read, encoding.name),
-                encoding,
-                encoding.codes.dtype,
-                encoding.nbytes,
+                encoding.name, "F32", encoding.shape, read_into, *stored
             )
         elif name not in parts:
             is_cache = layout != "plain" and _is_of_cache(name, checkpoint.tensors)
             (auxiliary if name in names or is_cache else tensors)[name] = tensor
-    return Checkpoint(
-        path=checkpoint.path,
-        tensors=tensors,
-        metadata=checkpoint.metadata,
-        config=checkpoint.config,
-        folder=checkpoint.folder,
-        tree=checkpoint.tree,
-        layout=layout,
-        auxiliary=auxiliary,
-        stored=checkpoint.tensors,
-        opened=checkpoint.opened,
-    )
+    changes: Any = {"tensors": tensors, "auxiliary": auxiliary, "stored": checkpoint.tensors}
+    return dataclasses.replace(checkpoint, layout=layout, **changes)
 
 
 def _reader_of(
@@ -140,7 +127,6 @@ def _reader_of(
 
 
 def _auxiliary_names(weights: Collection[str]) -> set[str]:
-    """The names that further scales of these weights, for loaders, may have."""
     modules = {name.rpartition(".")[0] for name in weights}
     names = {f"{module}.{last}".lstrip(".") for module in modules for last in _AUXILIARY}
     names |= {f"{weight}_{last}" for weight in weights for last in _AUXILIARY}  # fused experts
@@ -249,7 +235,6 @@ def own_layout(checkpoint: Checkpoint) -> str:
 
 
 def _own(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `convert` has written under "qtoolkit" in the metadata of a file."""
     try:
         about = json.loads(checkpoint.metadata.get("qtoolkit", "{}"))
     except (ValueError, RecursionError):

@@ -150,17 +150,11 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.size * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def numpy_dtype(self) -> np.dtype | None:
-        """The numpy dtype of the elements; None for those narrower than a byte."""
-        return NUMPY_DTYPES.get(self.dtype)
 
     @property
     def entry(self) -> Entry:
@@ -175,7 +169,6 @@ class Tensor:
         return read_elements(self.entry, self.read_into, start, self.size if stop is None else stop)
 
     def read_all(self) -> np.ndarray:
-        """The whole tensor, a new array."""
         return self.read().reshape(self.shape)
 
 

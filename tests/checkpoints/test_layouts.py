@@ -285,8 +285,8 @@ def test_a_folder_is_loaded_as_quantized_arrays(tmp_path, layout, fmt, scaling):
 def test_every_scheme_has_a_case():
     cases = {(layout, fmt, scaling) for layout, fmt, scaling in CASES}
     for layout in LAYOUTS.values():
-        if layout.name == "plain":
-            continue  # `test_checkpoint_convert`
+        if layout.name in ("plain", "gpt-oss"):
+            continue  # `test_checkpoint_convert`, `test_experts`
         for text in layout.spellings():
             fmt, _, word = text.partition(" (--scaling ")
             wanted = {(layout.name, fmt, word.removesuffix(")") or None), (layout.name, fmt, None)}

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
 from qtoolkit.checkpoints.layouts._layout import (
     Headers,
@@ -20,6 +20,7 @@ from qtoolkit.checkpoints.layouts._layout import (
     Used,
     check_entry,
     decode_groups,
+    unread,
 )
 from qtoolkit.formats import MXFP4
 
@@ -55,11 +56,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: bool) -> Encoding:
     if codes.shape != (*scale.shape, 16):
-        raise CheckpointError(
-            f"{where}: tensor {shown(codes.name)}: {list(codes.shape)} with scales "
-            f"{list(scale.shape)}, expected 16 bytes for each scale; dequantize it with the "
-            "program that made it"
-        )
+        what = f"{list(codes.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
+        raise unread(where, codes.name, what)
     *rows, blocks = scale.shape
     shape = (*rows, 32 * blocks)
     encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
