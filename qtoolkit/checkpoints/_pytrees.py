@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._arrays import array_checkpoint
-from qtoolkit.checkpoints._containers import kind_of, opened_as
+from qtoolkit.checkpoints._containers import kind_of, open_source
 from qtoolkit.checkpoints._decode import check_explained, dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
@@ -143,7 +143,7 @@ def load(path: Path, like: Any = None) -> Any:
             f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
             f"{_READ_BY[kind]}"
         )
-    with opened_as(kind, path) as file:
+    with open_source(path) as file:
         described = file.metadata.get(ARRAYS_KEY)
         if file.folder is not None and described is None:
             loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))

@@ -93,8 +93,7 @@ def engine_group(name: str) -> str:
 def experts_of(name: str, rank: int = 2) -> str:
     """The module of the experts of a layer that has a weight; "" if it is none of an expert.
 
-    Args:
-      rank: The number of dimensions: Granite's `input_linear`, if it is 3, holds all experts.
+    Granite's `input_linear` holds all experts if its rank is 3.
     """
     if match := re.match(r"(.*[./])?experts(?=[./])", name):
         return match[0]
@@ -115,10 +114,7 @@ def module_of(name: str) -> str:
 class Roles:
     """The roles of the tensors of one checkpoint, guessed from all names and shapes together.
 
-    Args:
-      tensors: All tensors of the checkpoint.
-      config: The model's `config.json`; empty if there is none.
-      choice: "first" or "last" fixes the axis of outputs in all weights; "auto" guesses.
+    `choice` "first" or "last" fixes the axis of outputs in all weights; "auto" guesses.
     """
 
     def __init__(
@@ -160,11 +156,7 @@ class Roles:
         return by_bias
 
     def axes(self, info: Tensor) -> tuple[int, ...]:
-        """The axes of a weight that hold its outputs.
-
-        Raises:
-          CheckpointError: Nothing says which.
-        """
+        """The axes of a weight that hold its outputs; raises where nothing says which."""
         last = self.outputs_last(info)
         if last is None:
             raise CheckpointError(

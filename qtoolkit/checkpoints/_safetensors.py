@@ -194,9 +194,7 @@ def _parsed(
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """The tensors that a header describes, in the order of their data, and the metadata.
 
-    Raises:
-      CheckpointError: The header is no JSON object of the right fields, or the tensors do not cover
-        the `data_bytes` that follow exactly.
+    They have to cover the `data_bytes` that follow exactly.
     """
     try:
         if text[:1] != b"{":

@@ -134,13 +134,8 @@ def write_folder(
 
     The checkpoint appears only once it is complete: if there are shards, by `finalize`. After a
     failure, finished files are kept for a rerun, and a note on the exception says so; but not after
-    a CheckpointError in a run without shards, since a rerun would raise it again.
-
-    Args:
-      destination: The folder, and which part of it is written.
-      source: Where the config and other files come from.
-      production: What makes the bytes of the planned tensors.
-      report: The report of the conversion, still without files and tensors.
+    a CheckpointError in a run without shards, since a rerun would raise it again. `report` is still
+    without files and tensors.
     """
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
     index, count = shard or (0, 1)

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from qtoolkit._version import __version__
-from qtoolkit.checkpoints._containers import ORBAX_FILES, is_orbax, kind_of_source
+from qtoolkit.checkpoints._containers import ORBAX_FILES, kind_of
 from qtoolkit.checkpoints._folder import (
     CONFIG,
     INDEX,
@@ -93,19 +93,11 @@ class Destination:
     shard: Shard | None
 
     def check(self) -> None:
-        """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
-
-        Raises:
-          MisuseError: A shard or a size of files for a target that is not a folder of files.
-          CheckpointError, OSError: As `check_folder` and `check_target`; one lies in the other; or
-            a killed run has left `src` under another name.
-          TypeError: One is no path.
-          ValueError: There is no such container.
-        """
+        """Raises where `src` cannot become `dst`, as far as their names and kinds say."""
         if self.to not in get_args(ContainerName):
             containers = ", ".join(get_args(ContainerName))
             raise ValueError(f"to={self.to!r}, expected one of {containers}")
-        is_folder = kind_of_source(self.src, "src") == "folder" and not is_orbax(self.src)
+        is_folder = kind_of(self.src, "src") == "folder"
         if self.to == "orbax":
             self._check_unsharded("--to orbax: orbax cuts its files itself")
         elif not is_folder:
@@ -162,11 +154,7 @@ def check_folder(
 ) -> None:
     """Raises where a folder cannot be written, or files would be lost by it.
 
-    Args:
-      path: The folder.
-      overwrite: Whether a checkpoint of that name may be replaced.
-      own: Names of files and folders in the new checkpoint; the old one may have these, too.
-      of_orbax: Whether the checkpoint is one of orbax.
+    `own` are names in the new checkpoint: the old one may have these, too.
     """
     if is_url(path):
         target = str(path).rstrip("/")
@@ -218,11 +206,7 @@ def _check_nameable(path: Path, target: str) -> None:
 
 
 def byte_count(size: int | str, name: str = "max_shard_size") -> int:
-    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it.
-
-    Raises:
-      ValueError: It is neither, or not above 0.
-    """
+    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match:
         unit = match[2][:1].upper() + match[2][1:].lower()
@@ -243,9 +227,6 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
     """Threads of a conversion, `workers` or one for each core and at most 4.
 
     Fewer, where 340 MiB and 20 MiB for each of them exceed `max_memory`.
-
-    Raises:
-      ValueError: One of the two is out of range.
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, 4)

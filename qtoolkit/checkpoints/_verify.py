@@ -32,8 +32,6 @@ from qtoolkit.formats import format as resolve
 _AGAIN = "convert it again"
 _MOST = 2**16  # elements of a tensor of scales at most; it may have one for each head
 _UNCOMPARED = ("producer",)  # in a config: the version of a program
-# Lists of modules that are not quantized.
-_IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +60,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     input scales must be there if the config says so, and be finite and above 0; what numbers the
     calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
     hf_quant_config.json must say of quantization what it writes for these weights. If another
-    program did, config.json must only say that weights are quantized, and must not list one of
-    these by name as ignored. Other files are not compared. Nothing is written; memory is a few
-    chunks.
+    program did, config.json must only say that weights are quantized. Other files are not compared.
+    Nothing is written; memory is a few chunks.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
@@ -240,8 +237,6 @@ def _beside_codes(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
             )
         if is_folder and config and not unknown:
             yield from _config_problems(target, config, layout, plans)
-    else:
-        yield from _ignored_codes(config, target)
     constants = [t.encoding.constants for t in plans if t.encoding is not None]
     expected = {entry.name: entry for entries in constants for entry, _ in entries}
     yield from _scale_problems(source, target, expected, is_ours and not unknown)
@@ -288,23 +283,6 @@ def _config_problems(
             yield from _differences(read_json(join(target.path, name)), content, f"{name}: ")
         else:
             yield f"{name}: is missing, expected what layout {layout.name} has; {_AGAIN}"
-
-
-def _ignored_codes(config: Mapping[str, Any], target: Checkpoint) -> Iterator[str]:
-    """A line for each quantized module that another program's config lists as not quantized.
-
-    Only names in full are found: matching a regular expression of a file may take for ever.
-    """
-    modules = {module_of(name) for name in target.encodings}
-    for key in _IGNORED:
-        names = config.get(key)
-        for name in names if isinstance(names, list) else ():
-            if isinstance(name, str) and name in modules:
-                yield (
-                    f"{CONFIG}: quantization_config.{key} has {shown(name)}, which is quantized, "
-                    "expected modules that are not: loaders take its codes for weights; take it "
-                    f"out, or {_AGAIN}"
-                )
 
 
 def _scale_problems(
