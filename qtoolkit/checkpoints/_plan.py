@@ -190,11 +190,11 @@ class _Planner:
                 f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
                 "expected no --scaling; leave it out"
             )
-        is_plain = not isinstance(given, Rules)
+        is_one_format = not isinstance(given, Rules)
         patterns = skip_patterns(skip, self.source.tensors)
         keeps_codes = self._check_codes(given is None, rules, patterns)
         tensors = tuple(
-            self._tensor(info, *self._choice(info, rules, is_plain, patterns))
+            self._tensor(info, *self._choice(info, rules, is_one_format, patterns))
             for info in self.source.tensors.values()
         )
         if not self.keep_unfitting:
@@ -262,7 +262,6 @@ class _Planner:
             return one, Rules((), default=one)
         try:
             rules: Rules[Any] = format.map(self._target)
-            rules.map(lambda fmt: fmt.name)
             for key, _ in rules.rules:
                 if not isinstance(key, str):
                     raise TypeError(
@@ -281,25 +280,25 @@ class _Planner:
         return target
 
     def _choice(
-        self, info: Tensor, rules: Rules[Any], is_plain: bool, skip: list[re.Pattern[str]]
+        self, info: Tensor, rules: Rules[Any], is_one_format: bool, skip: list[re.Pattern[str]]
     ) -> tuple[Format | BlockFormat | None, str]:
         """The format of a tensor, or None and the reason not to quantize it."""
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
-        if info.name in self.parts and (is_plain or fmt is None):
+        if info.name in self.parts and (is_one_format or fmt is None):
             return None, "of a quantized array that is copied"
         if position is None and info.dtype not in (*WIDE, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
-        if is_plain and len(info.shape) < 2:
+        if is_one_format and len(info.shape) < 2:
             return None, "fewer than two dimensions"
         if any(pattern.search(info.name) for pattern in skip):
             return None, "--skip"
-        if is_plain and SKIPPED.search(info.name):
+        if is_one_format and SKIPPED.search(info.name):
             return None, "skipped by default"
-        if is_plain and fmt is None:
+        if is_one_format and fmt is None:
             return None, "dequantized"
-        if is_plain and (reason := self._not_held(info)):
+        if is_one_format and (reason := self._not_held(info)):
             return None, reason
         if self.layout.linear_only and 0 in info.shape:
             return None, "empty"
@@ -332,7 +331,7 @@ class _Planner:
         if isinstance(fmt, Format) and not fmt.needs_scale:
             dtype = safetensors_dtype(fmt)
             spec = BlockFormat.tensor(fmt, scale=None)
-            return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
+            return TensorPlan(source=info, action="quantize", dtype=dtype, spec=spec)
         scheme = self._scheme(info, fmt)
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
@@ -407,10 +406,7 @@ class _Planner:
         wanted = self.keep_dtype if is_cast else None
         if wanted is None and info.encoding is not None:
             wanted = model_dtype(self.source.config)
-        if wanted is None or wanted == info.dtype:
-            return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
-        spec = BlockFormat.tensor(WIDE[wanted], scale=None)
-        return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
+        return TensorPlan.unquantized(info, wanted or info.dtype, reason)
 
     def _error(self, info: Tensor, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")

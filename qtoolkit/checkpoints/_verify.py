@@ -22,12 +22,11 @@ from qtoolkit.checkpoints._paths import Path, check_path, join, kind_at
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
 from qtoolkit.checkpoints._roles import module_of
-from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Checkpoint, Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, Entry, Tensor, shown
 from qtoolkit.checkpoints._values import Values
 from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import WIDE
-from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
-from qtoolkit.formats import format as resolve
+from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32
 
 _AGAIN = "convert it again"
 _MOST = 2**16  # elements of a tensor of scales at most; it may have one for each head
@@ -131,18 +130,14 @@ def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
         return TensorPlan(
             source=tensor,
             action="quantize",
-            reason="",
             dtype=encoding.codes.dtype,
             spec=encoding.spec_as_stored,
             encoding=encoding,
             group=_second_scale(encoding, target),
         )
-    if converted.dtype == tensor.dtype:
-        return TensorPlan(source=tensor, action="keep", reason="", dtype=tensor.dtype)
-    if tensor.dtype in WIDE and converted.dtype in WIDE:
-        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[converted.dtype]), scale=None)
-        return TensorPlan(source=tensor, action="cast", reason="", dtype=converted.dtype, spec=spec)
-    return f"dtype {converted.dtype}, expected {tensor.dtype}"
+    if converted.dtype != tensor.dtype and not WIDE.keys() >= {converted.dtype, tensor.dtype}:
+        return f"dtype {converted.dtype}, expected {tensor.dtype}"
+    return TensorPlan.unquantized(tensor, converted.dtype)
 
 
 def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
@@ -267,7 +262,7 @@ def _schemes(source: Checkpoint, target: Checkpoint, layout: Layout) -> dict[str
 
 def _planned(info: Tensor, scheme: Scheme | None, layout: Layout) -> TensorPlan:
     if scheme is None:
-        return TensorPlan(source=info, action="keep", reason="", dtype=info.dtype)
+        return TensorPlan.unquantized(info, info.dtype)
     return TensorPlan.quantized(info, layout.encode(info.entry, scheme, (), 1.0), scheme)
 
 
