@@ -242,10 +242,9 @@ def _written(
             raise error
 
     if to == "orbax":
-        from qtoolkit.checkpoints._orbax import Tree
-        from qtoolkit.checkpoints._orbax_writer import write_orbax
+        from qtoolkit.checkpoints._orbax import write_orbax
 
-        write_orbax(dst, plan, chunks(), source.tree or Tree(), overwrite=overwrite)
+        write_orbax(dst, plan, chunks(), source.tree, overwrite=overwrite)
     else:
         write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(production.reports))

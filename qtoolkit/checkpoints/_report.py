@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._header import TensorInfo, layout
+from qtoolkit.checkpoints._safetensors import TensorInfo, layout
 from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
+from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
@@ -33,7 +34,7 @@ class TensorPlan:
 
     source: Tensor
     action: Literal["quantize", "cast", "keep"]
-    reason: str
+    reason: str = ""
     dtype: str
     spec: BlockFormat | None = None
     encoding: Encoding | None = None
@@ -48,13 +49,20 @@ class TensorPlan:
         return cls(
             source=source,
             action="quantize",
-            reason="",
             dtype=encoding.codes.dtype,
             spec=encoding.spec,
             encoding=encoding,
             scheme=scheme,
             group=group,
         )
+
+    @classmethod
+    def unquantized(cls, source: Tensor, dtype: str, reason: str = "") -> "TensorPlan":
+        """A tensor that is kept; or cast, if the dtype is another one."""
+        if dtype == source.dtype:
+            return cls(source=source, action="keep", reason=reason, dtype=dtype)
+        spec = BlockFormat.tensor(WIDE[dtype], scale=None)
+        return cls(source=source, action="cast", reason=reason, dtype=dtype, spec=spec)
 
     @property
     def name(self) -> str:
