@@ -327,17 +327,9 @@ def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
 
 
 def _report(tensor: TensorPlan, sums: ErrorSums) -> TensorReport:
-    is_quantized = tensor.action == "quantize"
-    return TensorReport(
-        name=tensor.name,
-        action=tensor.action,
-        reason=tensor.reason,
-        dtype=tensor.dtype,
-        format=tensor.format.name if is_quantized and tensor.format else "",
-        bytes_before=tensor.source.stored_nbytes,
-        bytes_after=tensor.nbytes,
+    return tensor.report(
         max_scale=sums.max_scale if tensor.encoding is not None else None,
-        sqnr_db=sums.sqnr_db if is_quantized else None,
+        sqnr_db=sums.sqnr_db if tensor.action == "quantize" else None,
         nonfinite=sums.nonfinite,
         overflowed=sums.overflowed,
     )
