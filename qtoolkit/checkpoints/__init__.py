@@ -6,11 +6,15 @@ The way of a weight, file by file:
                 `Checkpoint` of `Tensor`s, which are read in parts (`_tensors`)
   _decode       asks the layouts which weights are quantized, and how: an `Encoding` each; `_values`
                 makes a `QArray`, or float32 numbers, of what an encoding describes
-  _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`
+  _experts      makes a weight of each expert where a tensor has all of a layer, and loaders of the
+                target read them one by one
+  _plan         decides what becomes of each tensor, by its name (`_roles`) and header: a `Plan`;
+                `_checks` refuses what loaders of the target would misread
+  _target       says which files a target has, and refuses names by which something would be lost
   _produce      yields the bytes of planned tensors, slab by slab (`_slabs`), codes and scales by
                 `_quantize`, packed as the encoding of the target says
   _safetensors  writes them under a temporary name (`_writing`) and renames what is whole;
-  _shards       does so for the files of a folder (`_files`, `_growing`), in one process or many
+  _shards       does so for the files of a folder, in one process or many
 
 `convert` and `dequantize_checkpoint` (`_convert`) are these steps in a row, `verify` the middle
 ones, with the bytes compared, `compare` and `load` the first two. A layout knows headers only.
@@ -21,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from qtoolkit.checkpoints._containers import open_source
 from qtoolkit.checkpoints._formats import safetensors_dtype
-from qtoolkit.checkpoints._header import TensorInfo, layout
 from qtoolkit.checkpoints._plan import make_plan
 from qtoolkit.checkpoints._pytrees import dequantize, load, save
 from qtoolkit.checkpoints._report import (
@@ -33,7 +36,12 @@ from qtoolkit.checkpoints._report import (
     TensorReport,
 )
 from qtoolkit.checkpoints._roles import DEFAULT_SKIP
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
+from qtoolkit.checkpoints._safetensors import (
+    SafetensorsFile,
+    TensorInfo,
+    layout,
+    write_safetensors,
+)
 from qtoolkit.checkpoints._shards import discard, finalize
 from qtoolkit.checkpoints._tensors import CheckpointError
 from qtoolkit.checkpoints.layouts import LAYOUTS, Layout

@@ -73,7 +73,6 @@ def array_checkpoint(
 
 
 def check_unique(path: Path, names: Iterable[str]) -> None:
-    """Raises where two arrays of a tree have one name."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise CheckpointError(
@@ -239,7 +238,7 @@ def open_gguf(path: Path) -> Checkpoint:
     def values(name: str) -> np.ndarray:
         tensor = found[name]
         if (dtype := _plain_dtype(tensor)) is not None:
-            return tensor.data.astype(dtype, copy=False)
+            return tensor.data.view(dtype)
         blocks = np.empty(tensor.data.shape, np.uint8)
         raw(name, 0, blocks.reshape(-1).data)
         try:
@@ -262,7 +261,7 @@ def open_gguf(path: Path) -> Checkpoint:
             stored = {"stored_dtype": gguf.tensor_type.name, "stored_nbytes": int(gguf.n_bytes)}
             checkpoint.tensors[name] = dataclasses.replace(tensor, **stored)
             checkpoint.layout = "GGUF"
-        elif gguf.data.dtype.isnative:  # bytes of BF16 are in this machine's order: see below
+        else:
             read = functools.partial(raw, name)
             checkpoint.tensors[name] = dataclasses.replace(tensor, read_into=read)
     return checkpoint
@@ -283,7 +282,12 @@ def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
         raise CheckpointError(
             f"{path}: a damaged GGUF file ({shown(str(error))}); fetch it again"
         ) from error
-    _check_byte_order(path, reader)
+    if reader.byte_order == "S":  # the package hands out bytes, not numbers, of BF16 and of blocks
+        raise CheckpointError(
+            f"{path}: a {reader.endianess.name.lower()}-endian file, expected this machine's byte "
+            "order; write gguf-convert-endian COPY native, COPY a copy of it: bytes are swapped in "
+            "place"
+        )
     field = reader.fields.get("split.count")
     count = 1 if field is None else int(field.contents())
     if count > 1:
@@ -295,24 +299,10 @@ def _gguf_reader(path: Path) -> tuple[Any, Callable[..., np.ndarray]]:
     return reader, dequantize
 
 
-def _check_byte_order(path: Path, reader: Any) -> None:
-    """Raises where bytes of BF16 or of blocks are in an order that is not this machine's."""
-    for tensor in reader.tensors:
-        # The package hands out bytes, not numbers, of BF16 and of blocks.
-        if reader.byte_order == "S" and tensor.data.dtype == np.uint8:
-            raise CheckpointError(
-                f"{path}: tensor {shown(tensor.name)}: {tensor.tensor_type.name} in a "
-                f"{reader.endianess.name.lower()}-endian file, expected this machine's byte order; "
-                "write gguf-convert-endian COPY native, COPY a copy of it: bytes are swapped in "
-                "place"
-            )
-
-
 def _plain_dtype(tensor: Any) -> np.dtype | None:
-    """The dtype, in this machine's byte order, of a tensor that is no blocks."""
+    """The dtype of a tensor that is no blocks."""
     name = tensor.tensor_type.name
     if name == "BF16":  # comes as bytes
         return NUMPY_DTYPES["BF16"]
-    dtype = tensor.data.dtype.newbyteorder("=")
-    plain = name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64") and dtype.name in DTYPE_OF
-    return dtype if plain else None
+    is_plain = name in ("F32", "F16", "F64", "I8", "I16", "I32", "I64")
+    return tensor.data.dtype if is_plain else None

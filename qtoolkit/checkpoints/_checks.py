@@ -3,7 +3,7 @@
 import re
 import reprlib
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qtoolkit.checkpoints._folder import ADAPTER_CONFIG, CONFIG
@@ -18,43 +18,37 @@ _OF_GGUF = re.compile(r"^(v\.|a\.|enc\.|dec\.)?blk\.\d+\.")  # llama.cpp's names
 
 
 def check_loads(source: Checkpoint, plan: Plan) -> None:
-    """Raises where loaders would take the codes in a folder for weights, without an error."""
+    """Raises where loaders would take codes for weights, without an error, or not find them."""
     folder, path = source.folder, source.path
-    if folder is None or not any(tensor.encoding is not None for tensor in plan.tensors):
-        return
-    itself = ""
-    if len(folder.weights) == 1:
-        itself = f", or give the file itself: {join(path, folder.weights[0])}"
-    if folder.is_adapter:
-        raise CheckpointError(
-            f"{path}: the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load "
-            f"their codes as weights; merge it into its model first (merge_and_unload){itself}"
+    codes = [tensor.name for tensor in plan.tensors if tensor.encoding is not None]
+    named = next(filter(_OF_GGUF.search, codes), None)
+    problem = ""
+    if folder is not None and folder.is_adapter and codes:
+        problem = (
+            f"the weights of an adapter ({ADAPTER_CONFIG}), and PEFT would load their codes as "
+            "weights; merge it into its model first (merge_and_unload)"
         )
-    if plan.quantization_config and DIFFUSERS in source.config:
-        raise CheckpointError(
-            f"{path}: a model of diffusers, by {DIFFUSERS} in {CONFIG}, which loads no "
-            f"weights in layout {plan.layout}; use --layout plain, which `qtoolkit dequantize` "
-            f"undoes{itself}"
+    elif folder is not None and plan.quantization_config and DIFFUSERS in source.config:
+        problem = (
+            f"a model of diffusers, by {DIFFUSERS} in {CONFIG}, which loads no weights in layout "
+            f"{plan.layout}; use --layout plain, which `qtoolkit dequantize` undoes"
         )
-    if plan.quantization_config and not folder.has_config:
-        raise CheckpointError(
-            f"{path}: no {CONFIG}, and loaders of layout {plan.layout} learn from it that "
-            f"weights are codes; fetch it, use --layout plain{itself}"
+    elif folder is not None and plan.quantization_config and not folder.has_config:
+        problem = (
+            f"no {CONFIG}, and loaders of layout {plan.layout} learn from it that weights are "
+            "codes; fetch it, use --layout plain"
         )
-
-
-def check_known(source: Checkpoint, plan: Plan) -> None:
-    """Raises where weights have llama.cpp's names, which loaders of the layout do not know."""
-    if not plan.quantization_config:
-        return
-    for tensor in plan.tensors:
-        if tensor.encoding is not None and _OF_GGUF.search(tensor.name):
-            raise CheckpointError(
-                f"{source.path}: tensor {shown(tensor.name)}: named as in GGUF, and no loader of "
-                f"layout {plan.layout} finds it; convert the folder that the GGUF was made from, "
-                "or what transformers makes of it: from_pretrained(FOLDER, gguf_file=NAME) and "
-                "save_pretrained(SRC); or use --layout plain"
-            )
+    elif plan.quantization_config and named is not None:
+        raise CheckpointError(
+            f"{path}: tensor {shown(named)}: named as in GGUF, and no loader of layout "
+            f"{plan.layout} finds it; convert the folder that the GGUF was made from, or what "
+            "transformers makes of it: from_pretrained(FOLDER, gguf_file=NAME) and "
+            "save_pretrained(SRC); or use --layout plain"
+        )
+    if problem and folder is not None:
+        one = folder.weights[0] if len(folder.weights) == 1 else ""
+        itself = f", or give the file itself: {join(path, one)}" if one else ""
+        raise CheckpointError(f"{path}: {problem}{itself}")
 
 
 class Misfit(NamedTuple):
@@ -130,7 +124,9 @@ def _pattern(split: Mapping[str, Sequence[TensorPlan]]) -> str:
     ends: dict[str, None] = {}
     for group, parts in split.items():
         is_experts = re.search(r"(^|[./])experts$", group) is not None
-        names = ["experts"] if is_experts else [module_of(p.name).split(".")[-1] for p in parts]
+        # With what is above: "encoder_attn.k_proj", since "self_attn.k_proj" is of another layer.
+        matches = [re.search(r"([^.\d]\w*\.)?\w+$", module_of(part.name)) for part in parts]
+        names = ["experts"] if is_experts else [match[0] for match in matches if match]
         ends |= dict.fromkeys(names)
     return rf"(^|\.)({'|'.join(map(re.escape, ends))})\."
 
@@ -195,15 +191,23 @@ def check_names(source: Checkpoint, tensors: Iterable[TensorPlan]) -> None:
             taken[entry.name] = tensor.name
 
 
-def strings(skip: Any) -> list[Any]:
-    """The patterns of `skip`; raises TypeError where they are none."""
+def skip_patterns(skip: Any, names: Collection[str]) -> list[re.Pattern[str]]:
+    """The regular expressions of `skip`; raises where one is none, invalid or matches nothing."""
     given = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else [*skip]
     if not all(isinstance(getattr(one, "pattern", one), str) for one in given):  # or compiled
         raise TypeError(
             f"convert: skip={reprlib.repr(skip)}, expected regular expressions as strings, such as "
             "skip=['lm_head']"
         )
-    return given
+    patterns = [compiled(pattern) for pattern in given]
+    for pattern in patterns:
+        if not any(map(pattern.search, names)):
+            raise CheckpointError(
+                f"--skip {shown(pattern.pattern)} matches nothing, expected a regular expression "
+                "that is found in the name of a tensor; there is "
+                + (listed(map(shown, names), 3) or "nothing")
+            )
+    return patterns
 
 
 def compiled(pattern: str) -> re.Pattern[str]:

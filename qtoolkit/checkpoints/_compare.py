@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from qtoolkit.checkpoints._codes import check_explained
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import check_explained, dequantized
+from qtoolkit.checkpoints._decode import dequantized
+from qtoolkit.checkpoints._experts import split_alike
 from qtoolkit.checkpoints._paths import Path, check_path
 from qtoolkit.checkpoints._report import Comparison, Progress, TensorComparison, followed
 from qtoolkit.checkpoints._slabs import SLAB
@@ -45,6 +47,7 @@ def compare(a: Path, b: Path, *, progress: Progress | None = None) -> Comparison
     check_path(a, "a")
     check_path(b, "b")
     with opened(a) as first, opened(b) as second:
+        first, second = split_alike(first, second)
         all_a, all_b = first.everything, second.everything
         common = [tensor for name, tensor in all_a.items() if name in all_b]
         if not common:

@@ -5,19 +5,12 @@ import os
 
 from qtoolkit.checkpoints._arrays import open_gguf, open_msgpack, open_npz
 from qtoolkit.checkpoints._folder import PICKLE, open_folder
-from qtoolkit.checkpoints._header import MAX_HEADER_BYTES
-from qtoolkit.checkpoints._paths import Kind, Path, check_path, is_url, read_file, storage
+from qtoolkit.checkpoints._paths import Path, check_path, entries, is_url, kind_at, read_file
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError
 from qtoolkit.checkpoints._writing import old_name
 
 ORBAX_FILES = {"_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # in folders of orbax
-
-
-def is_orbax(path: Path) -> bool:
-    """Whether a folder is a checkpoint of orbax, or a step of one."""
-    place = storage(path)
-    return place.kind(path) == "folder" and not ORBAX_FILES.isdisjoint(place.entries(path))
 
 
 def open_source(path: Path) -> Checkpoint:
@@ -42,28 +35,18 @@ def open_source(path: Path) -> Checkpoint:
       ...     print(source.tensors["kernel"].dtype, source.tensors["kernel"].shape)
       F32 (4, 2)
     """
-    return opened_as(kind_of(path), path)
-
-
-def kind_of(path: Path) -> str:
-    """The container of a checkpoint: "folder", "orbax", or what `_kind_of_file` says."""
-    what = kind_of_source(path, "path")
-    if what == "folder":
-        return "orbax" if is_orbax(path) else "folder"
-    if what == "file":
-        return _kind_of_file(path)
-    return "safetensors"  # missing, or a pipe: `SafetensorsFile` says so
-
-
-def opened_as(kind: str, path: Path) -> Checkpoint:
-    """Opens a checkpoint of the kind that `kind_of` says."""
+    kind = kind_of(path)
     if kind == "folder":
         return open_folder(path)
     if kind == "safetensors":
         return SafetensorsFile(path).checkpoint()
     if kind == "orbax":
-        from qtoolkit.checkpoints._orbax import open_orbax  # loads JAX
-
+        try:
+            from qtoolkit.checkpoints._orbax import open_orbax  # loads JAX
+        except ImportError as error:
+            raise ImportError(
+                f"{path}: an orbax checkpoint, which orbax reads; pip install orbax-checkpoint"
+            ) from error
         return open_orbax(path)
     if is_url(path):
         raise CheckpointError(
@@ -72,86 +55,64 @@ def opened_as(kind: str, path: Path) -> Checkpoint:
     return {"gguf": open_gguf, "npz": open_npz, "msgpack": open_msgpack}[kind](path)
 
 
-def kind_of_source(path: Path, argument: str) -> Kind:
-    """What is at the path of a source.
+def kind_of(path: Path, argument: str = "path") -> str:
+    """The container at a path: "folder", "orbax", "gguf", "npz", "msgpack", or else "safetensors".
 
     Raises:
-      CheckpointError: Nothing, since a run was killed in the moment in which it replaced it.
+      CheckpointError: It holds weights or text of another kind, such as a pickle; or nothing is
+        there, since a run was killed in the moment in which it replaced it.
       TypeError: It is no path; the message says that `argument` is.
     """
     check_path(path, argument)
-    kind = storage(path).kind(path)
-    if not kind and not is_url(path):
-        old = old_name(os.path.realpath(path))
-        if os.path.isdir(old):
-            raise CheckpointError(
-                f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
-                "again, or rename it"
-            )
-    return kind
-
-
-def _kind_of_file(path: Path) -> str:
-    """Whether a file is "gguf", "npz", "msgpack", or else "safetensors", by its first bytes.
-
-    Raises:
-      CheckpointError: It holds weights or text of another kind, such as a pickle.
-    """
+    kind = kind_at(path)
+    if kind == "folder":
+        return "folder" if ORBAX_FILES.isdisjoint(entries(path)) else "orbax"
+    if not kind and not is_url(path) and os.path.isdir(old := old_name(os.path.realpath(path))):
+        raise CheckpointError(
+            f"{path}: a run that was to replace it was killed, and it is {old} now; run that "
+            "again, or rename it"
+        )
+    start = b""
     with contextlib.suppress(PermissionError):
-        return _sniffed(path, read_file(path, 512, whole=False))
-    return "safetensors"
-
-
-def _sniffed(path: Path, start: bytes) -> str:
-    """The kind of a file from its first bytes; "safetensors" also if they tell nothing."""
-    length = int.from_bytes(start[:8], "little")
-    if len(start) > 8 and start[8:9] == b"{" and length <= MAX_HEADER_BYTES:
+        start = read_file(path, 512, whole=False) if kind == "file" else b""
+    if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 2**32:
         return "safetensors"
     if start[:4] == b"GGUF":
         return "gguf"
     if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):  # the second: an empty archive
         return "npz"
-    for magic, message in _OTHERS:
-        if start.startswith(magic):
-            raise CheckpointError(f"{path}: {message}")
-    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        raise CheckpointError(f"{path}: {PICKLE}")
+    if problem := _problem(path, start):
+        raise CheckpointError(f"{path}: {problem}")
+    is_map = start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF))
+    return "msgpack" if is_map else "safetensors"
+
+
+def _problem(path: Path, start: bytes) -> str:
+    """What a file is that starts like this, and what to do; "" if it may be a checkpoint."""
     text = start.lstrip()[:1]
+    if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return PICKLE
     if text in (b"{", b"["):
-        raise CheckpointError(f"{path}: {_json_remedy(path)}")
+        where = str(path) if is_url(path) else os.path.abspath(path)
+        folder, _, name = where.rpartition("/")
+        what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
+        return f"{what}, which holds no weights; give the folder instead: {folder}"
     if text == b"<":
-        remedy = "the download failed: fetch it again"
-        if is_url(path):  # an HTTP server shows a folder as a page
-            remedy = "give the URL of a safetensors file, or fetch the folder and give that"
-        raise CheckpointError(f"{path}: a web page or XML, expected weights; {remedy}")
-    if start[:1] and (0x81 <= start[0] <= 0x8F or start[0] in (0xDE, 0xDF)):
-        return "msgpack"
-    return "safetensors"
+        return (
+            "a web page or XML, expected weights; the download failed: fetch it again, or the URL "
+            "is that of a folder: give that of a file"
+        )
+    what = next((what for magic, what in _MAGIC.items() if start.startswith(magic)), "")
+    return what and f"{what}; give a safetensors, GGUF, npz or msgpack file, or a folder of weights"
 
 
-def _json_remedy(path: Path) -> str:
-    folder, _, name = (str(path) if is_url(path) else os.path.abspath(path)).rpartition("/")
-    what = "the index of a sharded checkpoint" if name.endswith(".index.json") else "JSON"
-    return f"{what}, which holds no weights; give the folder instead: {folder}"
-
-
-_DOCUMENT = (
-    "{}, no checkpoint, expected safetensors, GGUF, npz or Flax's msgpack; give the file or folder "
-    "of the weights"
-)
-_OTHERS = (
-    (b"\x89PNG\r\n", _DOCUMENT.format("a PNG image")),
-    (b"\xff\xd8\xff", _DOCUMENT.format("a JPEG image")),
-    (b"GIF8", _DOCUMENT.format("a GIF image")),
-    (b"%PDF", _DOCUMENT.format("a PDF document")),
-    (b"\x89HDF\r\n", "HDF5 (Keras), expected safetensors; write the arrays with numpy.savez"),
-    (
-        b"version https://git-lfs",
-        "a Git LFS pointer, not the weights themselves; fetch them: git lfs pull",
-    ),
-    (b"\x1f\x8b", "compressed with gzip; unpack it first: gunzip"),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd; unpack it first: unzstd"),
-    (b"\xfd7zXZ", "compressed with xz; unpack it first: unxz"),
-    (b"Rar!", "a RAR archive; unpack it first"),
-    (b"\x93NUMPY", "one NumPy array, expected npz; write it with numpy.savez(FILE, name=array)"),
-)
+_MAGIC = {
+    b"version https://git-lfs": "a Git LFS pointer, not the weights themselves: git lfs pull",
+    b"\x89HDF\r\n": "HDF5 (Keras), which is not read: write its arrays with numpy.savez",
+    b"\x93NUMPY": "one NumPy array, expected npz: write it with numpy.savez(FILE, name=array)",
+    b"\x89PNG\r\n": "a PNG image, no checkpoint",
+    b"\xff\xd8\xff": "a JPEG image, no checkpoint",
+    b"%PDF": "a PDF document, no checkpoint",
+    b"\x1f\x8b": "compressed with gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
+}

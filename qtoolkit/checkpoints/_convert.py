@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from qtoolkit.checkpoints._codes import check_quantized
 from qtoolkit.checkpoints._containers import open_source
-from qtoolkit.checkpoints._decode import check_quantized, dequantized
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import CONFIG
 from qtoolkit.checkpoints._formats import InputScales
 from qtoolkit.checkpoints._paths import Path
@@ -215,20 +216,8 @@ def _written(
     threads: Workers,
 ) -> Report:
     dst, to, overwrite = destination.dst, destination.to, destination.overwrite
-    report = Report(
-        source=str(source.path),
-        target=str(dst),
-        container=to,
-        layout=plan.layout,
-        format=plan.format_names,
-        scaling=plan.scaling,
-        dequantized=plan.dequantizes,
-        left=_left(source, plan, to),
-        loads_nowhere=plan.loads_nowhere,
-        quantization_config=plan.quantization_config,
-        caution=plan.caution,
-        tensors=(),
-    )
+    report = plan.report(source.path, dst, to)
+    report = dataclasses.replace(report, left=_left(source, plan, to), tensors=())
     production = Production(plan.tensors, threads, progress, source.stored)
     refused = functools.partial(_refused, source, allow_nonfinite)
     if source.folder is not None and to == "safetensors":
@@ -241,10 +230,9 @@ def _written(
             raise error
 
     if to == "orbax":
-        from qtoolkit.checkpoints._orbax import Tree
-        from qtoolkit.checkpoints._orbax_writer import write_orbax
+        from qtoolkit.checkpoints._orbax import write_orbax
 
-        write_orbax(dst, plan, chunks(), source.tree or Tree(), overwrite=overwrite)
+        write_orbax(dst, plan, chunks(), source.tree, overwrite=overwrite)
     else:
         write_safetensors(dst, plan.outputs, chunks(), plan.metadata, overwrite=overwrite)
     return dataclasses.replace(report, tensors=tuple(production.reports))

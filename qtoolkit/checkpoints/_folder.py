@@ -10,9 +10,9 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._paths import Path, is_url, join, read_file, storage
+from qtoolkit.checkpoints._paths import Path, entries, is_url, join, read_file
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, shown
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, Tensor, listed, shown
 from qtoolkit.checkpoints._writing import plan_in
 
 INDEX = "model.safetensors.index.json"
@@ -61,42 +61,27 @@ class FolderFiles:
 
 
 def open_folder(path: Path) -> Checkpoint:
-    """Opens a folder of Hugging Face's.
-
-    `config` is the content of `config.json`, else of `qtoolkit_config.json`; empty without either.
-    `metadata` is that of the first file.
-
-    Raises:
-      CheckpointError: No weights, a file is missing or damaged, the index does not fit the files or
-        names one outside of the folder, the weights are of a kind that is not read, or a conversion
-        that writes them is not finished.
-      OSError: Something cannot be read.
-    """
-    entries = storage(path).entries(path)
-    if is_under_way(path, entries):
+    """Opens a folder of Hugging Face's. `metadata` is that of the first file."""
+    inside = entries(path)
+    if is_under_way(path, inside):
         raise CheckpointError(
             f"{path}: a conversion is not finished, expected a whole checkpoint; when all of "
             f"its files are there: qtoolkit finalize {path}"
         )
-    names = [name for name, is_folder in entries.items() if not is_folder]
+    names = [name for name, is_folder in inside.items() if not is_folder]
     config = next((name for name in (CONFIG, PARKED_CONFIG) if name in names), None)
     content = {} if config is None else read_json(join(path, config))
     modelopt = read_json(join(path, MODELOPT_CONFIG)) if MODELOPT_CONFIG in names else {}
-    weights, index = weight_files(path, [*entries])
-    index_name = _index_in([*entries]) or INDEX
+    weights, index = weight_files(path, [*inside])
+    index_name = _index_in([*inside]) or INDEX
     is_one = index is None and len(weights) == 1 and not _SHARD.match(weights[0])
     named = weights[0] if is_one else index_name.removesuffix(".index.json")
     made = {*weights, INDEX, index_name, CONFIG, PARKED_CONFIG, MODELOPT_CONFIG}
-    copied, left = _others(path, entries, _modules(path, names))
-    opened = contextlib.ExitStack()
-    with contextlib.ExitStack() as failing:
-        failing.callback(opened.close)
-        files: dict[str, SafetensorsFile] = {}
-        for name in weights:
-            files[name] = SafetensorsFile(join(path, name))
-            opened.callback(files[name].close)
+    copied, left = _others(path, inside, _modules(path, names))
+    with contextlib.ExitStack() as opening:
+        files = {name: opening.enter_context(SafetensorsFile(join(path, name))) for name in weights}
         tensors = _tensors(path, files, index, join(path, index_name))
-        failing.pop_all()
+        opened = opening.pop_all()
     return Checkpoint(
         path=path,
         tensors=tensors,
@@ -140,22 +125,19 @@ def _tensors(
                 )
             read = functools.partial(file.read_into, name)
             tensors[name] = Tensor(name, info.dtype, info.shape, read)
-    _check_index(index_path, index, tensors)
+    if index is not None and (absent := [name for name in index if name not in tensors]):
+        raise CheckpointError(
+            f"{index_path}: not in {shown(index[absent[0]])}, where it says: tensor "
+            f"{listed(map(shown, absent), 1)}; fetch both again"
+        )
     return tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-      CheckpointError: The file holds no JSON object.
-      OSError: It cannot be read.
-    """
+    """A JSON object from a file."""
     data = read_file(path, _MAX_JSON)
     try:
         value = json.loads(data)
-    except UnicodeDecodeError as error:  # whose text is about an encoding that JSON may have
-        raise CheckpointError(f"{path}: no text, expected a JSON object") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {shown(str(error))}, expected a JSON object") from error
     if not isinstance(value, dict):
@@ -163,24 +145,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def is_under_way(path: Path, found: Container[str]) -> bool:
-    """Whether a folder with `found` is unfinished. Only URLs: on disk they appear complete."""
-    return is_url(path) and UNDER_WAY in found and plan_in(join(path, UNDER_WAY)) is not None
+def is_under_way(path: Path, names: Container[str]) -> bool:
+    """Whether a folder with these names is unfinished. Only URLs: on disk they appear complete."""
+    return is_url(path) and UNDER_WAY in names and plan_in(join(path, UNDER_WAY)) is not None
 
 
 def _others(
-    path: Path, found: Mapping[str, bool], modules: set[str], prefix: str = ""
+    path: Path, inside: Mapping[str, bool], modules: set[str], prefix: str = ""
 ) -> tuple[list[str], list[str]]:
     """Two lists of files in a folder and below: those to copy with the weights, and the others.
 
     If nothing is copied from a folder below, the second list has the folder instead of its files.
 
     Args:
-      found: The names in the folder `path`/`prefix`, and whether each is a folder.
+      inside: The names in the folder `path`/`prefix`, and whether each is a folder.
       modules: Folders below, as seen from `path`, that are copied with their weights.
     """
     copied, left = [], []
-    for name, is_folder in found.items():
+    for name, is_folder in inside.items():
         relative, where = prefix + name, join(path, *(prefix + name).split("/"))
         # A linked folder may contain itself; reading a pipe could wait for ever.
         is_odd = not is_url(path) and (
@@ -189,7 +171,7 @@ def _others(
         if is_odd or name.startswith("."):
             left.append(relative)
         elif is_folder:
-            more, without = _others(path, storage(path).entries(where), modules, f"{relative}/")
+            more, without = _others(path, entries(where), modules, f"{relative}/")
             copied += more
             left += without if more else [relative]
         elif _WEIGHTS.search(name) and prefix.rstrip("/") not in modules:
@@ -203,31 +185,22 @@ def _index_in(names: list[str]) -> str | None:
     """The name of the index: that of transformers, else the only other one, as of diffusers."""
     if INDEX in names or "model.safetensors" in names:
         return INDEX if INDEX in names else None
-    found = [name for name in names if name.endswith(".safetensors.index.json")]
-    return found[0] if len(found) == 1 else None
+    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
+    return indexes[0] if len(indexes) == 1 else None
 
 
 def _modules(path: Path, names: list[str]) -> set[str]:
     """The folders of a model of sentence-transformers, whose modules have weights of their own."""
-    if "modules.json" not in names:
-        return set()
-    try:
-        modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
-        return {str(module["path"]) for module in modules if module["path"]}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{join(path, 'modules.json')}: {shown(str(error))}, expected a list of modules with "
-            "their paths; fetch it again"
-        ) from error
+    if "modules.json" in names:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            modules = json.loads(read_file(join(path, "modules.json"), _MAX_JSON))
+            return {str(module["path"]) for module in modules if module["path"]}
+    return set()
 
 
 def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """The safetensors files of a folder in the order of their names, and the map of the index.
-
-    The map is {tensor: file}; None where there is no index. `names` are those in the folder.
-
-    Raises:
-      CheckpointError: There are none, one is missing, or nothing says which belong together.
+    """The safetensors files of a folder in the order of their names, and {tensor: file} of the
+    index; None where there is no index. `names` are those in the folder.
     """
     index_name = _index_in(names)
     if index_name is not None:
@@ -238,18 +211,17 @@ def weight_files(path: Path, names: list[str]) -> tuple[list[str], dict[str, str
         return ["model.safetensors"], None
     if not files:
         raise CheckpointError(f"{path}: {_no_weights(path, names)}")
-    shards = {name: _SHARD.match(name) for name in files}
-    totals = {int(match[1]) for match in shards.values() if match}
-    if len(files) > 1 and (None in shards.values() or totals != {len(files)}):
-        raise CheckpointError(
-            f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
-            f"together, expected one; fetch it again, or give one file: "
-            f"{join(path, files[0])}"
-        )
+    shards = [_SHARD.match(name) for name in files]
+    totals = {int(match[1]) for match in shards if match}
     if len(files) == 1 and totals and totals != {1}:
         raise CheckpointError(
             f"{path}: {shown(files[0])} is one of {totals.pop()} files, and the others and "
             f"{INDEX} are missing; fetch them again"
+        )
+    if len(files) > 1 and (None in shards or totals != {len(files)}):
+        raise CheckpointError(
+            f"{path}: {len(files)} safetensors files and no {INDEX} that says which belong "
+            f"together, expected one; fetch it again, or give one file: {join(path, files[0])}"
         )
     return files, None
 
@@ -264,10 +236,6 @@ def _weight_map(path: Path, index_name: str, names: list[str]) -> dict[str, str]
             "the folder holds all weights"
         )
     for name in sorted(set(index.values())):
-        if name != os.path.basename(name) or name in ("", ".", ".."):
-            raise CheckpointError(
-                f"{where}: file {shown(name)} is not in the folder itself, expected a plain name"
-            )
         if name not in names:
             raise CheckpointError(
                 f"{where}: file {shown(name)} is missing in {path}; fetch it again"
@@ -283,22 +251,16 @@ def _no_weights(path: Path, names: list[str]) -> str:
             f"no weights in the folder, but {shown(steps[-1])}, as orbax names steps; give one of "
             f"them: {join(path, steps[-1])}"
         )
-    for ending, remedy in (
-        (".bin", PICKLE),
-        (".pt", PICKLE),
-        (".pth", PICKLE),
-        (".gguf", "give the GGUF file itself"),
-        (".msgpack", "give the msgpack file itself"),
-        (".npz", "give the npz file itself"),
-    ):
-        found = [name for name in names if name.lower().endswith(ending)]
-        if found:
-            return f"no safetensors in the folder, but {shown(found[0])}; {remedy}"
+    for ending in (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz"):
+        file = next((name for name in names if name.lower().endswith(ending)), "")
+        remedy = "give the file itself" if ending in (".gguf", ".msgpack", ".npz") else PICKLE
+        if file:
+            return f"no safetensors in the folder, but {shown(file)}; {remedy}"
     # A part of a diffusers model, a snapshot in the cache of Hugging Face's hub.
     for pattern in ("*", os.path.join("snapshots", "*")):
         inside = "" if is_url(path) else os.path.join(glob.escape(os.fspath(path)), pattern)
-        if found := sorted(glob.glob(os.path.join(inside, "*.safetensors"))) if inside else []:
-            folder = shown(os.path.dirname(found[0]))
+        if inner := sorted(glob.glob(os.path.join(inside, "*.safetensors"))) if inside else []:
+            folder = shown(os.path.dirname(inner[0]))
             return f"no safetensors files in the folder itself, but in {folder}; give that one"
     return "no safetensors files in the folder, expected at least one"
 
@@ -307,16 +269,3 @@ PICKLE = (
     "a pickle, which may run any code when it is read, is refused; convert it where you trust it: "
     "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
 )
-
-
-def _check_index(
-    where: Path, index: Mapping[str, str] | None, tensors: Mapping[str, Tensor]
-) -> None:
-    absent = [name for name in index or {} if name not in tensors]
-    if absent:
-        assert index is not None
-        raise CheckpointError(
-            f"{where}: tensor {shown(absent[0])} "
-            + (f"and {len(absent) - 1} more are" if len(absent) > 1 else "is")
-            + f" not in {shown(index[absent[0]])}, where it says; fetch both again"
-        )

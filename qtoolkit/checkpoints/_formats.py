@@ -41,7 +41,7 @@ _SCHEMES = {
     scheme.name: scheme
     for layout in reversed(LAYOUTS.values())
     for scheme in reversed(layout.schemes)
-    if layout.linear_only
+    if layout.linear_only and not layout.experts_of
 }
 _BLOCKS = {fmt.name: fmt for fmt in BLOCK_FORMATS}
 # The formats that the plain layout holds: codes of a byte each, and 16-bit floats.
@@ -68,7 +68,9 @@ def scheme_of(layout: Layout, of: Format | BlockFormat, scaling: str | None) -> 
         others = [
             other.name
             for other in LAYOUTS.values()
-            if other is not layout and any(_holds(s.spec, of) for s in other.schemes)
+            if other is not layout
+            and not other.experts_of
+            and any(_holds(s.spec, of) for s in other.schemes)
         ]
         if not others:
             raise
@@ -142,7 +144,7 @@ def default_layout(source: Checkpoint, format: SpecLike | Rules[Any] | None, sca
             return False
 
     is_diffusers = DIFFUSERS in source.config
-    names = [name for name, layout in LAYOUTS.items() if holds(layout)]
+    names = [name for name, one in LAYOUTS.items() if not one.experts_of and holds(one)]
     if source.config and not is_diffusers and "compressed-tensors" in names:
         return "compressed-tensors"
     is_torch = any(name.endswith(".weight") for name in source.tensors) and not is_diffusers

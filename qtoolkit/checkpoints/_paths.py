@@ -1,7 +1,6 @@
-"""Opens, lists and writes files and folders, on this machine or behind URLs.
+"""Opens, lists and writes files and folders, on this machine or, by fsspec, behind URLs. No JAX.
 
-URLs are read and written by fsspec. A file that is written to a URL is not seen before it is
-complete, as in object stores: s3://, gs://, az://. No JAX here.
+A file that is written to a URL is not seen before it is complete, as in object stores.
 """
 
 import contextlib
@@ -41,25 +40,13 @@ def check_path(path: Any, argument: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises where nothing can be written, whatever is there: no server is asked.
-
-    Raises:
-      CheckpointError: A URL whose protocol only reads.
-      OSError: Symbolic links that lead in a circle; `os.path.realpath` returns one of them.
-    """
-    if is_url(path):
-        protocol = str(path).partition("://")[0].lower()
-        if protocol in _READ_ONLY:
-            raise CheckpointError(
-                f"{path}: {protocol}:// is only read, expected a path of this machine or the URL "
-                "of an object store, such as s3://, gs:// or az://; give one of these"
-            )
-        return
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise
+    """Raises CheckpointError for a URL whose protocol only reads. No server is asked."""
+    protocol = str(path).partition("://")[0].lower()
+    if is_url(path) and protocol in _READ_ONLY:
+        raise CheckpointError(
+            f"{path}: {protocol}:// is only read, expected a path of this machine or the URL of an "
+            "object store, such as s3://, gs:// or az://; give one of these"
+        )
 
 
 def is_url(path: Path) -> bool:
@@ -74,54 +61,148 @@ def join(path: Path, *names: str) -> str:
 
 def identity(path: Path) -> str:
     """A string that is the same for all paths of a file or folder."""
-    return _Remote(str(path)).identity(path) if is_url(path) else os.path.realpath(path)
+    if not is_url(path):
+        return os.path.realpath(path)
+    files = _files(path)
+    protocol, name = files.protocol, files._strip_protocol(str(path))
+    first = protocol if isinstance(protocol, str) else protocol[0]  # "s3" and "s3a" are one
+    # Stricter than an object store, for which a//b and a/b are two names.
+    host = files.storage_options.get("host", "")
+    return f"{first}://{host}{posixpath.normpath('/' + name.lstrip('/'))}".rstrip("/")
 
 
-def storage(path: Path) -> "_Disk | _Remote":
-    """What reads and writes `path`; operations take full paths.
+def kind_at(path: Path) -> Kind:
+    """What is at a path; "" for nothing."""
+    if not is_url(path):
+        if os.path.isdir(path):
+            return "folder"
+        return "file" if os.path.isfile(path) else "other" if os.path.lexists(path) else ""
+    with _naming_url(path):
+        try:
+            info = _files(path).info(str(path))
+        except FileNotFoundError:
+            return ""
+    return "folder" if info["type"] == "directory" else "file"
 
-    Raises:
-      CheckpointError: No installed package reads the URL.
-    """
-    return _Remote(str(path)) if is_url(path) else _Disk()
+
+def entries(path: Path) -> dict[str, bool]:
+    """The names in a folder, in order, and whether each is a folder."""
+    if not is_url(path):
+        with os.scandir(path) as inside:
+            return dict(sorted((entry.name, entry.is_dir()) for entry in inside))
+    with _naming_url(path):
+        files = _files(path)
+        try:
+            listed = files.ls(str(path), detail=True)
+        except FileNotFoundError:  # a folder exists only if there is an object in it
+            return {}
+    own = files._strip_protocol(str(path)).strip("/")
+    named = {
+        item["name"].rstrip("/").rpartition("/")[2]: item["type"] == "directory"
+        for item in listed
+        if item["name"].strip("/") != own
+    }
+    return dict(sorted(named.items()))
+
+
+def open_file(path: Path) -> "File | _Object":
+    """A file that is read at any place: `fill`, `size` and `close`."""
+    return _Object(str(path)) if is_url(path) else File(path)
+
+
+def file_size(path: Path) -> int:
+    with contextlib.closing(open_file(path)) as file:
+        return file.size
 
 
 def read_file(path: Path, limit: int, *, whole: bool = True) -> bytes:
-    """The content of a file of at most `limit` bytes; unless `whole`, the start of any file.
-
-    Raises:
-      CheckpointError: The file is longer, and `whole` is asked for.
-    """
-    with contextlib.closing(storage(path).open(path)) as file:
+    """The content of a file of at most `limit` bytes; unless `whole`, the start of any file."""
+    with contextlib.closing(open_file(path)) as file:
         if whole and file.size > limit:
             raise CheckpointError(f"{path}: {file.size:,} bytes, expected at most {limit:,}")
-        data = memoryview(bytearray(min(file.size, limit)))
-        done = 0
-        while done < len(data) and (count := file.read_at(done, data[done:])):
-            done += count
-        return bytes(data[:done])
+        data = bytearray(min(file.size, limit))
+        fill(file, 0, memoryview(data), str(path))
+        return bytes(data)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a small file, which appears whole."""
+    if is_url(path):
+        with _naming_url(path):
+            _files(path).pipe_file(str(path), data)
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    # Not the process id: containers that share a folder may have the same ids.
+    temporary = f"{path}.{uuid.uuid4().hex}"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    finally:
+        remove(temporary)
+
+
+def upload(file: BinaryIO, url: Path) -> None:
+    """Copies all of an open file to a URL."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    with _naming_url(url):
+        part = max(_PART, -(-size // 9_000))
+        if size <= part:
+            _files(url).pipe_file(str(url), file.read())
+            return
+        # Otherwise `close` would publish the file, even after an error; now `commit` does.
+        target = _files(url).open(str(url), "wb", block_size=part, autocommit=False)
+        try:
+            shutil.copyfileobj(file, target, part)
+            target.close()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                target.close()  # else the garbage collector closes it, after `discard`
+            target.discard()
+            raise
+        target.commit()
 
 
 def copy(source: Path, target: Path) -> None:
     """Copies a file from anywhere to anywhere."""
-    if not is_url(source) and not is_url(target):
+    if not is_url(target):
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        shutil.copyfile(source, target)
-        return
-    with tempfile.TemporaryFile() if is_url(source) else open(source, "rb") as file:
-        if is_url(source):
-            with naming(tempfile.gettempdir()):
-                _copy_into(source, file)
-        storage(target).upload(file, target)
-
-
-def _copy_into(source: Path, file: BinaryIO) -> None:
-    with contextlib.closing(storage(source).open(source)) as opened:
+    new = tempfile.TemporaryFile() if is_url(target) else open(target, "wb")  # noqa: SIM115
+    with contextlib.closing(open_file(source)) as opened, new as file:
         buffer = memoryview(bytearray(min(_PART, opened.size)))
         done = 0
         while count := opened.read_at(done, buffer):
             file.write(buffer[:count])
             done += count
+        if is_url(target):
+            upload(file, target)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if is_url(path):
+            with _naming_url(path):
+                _files(path).rm_file(str(path))
+        else:
+            os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder, if it is there, and all that is in it."""
+    if not is_url(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with _naming_url(path), contextlib.suppress(FileNotFoundError):
+        # Not rm: it takes [, ] and ? in a name for a pattern, and may delete a bucket.
+        files = _files(path)
+        root = files._strip_protocol(str(path)).strip("/") + "/"
+        inside = files.find(str(path), withdirs=True, detail=True)
+        for name, item in sorted(inside.items(), reverse=True):  # a folder after what is in it
+            if name.strip("/").startswith(root):
+                with contextlib.suppress(OSError, NotImplementedError):
+                    files.rmdir(name) if item["type"] == "directory" else files.rm_file(name)
 
 
 @contextlib.contextmanager
@@ -145,9 +226,6 @@ def fill(file: "File | _Object", position: int, view: memoryview, where: str) ->
     """Fills `view` with what an open file has from `position` on.
 
     `where` names the file and the part of it that is read. Threads may share the file.
-
-    Raises:
-      CheckpointError: It ends before.
     """
     while view:
         count = file.read_at(position, view)
@@ -182,61 +260,14 @@ class File:
         self.stream.close()
 
 
-class _Disk:
-    """Files and folders of this machine."""
-
-    def kind(self, path: Path) -> Kind:
-        """What is there; "" for nothing."""
-        if os.path.isdir(path):
-            return "folder"
-        if os.path.isfile(path):
-            return "file"
-        return "other" if os.path.lexists(path) else ""
-
-    def entries(self, path: Path) -> dict[str, bool]:
-        """The names in a folder, in order, and whether each is a folder."""
-        with os.scandir(path) as found:
-            return dict(sorted((entry.name, entry.is_dir()) for entry in found))
-
-    def open(self, path: Path) -> File:
-        return File(path)
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Writes a small file: it appears complete or not at all."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        # Not the process id: containers that share a folder may have the same ids.
-        temporary = f"{path}.{uuid.uuid4().hex}"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            self.remove(temporary)
-
-    def upload(self, file: BinaryIO, path: Path) -> None:
-        """Copies all of an open file; behind a URL it appears complete or not at all."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        file.seek(0)
-        with open(path, "wb") as target:
-            shutil.copyfileobj(file, target)
-
-    def remove(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-    def remove_folder(self, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 class _Object:
     """An object behind a URL, read by ranges."""
 
-    def __init__(self, files: Any, url: str) -> None:
-        self._files, self._url = files, url
-        with _one_line(url):
-            size = files.info(url)["size"]
+    def __init__(self, url: str) -> None:
+        self._url = url
+        with _naming_url(url):
+            self._files = _files(url)
+            size = self._files.info(url)["size"]
             if size is None:
                 raise OSError("its size is not known, expected one; fetch the file and give it")
             self.size = int(size)
@@ -245,126 +276,35 @@ class _Object:
         stop = min(position + len(view), self.size)
         if position >= stop:
             return 0
-        with _one_line(self._url):
+        with _naming_url(self._url):
             data = self._files.cat_file(self._url, start=position, end=stop)
             if len(data) > stop - position:
-                raise OSError(
-                    f"{len(data):,} bytes, expected the {stop - position:,} asked for; the server "
-                    "knows no ranges: fetch the file and give it"
-                )
+                raise OSError("the server knows no ranges: fetch the file and give it")
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None: ...
 
 
-class _Remote:
-    """Objects behind URLs, as fsspec reads and writes them."""
+def _files(url: Path) -> Any:
+    """The file system of fsspec that a URL belongs to."""
+    protocol, _, rest = str(url).partition("://")
+    if protocol.lower() in ("file", "local"):  # with two names a target could be the source
+        raise CheckpointError(f"{url}: expected a plain path; give the path itself: {shown(rest)}")
+    try:
+        import fsspec
 
-    def __init__(self, url: str) -> None:
-        protocol, _, rest = url.partition("://")
-        if protocol != protocol.lower():
-            raise CheckpointError(
-                f"{url}: protocol {protocol}, expected it in small letters; write "
-                f"{protocol.lower()}://{rest}"
-            )
-        try:
-            import fsspec
-
-            # Without a cache of listings, which would hide what others write meanwhile.
-            with _one_line(url):  # some file systems connect here
-                self._files, _ = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except ImportError as error:
-            raise CheckpointError(
-                f"{url}: {error}; install what reads it, for s3:// pip install s3fs"
-            ) from error
-        except (ValueError, TypeError) as error:  # TypeError: the URL lacks what it needs
-            raise CheckpointError(
-                f"{url}: {_line(error)}, expected such as s3://BUCKET/NAME"
-            ) from error
-        # With two spellings for a file of this machine, a target could be the source unnoticed.
-        if "file" in self._protocols():
-            plain = self._files._strip_protocol(url)
-            raise CheckpointError(
-                f"{url}: leads to this machine, expected a plain path; give the path itself: "
-                f"{shown(plain)}"
-            )
-
-    def _protocols(self) -> tuple[str, ...]:
-        protocol = self._files.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
-
-    def identity(self, path: Path) -> str:
-        # Stricter than an object store, for which a//b and a/b are two names.
-        name = posixpath.normpath("/" + self._files._strip_protocol(str(path)).lstrip("/"))
-        host = self._files.storage_options.get("host", "")
-        return f"{self._protocols()[0]}://{host}{name.rstrip('/')}"
-
-    def kind(self, path: Path) -> Kind:
-        with _one_line(path):
-            try:
-                found = self._files.info(str(path))
-            except FileNotFoundError:
-                return ""
-        return "folder" if found["type"] == "directory" else "file"
-
-    def entries(self, path: Path) -> dict[str, bool]:
-        with _one_line(path):
-            try:
-                found = self._files.ls(str(path), detail=True)
-            except FileNotFoundError:  # a folder exists only if there is an object in it
-                return {}
-        named = {
-            item["name"].rstrip("/").rpartition("/")[2]: item["type"] == "directory"
-            for item in found
-            if item["name"].strip("/") != self._files._strip_protocol(str(path)).strip("/")
-        }
-        return dict(sorted(named.items()))
-
-    def open(self, path: Path) -> _Object:
-        return _Object(self._files, str(path))
-
-    def write(self, path: Path, data: bytes) -> None:
-        with _one_line(path), _in_bucket():
-            self._files.pipe_file(str(path), data)
-
-    def upload(self, file: BinaryIO, path: Path) -> None:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        with _one_line(path), _in_bucket():
-            if size <= _PART:
-                self._files.pipe_file(str(path), file.read())
-                return
-            part = max(_PART, -(-size // 9_000))
-            # Otherwise `close` would publish the file, even after an error; now `commit` does.
-            target = self._files.open(str(path), "wb", block_size=part, autocommit=False)
-            try:
-                shutil.copyfileobj(file, target, part)
-                target.close()
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    target.close()  # else the garbage collector closes it, after `discard`
-                target.discard()
-                raise
-            target.commit()
-
-    def remove(self, path: Path) -> None:
-        with _one_line(path), contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(str(path))
-
-    def remove_folder(self, path: Path) -> None:
-        with _one_line(path), contextlib.suppress(FileNotFoundError):
-            # Not rm: it takes [, ] and ? in a name for a pattern, and may delete a bucket.
-            root = self._files._strip_protocol(str(path)).strip("/") + "/"
-            found = self._files.find(str(path), withdirs=True, detail=True)
-            for name, item in sorted(found.items(), reverse=True):  # a folder after what is in it
-                if not name.strip("/").startswith(root):
-                    continue
-                if item["type"] != "directory":
-                    self._files.rm_file(name)
-                    continue
-                with contextlib.suppress(OSError, NotImplementedError):  # object stores have none
-                    self._files.rmdir(name)
+        # Without a cache of listings, which would hide what others write meanwhile.
+        with _naming_url(url):  # some file systems connect here
+            return fsspec.core.url_to_fs(str(url), use_listings_cache=False)[0]
+    except ImportError as error:
+        raise CheckpointError(
+            f"{url}: {error}; install what reads it, for s3:// pip install s3fs"
+        ) from error
+    except (ValueError, TypeError) as error:  # TypeError: the URL lacks what it needs
+        raise CheckpointError(
+            f"{url}: {_line(error)}, expected such as s3://BUCKET/NAME"
+        ) from error
 
 
 # Packages for object stores raise these without an errno, with the path as their text.
@@ -376,39 +316,25 @@ _CODES: dict[type, int] = {
 
 
 @contextlib.contextmanager
-def _one_line(url: Path) -> Iterator[None]:
-    """Turns errors of packages for object stores into OSErrors of one line that name the URL."""
+def _naming_url(url: Path) -> Iterator[None]:
+    """Turns errors of fsspec's packages into OSErrors of one line that name the URL."""
     try:
         yield
     except (CheckpointError, MemoryError):
         raise
-    except OSError as found:
-        error = _cause(found)
+    except OSError as error:
+        cause = error.__cause__
+        is_absent = getattr(cause, "status", None) in (404, 410)
+        if not is_absent and type(cause).__module__.startswith("aiohttp"):
+            # fsspec reports every failure of an HTTP server as FileNotFoundError.
+            raise OSError(errno.EIO, _line(cause), str(url)) from error
         code = error.errno or _CODES.get(type(error), errno.EIO)
-        known = error.strerror or (os.strerror(code) if type(error) in _CODES else str(error))
-        raise OSError(code, _line(known or type(error).__name__), str(url)) from found
+        known = error.strerror or (os.strerror(code) if type(error) in _CODES else error)
+        raise OSError(code, _line(known), str(url)) from error
     except Exception as error:
         if type(error).__module__ == "builtins":
             raise
         raise OSError(errno.EIO, f"{_line(error)} ({type(error).__name__})", str(url)) from error
-
-
-def _cause(error: OSError) -> OSError:
-    """The real error: fsspec reports every failure of an HTTP server as FileNotFoundError."""
-    cause = error.__cause__
-    is_absent = getattr(cause, "status", None) in (404, 410)
-    if is_absent or not type(cause).__module__.startswith("aiohttp"):
-        return error
-    return OSError(errno.EIO, f"{cause}; is the URL right, and the server there?")
-
-
-@contextlib.contextmanager
-def _in_bucket() -> Iterator[None]:
-    """While writing, turns FileNotFoundError into one that says that the bucket is missing."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "its bucket does not exist; create it") from error
 
 
 def _line(text: object) -> str:

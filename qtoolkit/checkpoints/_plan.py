@@ -1,25 +1,25 @@
 """What a conversion will do with every tensor, decided from headers alone. No JAX here."""
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints._checks import (
     Misfit,
     check_fit,
-    check_known,
     check_loads,
     check_names,
     check_split,
-    compiled,
     kept_modules,
-    strings,
+    skip_patterns,
     used_schemes,
 )
-from qtoolkit.checkpoints._decode import check_explained
+from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._experts import split_for
 from qtoolkit.checkpoints._formats import (
     InputScales,
     by_scheme,
@@ -42,6 +42,7 @@ from qtoolkit.checkpoints._roles import (
     AxisChoice,
     Roles,
     fused_group,
+    is_stack_of_experts,
 )
 from qtoolkit.checkpoints._safetensors import SafetensorsFile
 from qtoolkit.checkpoints._tensors import (
@@ -49,11 +50,10 @@ from qtoolkit.checkpoints._tensors import (
     CheckpointError,
     MisuseError,
     Tensor,
-    listed,
     shown,
 )
 from qtoolkit.checkpoints.layouts import LAYOUTS, WRITTEN, Encoding, Layout, Scheme
-from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE, misfit
+from qtoolkit.checkpoints.layouts._layout import SCALINGS, WIDE
 from qtoolkit.checkpoints.layouts._qarrays import copied_parts, remaining_arrays
 from qtoolkit.formats import BlockFormat, Format, FormatLike, Rules, SpecLike
 
@@ -128,18 +128,24 @@ def make_plan(
       embed/kernel F32 skipped by default
       mlp/kernel F8_E4M3 quantize
     """
-    if scaling is not None and scaling not in SCALINGS:
-        raise ValueError(f"convert: scaling={scaling!r}, expected one of {', '.join(SCALINGS)}")
-    if layout is not None and layout not in [*WRITTEN]:  # the argument may have no hash
-        raise ValueError(f"convert: layout={layout!r}, expected one of {', '.join(WRITTEN)}")
-    if channel_axis not in AXIS_CHOICES:
-        raise ValueError(
-            f"convert: channel_axis={channel_axis!r}, expected one of {', '.join(AXIS_CHOICES)}"
-        )
+    for name, value, choices in (
+        ("scaling", scaling, SCALINGS),
+        ("layout", layout, WRITTEN),
+        ("channel_axis", str(channel_axis), AXIS_CHOICES),
+    ):
+        if value is not None and value not in [*choices]:  # the argument may have no hash
+            raise ValueError(f"convert: {name}={value!r}, expected one of {', '.join(choices)}")
     if isinstance(source, SafetensorsFile):
         source = source.checkpoint()
     format, scaling = by_scheme(format, scaling)
     chosen = LAYOUTS[layout or default_layout(source, format, scaling)]
+    model = source.config.get("model_type")
+    if chosen.experts_of and model not in (None, chosen.experts_of):
+        raise CheckpointError(
+            f"{source.path}: layout {chosen.name} holds the experts of {chosen.experts_of}, and "
+            f"the model is {shown(str(model))} by its config.json; use another --layout"
+        )
+    source = split_for(source, chosen.name)
     planner = _Planner(
         source=source,
         layout=chosen,
@@ -155,7 +161,6 @@ def make_plan(
     if not allow_split:
         check_split(source, plan)
     check_loads(source, plan)
-    check_known(source, plan)
     return plan
 
 
@@ -185,11 +190,11 @@ class _Planner:
                 f"--scaling {self.scaling}: {names or 'what no rule quantizes'} has no scales, "
                 "expected no --scaling; leave it out"
             )
-        is_plain = not isinstance(given, Rules)
-        patterns = self._patterns(skip)
+        is_one_format = not isinstance(given, Rules)
+        patterns = skip_patterns(skip, self.source.tensors)
         keeps_codes = self._check_codes(given is None, rules, patterns)
         tensors = tuple(
-            self._tensor(info, *self._choice(info, rules, is_plain, patterns))
+            self._tensor(info, *self._choice(info, rules, is_one_format, patterns))
             for info in self.source.tensors.values()
         )
         if not self.keep_unfitting:
@@ -199,10 +204,13 @@ class _Planner:
         used = used_schemes(tensors)
         if format is not None:
             self._check_schemes(used, tensors)
-        word = self._scaling_word(used, has_scales)
+        words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
+        # Without any scheme in use, what was asked for.
+        word = ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
         kept = kept_modules(tensors) if used else []
-        if used:
-            self._check_loadable(tensors)
+        for tensor, (pattern, reason) in itertools.product(tensors, self.layout.refused.items()):
+            if used and re.search(pattern, tensor.name):
+                raise self._error(tensor.source, reason)
         return Plan(
             layout=self.layout.name,
             format=given,
@@ -228,19 +236,6 @@ class _Planner:
         remedy = f"; if it is what the model has, copy it as it is with {ways}"
         return check_explained(self.source, is_allowed, remedy)
 
-    def _patterns(self, skip: Sequence[str]) -> list[re.Pattern[str]]:
-        """The regular expressions of `skip`; raises where one is invalid or matches nothing."""
-        patterns = [compiled(p) for p in strings(skip)]
-        names = list(self.source.tensors)
-        unused = [p.pattern for p in patterns if not any(map(p.search, names))]
-        if unused:
-            raise CheckpointError(
-                f"--skip {shown(unused[0])} matches nothing, expected a regular expression that is "
-                "found in the name of a tensor; there is "
-                + (listed(map(shown, names), 3) or "nothing")
-            )
-        return patterns
-
     def _check_schemes(
         self, used: Mapping[Scheme, Sequence[str]], tensors: Sequence[TensorPlan]
     ) -> None:
@@ -259,18 +254,6 @@ class _Planner:
                 "compressed-tensors holds several"
             )
 
-    def _scaling_word(self, used: Iterable[Scheme], has_scales: bool) -> str:
-        """`Plan.scaling`: the words of all schemes in use; without any, what was asked for."""
-        words = dict.fromkeys(scheme.scaling or "none" for scheme in used)
-        return ", ".join(words) or ((self.scaling or "tensor") if has_scales else "none")
-
-    def _check_loadable(self, tensors: Iterable[TensorPlan]) -> None:
-        """Raises where loaders of the layout are known to fail at a tensor of this name."""
-        for tensor in tensors:
-            for pattern, reason in self.layout.refused.items():
-                if re.search(pattern, tensor.name):
-                    raise self._error(tensor.source, reason)
-
     def _rules(
         self, format: SpecLike | Rules[Any] | None
     ) -> tuple[Format | BlockFormat | Rules[Any] | None, Rules[Any]]:
@@ -279,7 +262,6 @@ class _Planner:
             return one, Rules((), default=one)
         try:
             rules: Rules[Any] = format.map(self._target)
-            rules.map(lambda fmt: fmt.name)
             for key, _ in rules.rules:
                 if not isinstance(key, str):
                     raise TypeError(
@@ -298,31 +280,42 @@ class _Planner:
         return target
 
     def _choice(
-        self, info: Tensor, rules: Rules[Any], is_plain: bool, skip: list[re.Pattern[str]]
+        self, info: Tensor, rules: Rules[Any], is_one_format: bool, skip: list[re.Pattern[str]]
     ) -> tuple[Format | BlockFormat | None, str]:
         """The format of a tensor, or None and the reason not to quantize it."""
         position, fmt = rules.match_index(info.name), rules.lookup(info.name)
-        if info.name in self.parts and (is_plain or fmt is None):
+        if info.name in self.parts and (is_one_format or fmt is None):
             return None, "of a quantized array that is copied"
         if position is None and info.dtype not in (*WIDE, "F64"):
             return None, f"dtype {info.dtype}"
         if fmt is not None and dtype_of(fmt) == info.dtype:
             return None, f"{info.dtype} already"
-        if is_plain and len(info.shape) < 2:
+        if is_one_format and len(info.shape) < 2:
             return None, "fewer than two dimensions"
         if any(pattern.search(info.name) for pattern in skip):
             return None, "--skip"
-        if is_plain and SKIPPED.search(info.name):
+        if is_one_format and SKIPPED.search(info.name):
             return None, "skipped by default"
-        if is_plain and fmt is None:
+        if is_one_format and fmt is None:
             return None, "dequantized"
-        if is_plain and self.layout.linear_only and len(info.shape) != 2:
-            return None, f"{len(info.shape)} dimensions, {self.layout.name} holds matrices"
+        if is_one_format and (reason := self._not_held(info)):
+            return None, reason
         if self.layout.linear_only and 0 in info.shape:
             return None, "empty"
         if fmt is None:
             return None, "no rule" if position is None else f"rule {rules.rules[position][0]!r}"
         return fmt, ""
+
+    def _not_held(self, info: Tensor) -> str:
+        """Why the layout has no place for tensors of this kind; "" if it has."""
+        if self.layout.experts_of:
+            return "" if is_stack_of_experts(info) else f"{self.layout.name} holds experts only"
+        if not self.layout.linear_only or len(info.shape) == 2:
+            return ""
+        model, others = self.source.config.get("model_type"), LAYOUTS.values()
+        other = next((one.name for one in others if model and one.experts_of == model), "")
+        hint = f"; --layout {other} holds experts" if other and is_stack_of_experts(info) else ""
+        return f"{len(info.shape)} dimensions, {self.layout.name} holds matrices{hint}"
 
     def _tensor(self, info: Tensor, fmt: Format | BlockFormat | None, reason: str) -> TensorPlan:
         if fmt is None:
@@ -338,7 +331,7 @@ class _Planner:
         if isinstance(fmt, Format) and not fmt.needs_scale:
             dtype = safetensors_dtype(fmt)
             spec = BlockFormat.tensor(fmt, scale=None)
-            return TensorPlan(source=info, action="quantize", reason="", dtype=dtype, spec=spec)
+            return TensorPlan(source=info, action="quantize", dtype=dtype, spec=spec)
         scheme = self._scheme(info, fmt)
         if self.input_scales is not None:
             scheme = self.layout.static.get(scheme, scheme)
@@ -369,8 +362,7 @@ class _Planner:
         try:
             if self.layout.linear_only:
                 self._check_linear(info)
-            reason = "" if self.layout.has_partial_blocks else misfit(info.shape, scheme.spec)
-            if reason:
+            if reason := self.layout.misfit(info.shape, scheme.spec):
                 self.misfits.append(Misfit(info, scheme, self.layout.name, reason))
                 return None
             axes = self.roles.axes(info) if by_channel else ()
@@ -380,6 +372,14 @@ class _Planner:
             raise CheckpointError(f"{self.source.path}: {error}") from error
 
     def _check_linear(self, info: Tensor) -> None:
+        if self.layout.experts_of:
+            if not is_stack_of_experts(info) or not self.roles.outputs_last(info):
+                raise CheckpointError(
+                    f"tensor {shown(info.name)}, {list(info.shape)}: expected all experts of a "
+                    f"layer, [experts, inputs, outputs], as layout {self.layout.name} holds them; "
+                    "keep it by a rule or with --skip, or use another --layout"
+                )
+            return
         # Not "/weight": other entries replace what follows the last dot of the name.
         if len(info.shape) != 2 or not f".{info.name}".endswith(".weight"):
             raise CheckpointError(
@@ -406,10 +406,7 @@ class _Planner:
         wanted = self.keep_dtype if is_cast else None
         if wanted is None and info.encoding is not None:
             wanted = model_dtype(self.source.config)
-        if wanted is None or wanted == info.dtype:
-            return TensorPlan(source=info, action="keep", reason=reason, dtype=info.dtype)
-        spec = BlockFormat.tensor(WIDE[wanted], scale=None)
-        return TensorPlan(source=info, action="cast", reason=reason, dtype=wanted, spec=spec)
+        return TensorPlan.unquantized(info, wanted or info.dtype, reason)
 
     def _error(self, info: Tensor, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source.path}: tensor {shown(info.name)}: {message}")

@@ -21,7 +21,7 @@ from qtoolkit.checkpoints._quantize import (
 )
 from qtoolkit.checkpoints._report import Progress, TensorPlan, TensorReport
 from qtoolkit.checkpoints._slabs import Grid, Span
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Entry, Tensor, shown
+from qtoolkit.checkpoints._tensors import FLOATS, NUMPY_DTYPES, Entry, Tensor, shown, transposed
 from qtoolkit.checkpoints._values import Values, grid_of
 from qtoolkit.checkpoints.layouts._encoding import packed, same_numbers
 from qtoolkit.scaling.internal import ErrorSums, error_sums
@@ -30,10 +30,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 _COPY = 2**22  # bytes copied at a time
 _AHEAD = 2**17  # elements of small slabs that are computed together
-# The patterns of +Inf and -Inf. Those of NaNs of the same sign are larger.
-_INFINITIES = {
-    dtype: np.array([np.inf, -np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
-    for dtype in ("F64", "F32", "F16", "BF16")
+# The pattern of infinity: the bits that are set in all numbers that are not finite.
+_INFINITY = {
+    dtype: np.array([np.inf], NUMPY_DTYPES[dtype]).view(f"u{NUMPY_DTYPES[dtype].itemsize}")
+    for dtype in FLOATS
 }
 # For each byte of a float of 8 bits whether it is NaN or infinite.
 _NONFINITE_BYTES = {
@@ -205,6 +205,8 @@ class Production:
             return Weight(source, spec, Grid.whole(source.size))
         grid = grid_of(encoding)
         second = None
+        if encoding.transposed:
+            source = transposed(source)
         if encoding.tensor_scale is not None:
             count = encoding.tensor_scale.nbytes // 4
             second = tensor_scales(self._second_amaxes(tensor, count), spec)
@@ -318,30 +320,16 @@ def _nonfinite_count(data: np.ndarray, dtype: str) -> int:
     """How many elements of `dtype` in some bytes are NaN or infinite; 0 of other dtypes."""
     if dtype in _NONFINITE_BYTES:
         return int(np.count_nonzero(_NONFINITE_BYTES[dtype][data]))
-    if dtype not in _INFINITIES or not data.size:
+    if dtype not in _INFINITY:
         return 0
-    infinities = _INFINITIES[dtype]
-    patterns = data.view(infinities.dtype)
-    signed = data.view(f"i{patterns.itemsize}")
-    # Two maxima are a small part of the time of a copy, and nearly always enough: as signed numbers
-    # the patterns of positive elements are the largest, as unsigned ones those of negative ones.
-    if signed.max() < infinities[0] and patterns.max() < infinities[1]:
-        return 0
-    return int(np.count_nonzero(patterns & infinities[0] == infinities[0]))
+    infinity = _INFINITY[dtype]
+    return int(np.count_nonzero(data.view(infinity.dtype) & infinity == infinity))
 
 
 def _report(tensor: TensorPlan, sums: ErrorSums) -> TensorReport:
-    is_quantized = tensor.action == "quantize"
-    return TensorReport(
-        name=tensor.name,
-        action=tensor.action,
-        reason=tensor.reason,
-        dtype=tensor.dtype,
-        format=tensor.format.name if is_quantized and tensor.format else "",
-        bytes_before=tensor.source.stored_nbytes,
-        bytes_after=tensor.nbytes,
+    return tensor.report(
         max_scale=sums.max_scale if tensor.encoding is not None else None,
-        sqnr_db=sums.sqnr_db if is_quantized else None,
+        sqnr_db=sums.sqnr_db if tensor.action == "quantize" else None,
         nonfinite=sums.nonfinite,
         overflowed=sums.overflowed,
     )

@@ -16,12 +16,20 @@ from typing import Any
 import numpy as np
 
 from qtoolkit.checkpoints._arrays import array_checkpoint
-from qtoolkit.checkpoints._containers import kind_of, opened_as
-from qtoolkit.checkpoints._decode import check_explained, dequantized
+from qtoolkit.checkpoints._codes import check_explained
+from qtoolkit.checkpoints._containers import kind_of, open_source
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._paths import Path
 from qtoolkit.checkpoints._safetensors import write_arrays
-from qtoolkit.checkpoints._tensors import DTYPE_OF, Checkpoint, CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints._tensors import (
+    DTYPE_OF,
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    listed,
+    shown,
+)
+from qtoolkit.checkpoints.layouts import LAYOUTS
 from qtoolkit.checkpoints.layouts._qarrays import ARRAYS_KEY, PARTS, not_described
 
 # What reads other files than `load` does.
@@ -83,13 +91,14 @@ def save(
                 )
             arrays[entry] = _array(path, entry, array)
     about = dict(metadata or {})
-    if ARRAYS_KEY in about and about[ARRAYS_KEY] != _text(quantized):
+    description = json.dumps(quantized, sort_keys=True)
+    if about.get(ARRAYS_KEY, description) != description:
         raise CheckpointError(
             f"{path}: metadata has {ARRAYS_KEY!r}, which describes the quantized arrays, expected "
             "another key; leave it out"
         )
     if quantized:
-        about[ARRAYS_KEY] = _text(quantized)
+        about[ARRAYS_KEY] = description
     write_arrays(path, arrays, about, overwrite=overwrite)
 
 
@@ -135,7 +144,7 @@ def load(path: Path, like: Any = None) -> Any:
             f"{path}: {kind}, expected safetensors, a folder or a checkpoint of orbax; "
             f"{_READ_BY[kind]}"
         )
-    with opened_as(kind, path) as file:
+    with open_source(path) as file:
         described = file.metadata.get(ARRAYS_KEY)
         if file.folder is not None and described is None:
             loaded = _of_folder(file, None if like is None else dict(_flat(path, like)))
@@ -224,32 +233,32 @@ def _checked(path: Path, name: str, wanted: Any, arrays: dict[str, Any]) -> Any:
         )
     if name not in arrays:
         raise _differs(path, [name], "which the file has not; save them with the others")
-    found = arrays.pop(name)
-    shape = getattr(wanted, "shape", None)
-    if "key<" in str(getattr(wanted, "dtype", "")):
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)}: `like` has a key of jax.random there, of which files "
-            "have the numbers alone; leave keys out, e.g. like=nnx.state(model, nnx.Param)"
-        )
-    if tuple(found.shape) != shape:
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} has shape {tuple(found.shape)}, expected {shape}, that "
-            "of `like`; load it into the model that it is of"
-        )
     import jax.numpy as jnp
 
-    if jnp.issubdtype(found.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)} has dtype {found.dtype}, expected {wanted.dtype}, that "
-            "of `like`; convert codes with their scales: load the file that `convert` or `save` "
-            "wrote"
+    array, problem = arrays.pop(name), ""
+    if "key<" in str(getattr(wanted, "dtype", "")):
+        problem = (
+            "`like` has a key of jax.random there, of which files have the numbers alone; leave "
+            "keys out, e.g. like=nnx.state(model, nnx.Param)"
         )
-    if isinstance(wanted, np.ndarray) or found.dtype.itemsize == 8:
-        return found  # JAX would narrow 64 bits
-    return _placed(found, wanted)
+    elif tuple(array.shape) != wanted.shape:
+        problem = (
+            f"shape {tuple(array.shape)}, expected {wanted.shape}, that of `like`; load it into "
+            "the model that it is of"
+        )
+    elif jnp.issubdtype(array.dtype, jnp.floating) != jnp.issubdtype(wanted.dtype, jnp.floating):
+        problem = (
+            f"dtype {array.dtype}, expected {wanted.dtype}, that of `like`; convert codes with "
+            "their scales: load the file that `convert` or `save` wrote"
+        )
+    if problem:
+        raise CheckpointError(f"{path}: tensor {shown(name)}: {problem}")
+    if isinstance(wanted, np.ndarray) or array.dtype.itemsize == 8:
+        return array  # JAX would narrow 64 bits
+    return _placed(array, wanted)
 
 
-def _placed(found: Any, wanted: Any) -> Any:
+def _placed(array: Any, wanted: Any) -> Any:
     """An array, or the arrays of a `QArray`, where `wanted` has its own."""
     import jax
     import jax.numpy as jnp
@@ -260,21 +269,19 @@ def _placed(found: Any, wanted: Any) -> Any:
     if isinstance(sharding, jax.sharding.NamedSharding):
         everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     elif sharding is None or sharding.device_set == jnp.zeros(()).sharding.device_set:
-        return found if _is_qarray(found) else jnp.asarray(found)
+        return array if _is_qarray(array) else jnp.asarray(array)
 
     def put(x: Any) -> jax.Array:
-        array = np.asarray(x)
-        place = sharding if array.shape == of_codes.shape else everywhere
-        return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+        one = np.asarray(x)
+        where = sharding if one.shape == of_codes.shape else everywhere
+        return jax.make_array_from_callback(one.shape, where, lambda index: one[index])
 
-    return jax.tree.map(put, found)
+    return jax.tree.map(put, array)
 
 
-def _differs(path: Path, names: Any, what: str) -> CheckpointError:
-    names = list(names)
-    some = ", ".join(map(shown, names[:3])) + (" ..." if len(names) > 3 else "")
-    number = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
-    return CheckpointError(f"{path}: {number}, {some}, {what}")
+def _differs(path: Path, names: Collection[str], what: str) -> CheckpointError:
+    some = listed(map(shown, names), 3)
+    return CheckpointError(f"{path}: tensor{'s'[: len(names) > 1]} {some}, {what}")
 
 
 def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -305,10 +312,6 @@ def _entries(path: Path, name: str, array: Any) -> tuple[dict[str, Any], dict[st
     return entries, about
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
 def _array(path: Path, name: str, x: Any) -> np.ndarray:
     dtype = getattr(x, "dtype", None)
     where = f"{path}: tensor {shown(name)}"
@@ -331,11 +334,11 @@ def _with_qarrays(path: Path, arrays: dict[str, Any], described: str | None) -> 
         return arrays
     try:
         about = json.loads(described)
-        found = {name: _qarray(name, arrays, one) for name, one in about.items()}
+        qarrays = {name: _qarray(name, arrays, one) for name, one in about.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise not_described(path, error) from error
-    parts = {f"{name}_{field}" for name in found for field in PARTS}
-    return {name: found.get(name, x) for name, x in arrays.items() if name not in parts}
+    parts = {f"{name}_{field}" for name in qarrays for field in PARTS}
+    return {name: qarrays.get(name, x) for name, x in arrays.items() if name not in parts}
 
 
 def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -359,37 +362,28 @@ def _qarray(name: str, arrays: Mapping[str, Any], about: Mapping[str, Any]) -> A
 
 
 def _with_converted(arrays: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and their scales."""
-    found = dict(arrays)
+    """The arrays, where what `convert` quantized is a `QArray`: 8-bit codes and float32 scales."""
+    result = dict(arrays)
     for name, codes in arrays.items():
-        scale = found.get(f"{name}_scale")
-        is_pair = f"{name}_scale" not in wanted and name in wanted
-        if is_pair and isinstance(codes, np.ndarray) and isinstance(scale, np.ndarray):
-            array = _converted(codes, scale, wanted[name])
-            if array is not None:
-                found[name] = array
-                del found[f"{name}_scale"]
-    return found
+        scale: Any = arrays.get(f"{name}_scale")
+        if not isinstance(codes, np.ndarray) or not isinstance(scale, np.ndarray):
+            continue
+        is_pair = codes.dtype.itemsize == 1 and scale.dtype == np.float32 and codes.size
+        if not is_pair or name not in wanted or f"{name}_scale" in wanted:
+            continue
+        from qtoolkit.checkpoints._values import qarray_of  # loads JAX
+
+        both = {name: codes, f"{name}_scale": scale}
+        headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in both.items()}
+        (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
+        dtype = getattr(wanted[name], "dtype", np.dtype("float32"))
+        result[name] = qarray_of(encoding, lambda entry: _bytes_of(arrays[entry.name]), dtype=dtype)
+        del result[f"{name}_scale"]
+    return result
 
 
-def _converted(codes: np.ndarray, scale: np.ndarray, wanted: Any) -> Any:
-    """A `QArray` of codes and float32 scales as the layout "plain" has them; None for others.
-
-    Raises:
-      CheckpointError: The scales belong to no blocks of the codes.
-    """
-    if codes.dtype.itemsize != 1 or scale.dtype != np.float32 or not codes.size:
-        return None
-    from qtoolkit.checkpoints._values import qarray_of  # loads JAX
-
-    arrays = {"codes": codes, "codes_scale": scale}
-    headers = {n: Entry(n, DTYPE_OF[x.dtype.name], x.shape) for n, x in arrays.items()}
-    (encoding,) = LAYOUTS["plain"].decode({}, headers, "load").values()
-
-    def read(entry: Entry) -> np.ndarray:
-        return np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8)
-
-    return qarray_of(encoding, read, dtype=getattr(wanted, "dtype", np.dtype("float32")))
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, Any]:
@@ -407,18 +401,16 @@ def _of_folder(folder: Checkpoint, wanted: Collection[str] | None) -> dict[str, 
         elif 0 in encoding.shape or encoding.scale is None:
             loaded |= {e.name: folder.read(e.name) for e in encoding.entries}
         else:
-            loaded[name] = _loaded(encoding, folder)
+            from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
+
+            read = entry_reader(folder.tensors)
+            if encoding.group_index is not None:
+                loaded[name] = values_of(encoding, read)
+                continue
+            array = qarray_of(encoding, read)
+            is_narrow = encoding.spec.element.bits in (1, 2, 4, 6)
+            loaded[name] = array.pack() if is_narrow else array
     return loaded
-
-
-def _loaded(encoding: Encoding, folder: Checkpoint) -> Any:
-    from qtoolkit.checkpoints._values import entry_reader, qarray_of, values_of  # loads JAX
-
-    read = entry_reader(folder.tensors)
-    if encoding.group_index is not None:
-        return values_of(encoding, read)
-    array = qarray_of(encoding, read)
-    return array.pack() if encoding.spec.element.bits in (1, 2, 4, 6) else array
 
 
 def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -466,8 +458,8 @@ def dequantize(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 "which no layout explains, expected 8-bit or packed codes; load the folder, whose "
                 "config.json may say it"
             )
-    found = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
-    return found | {name: x for name, x in arrays.items() if name not in known}
+    values = {n: t.read_all() if t.encoding else arrays[n] for n, t in source.everything.items()}
+    return values | {name: x for name, x in arrays.items() if name not in known}
 
 
 def _has_scales(name: str, names: Iterable[str]) -> bool:

@@ -58,11 +58,6 @@ class Weight:
     second: np.ndarray | None = None
     amaxes: np.ndarray | None = None
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether it is rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
-        return is_cast(self.spec)
-
 
 class Slab(NamedTuple):
     weight: Weight
@@ -94,6 +89,7 @@ class QuantizedSlab(NamedTuple):
 
 
 def is_cast(spec: BlockFormat) -> bool:
+    """Whether weights are rounded to float16, bfloat16 or float32, in which Inf stays Inf."""
     return spec.scale is None and spec.element.bits >= 16
 
 
@@ -213,12 +209,12 @@ class _Batch:
         return stats
 
     def _amaxes(self) -> np.ndarray:
-        """The amax of every block that lies in the slabs."""
-        if self.slabs[0].weight.amaxes is not None:
-            counts = [end - begin for begin, end in itertools.pairwise(self.firsts)]
-            parts = zip(self.slabs, self.offsets, counts, strict=True)
-            known = [_some(s.weight.amaxes, first, n) for s, first, n in parts]
-            return known[0] if len(known) == 1 else np.concatenate(known)
+        known = [slab.weight.amaxes for slab in self.slabs]
+        if known[0] is not None:
+            ends = itertools.pairwise(self.firsts)
+            counts = [stop - start for start, stop in ends]
+            parts = zip(known, self.offsets, counts, strict=True)
+            return np.concatenate([a[first : first + n] for a, first, n in parts if a is not None])
         return block_amaxes(
             self.tiles, self.axis, self.places, self.firsts[-1], not self.spec.element.has_nan
         )
@@ -230,18 +226,16 @@ class _Batch:
             return None, None, None
         if spec.tensor_scale is not None:
             parts = []
-            for slab, offset, begin, end in zip(
-                self.slabs, self.offsets, self.firsts, self.firsts[1:], strict=False
-            ):
+            ends = itertools.pairwise(self.firsts)
+            for slab, offset, (start, stop) in zip(self.slabs, self.offsets, ends, strict=True):
                 grid, each = slab.weight.grid, slab.weight.second
                 assert each is not None
-                matrices = (offset + np.arange(end - begin)) // (grid.down * grid.across)
+                matrices = (offset + np.arange(stop - start)) // (grid.down * grid.across)
                 parts.append(each[matrices if len(each) > 1 else matrices * 0])
             second = np.concatenate(parts)
         return _scales_of(amaxes, second, spec)
 
     def _columns(self, values: np.ndarray | None) -> Sequence[Any]:
-        """A number for each block, as one for each unit of each tile."""
         of_units = None if values is None else values[self.places]
         return columns_of(of_units, self.sizes, self.axis)
 
@@ -277,7 +271,6 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def weight_amaxes(weight: Weight, map_: Map = map, *, nan_wins: bool) -> np.ndarray:
-    """The amax of every block of a weight: float32, flat."""
     amaxes = np.zeros(weight.grid.blocks, np.float32)
     slabs = (Slab(weight, span) for span in weight.grid.spans())
     for first, part in map_(functools.partial(slab_amaxes, nan_wins=nan_wins), slabs):
@@ -297,7 +290,6 @@ def largest_magnitudes(tensor: Tensor, count: int = 1, map_: Map = map) -> np.nd
 
 
 def tensor_scales(amaxes: np.ndarray, spec: BlockFormat) -> np.ndarray:
-    """The tensor scales, as stored, of weights with these amaxes."""
     return np.asarray(_tensor_scales(np.asarray(amaxes, np.float32), spec))
 
 
@@ -316,27 +308,15 @@ def _scales_of(
     for start in range(0, len(amaxes), _COUNTS[-1]):
         some = slice(start, start + _COUNTS[-1])
         count = len(amaxes[some])
-        size = next(n for n in _COUNTS if n >= count)
-        padded = [
-            _filled(a, size) for a in (amaxes[some], None if second is None else second[some])
-        ]
-        parts.append([np.asarray(a)[:count] for a in block_scales(*padded, spec)])
+        missing = (0, next(n for n in _COUNTS if n >= count) - count)
+        # Not zeros: an amax of 0 would make a scale of 2**-127, slower to divide by.
+        amax, tensor_scale = (
+            None if a is None else np.pad(a[some], missing, constant_values=1)
+            for a in (amaxes, second)
+        )
+        parts.append([np.asarray(a)[:count] for a in block_scales(amax, tensor_scale, spec)])
     scale, value = (p[0] if len(p) == 1 else np.concatenate(p) for p in zip(*parts, strict=True))
     return scale, second, value
-
-
-def _filled(values: np.ndarray | None, size: int) -> np.ndarray | None:
-    """With ones at the end: an amax of 0 would make a scale of 2**-127, slower to divide by."""
-    if values is None:
-        return None
-    filled = np.ones(size, values.dtype)
-    filled[: len(values)] = values
-    return filled
-
-
-def _some(values: np.ndarray | None, first: int, count: int) -> np.ndarray:
-    assert values is not None
-    return values[first : first + count]
 
 
 # The programs: compiled once for each shape of tiles, dtype and format.
@@ -442,7 +422,6 @@ def finite_sums(
 
 @functools.cache
 def unit_spec(spec: BlockFormat, axis: int) -> BlockFormat:
-    """`spec` for tiles whose units lie along `axis`, each with a scale of its own."""
     return dataclasses.replace(spec, block=(None,), axes=(axis,), other_axes=1)
 
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from qtoolkit.checkpoints._header import TensorInfo, layout
+from qtoolkit.checkpoints._safetensors import TensorInfo, layout
 from qtoolkit.checkpoints._tensors import Entry, Tensor, shown
 from qtoolkit.checkpoints.layouts import Encoding, Scheme
+from qtoolkit.checkpoints.layouts._layout import WIDE
 from qtoolkit.formats import BLOCK_FORMATS, BlockFormat, Format, Rules
 
 _PUBLISHED = {fmt.name for fmt in BLOCK_FORMATS}
@@ -33,7 +34,7 @@ class TensorPlan:
 
     source: Tensor
     action: Literal["quantize", "cast", "keep"]
-    reason: str
+    reason: str = ""
     dtype: str
     spec: BlockFormat | None = None
     encoding: Encoding | None = None
@@ -48,13 +49,20 @@ class TensorPlan:
         return cls(
             source=source,
             action="quantize",
-            reason="",
             dtype=encoding.codes.dtype,
             spec=encoding.spec,
             encoding=encoding,
             scheme=scheme,
             group=group,
         )
+
+    @classmethod
+    def unquantized(cls, source: Tensor, dtype: str, reason: str = "") -> "TensorPlan":
+        """A tensor that is kept; or cast, if the dtype is another one."""
+        if dtype == source.dtype:
+            return cls(source=source, action="keep", reason=reason, dtype=dtype)
+        spec = BlockFormat.tensor(WIDE[dtype], scale=None)
+        return cls(source=source, action="cast", reason=reason, dtype=dtype, spec=spec)
 
     @property
     def name(self) -> str:
@@ -76,6 +84,19 @@ class TensorPlan:
     def nbytes(self) -> int:
         """Bytes of what is written for it."""
         return sum(entry.nbytes for entry in self.entries)
+
+    def report(self, **measured: Any) -> "TensorReport":
+        """What is done to it, with what was measured."""
+        return TensorReport(
+            name=self.name,
+            action=self.action,
+            reason=self.reason,
+            dtype=self.dtype,
+            format=self.format.name if self.action == "quantize" and self.format else "",
+            bytes_before=self.source.stored_nbytes,
+            bytes_after=self.nbytes,
+            **measured,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,11 +131,21 @@ class Plan:
         """Every tensor of the target, placed in one file."""
         return layout(entry for tensor in self.tensors for entry in tensor.entries)
 
-    @property
-    def kept_share(self) -> float:
-        """The share of the source, by bytes, that will not be quantized."""
-        sizes = [(t.source.stored_nbytes, t.action != "quantize") for t in self.tensors]
-        return sum(n for n, kept in sizes if kept) / max(sum(n for n, _ in sizes), 1)
+    def report(self, source: object, target: object, container: ContainerName) -> "Report":
+        """The report of the conversion; nothing of it is measured yet."""
+        return Report(
+            source=str(source),
+            target=str(target),
+            container=container,
+            layout=self.layout,
+            format=self.format_names,
+            scaling=self.scaling,
+            dequantized=self.dequantizes,
+            loads_nowhere=self.loads_nowhere,
+            quantization_config=self.quantization_config,
+            caution=self.caution,
+            tensors=tuple(tensor.report() for tensor in self.tensors),
+        )
 
     @property
     def loads_nowhere(self) -> bool:

@@ -50,12 +50,14 @@ SKIPPED = re.compile(DEFAULT_SKIP, re.IGNORECASE)
 
 # Weights that loaders merge into one, hence with one scale for the whole: query, key and value,
 # gate and up (in Mixtral w1 and w3, in Nomic's BERT fc11 and fc12), the two compressions of
-# DeepSeek's attention, the projections of Qwen's linear attention. Source: vLLM, the tables
-# `packed_modules_mapping` and `stacked_params_mapping` of its models.
+# DeepSeek's attention, the projections of Qwen's linear attention. In cross-attention, which
+# Whisper calls `encoder_attn`, key and value come from the encoder, and the query does not.
+# Source: vLLM, the tables `packed_modules_mapping` and `stacked_params_mapping` of its models.
 _FUSED = tuple(
     (re.compile(rf"(^|[./])({names})(?=[./])"), merged)
     for names, merged in (
-        (r"[qkv]_proj", "qkv_proj"),
+        (r"(?<=encoder_attn[./])[kv]_proj", "kv_proj"),
+        (r"(?<!encoder_attn[./])[qkv]_proj", "qkv_proj"),
         (r"w[qkv]", "wqkv"),
         (r"query|key|value", "query_key_value"),
         (r"gate_proj|up_proj", "gate_up_proj"),
@@ -75,9 +77,9 @@ _PARALLEL_EXPERTS = re.compile(r"(^|[./])(input|output)_linear[./]weight$")
 def fused_group(name: str) -> str:
     """The name of the tensor into which loaders merge `name`; `name` itself if they do not."""
     for pattern, merged in _FUSED:
-        found = pattern.search(name)
-        if found:
-            return f"{name[: found.start()]}{found[1]}{merged}{name[found.end() :]}"
+        match = pattern.search(name)
+        if match:
+            return f"{name[: match.start()]}{match[1]}{merged}{name[match.end() :]}"
     return name
 
 
@@ -91,13 +93,17 @@ def engine_group(name: str) -> str:
 def experts_of(name: str, rank: int = 2) -> str:
     """The module of the experts of a layer that has a weight; "" if it is none of an expert.
 
-    Args:
-      rank: The number of dimensions: Granite's `input_linear`, if it is 3, holds all experts.
+    Granite's `input_linear` holds all experts if its rank is 3.
     """
-    if found := re.match(r"(.*[./])?experts(?=[./])", name):
-        return found[0]
-    found = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
-    return f"{name[: found.start()]}{found[1]}experts" if found else ""
+    if match := re.match(r"(.*[./])?experts(?=[./])", name):
+        return match[0]
+    match = _PARALLEL_EXPERTS.search(name) if rank == 3 else None
+    return f"{name[: match.start()]}{match[1]}experts" if match else ""
+
+
+def is_stack_of_experts(info: Tensor) -> bool:
+    """Whether a tensor has the weights of all experts of a layer, as in Llama 4 and gpt-oss."""
+    return len(info.shape) == 3 and _EXPERTS.search(info.name) is not None
 
 
 def module_of(name: str) -> str:
@@ -108,10 +114,7 @@ def module_of(name: str) -> str:
 class Roles:
     """The roles of the tensors of one checkpoint, guessed from all names and shapes together.
 
-    Args:
-      tensors: All tensors of the checkpoint.
-      config: The model's `config.json`; empty if there is none.
-      choice: "first" or "last" fixes the axis of outputs in all weights; "auto" guesses.
+    `choice` "first" or "last" fixes the axis of outputs in all weights; "auto" guesses.
     """
 
     def __init__(
@@ -153,11 +156,7 @@ class Roles:
         return by_bias
 
     def axes(self, info: Tensor) -> tuple[int, ...]:
-        """The axes of a weight that hold its outputs.
-
-        Raises:
-          CheckpointError: Nothing says which.
-        """
+        """The axes of a weight that hold its outputs; raises where nothing says which."""
         last = self.outputs_last(info)
         if last is None:
             raise CheckpointError(
@@ -184,12 +183,12 @@ class Roles:
 
     def _finds_conv1d(self) -> bool:
         """Whether weights named as GPT-2's are stored as its Conv1D does, [inputs, outputs]."""
-        found = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
-        for info in found:
+        weights = [info for info in self._tensors.values() if _CONV1D.search(info.name)]
+        for info in weights:
             by_bias = self._by_bias(info)
             if by_bias is not None:
                 return by_bias
-        for info in found:  # outputs are three times (query, key, value) or four times the inputs
+        for info in weights:  # outputs are three times (query, key, value) or four times the inputs
             if len(info.shape) == 2 and re.search(r"c_(attn|fc)\.weight$", info.name):
                 first, last = info.shape
                 if first != last:

@@ -1,32 +1,30 @@
 """Reads and writes safetensors files, 8-bit floats included, piece by piece. No JAX here.
 
 The package of that name cannot read 8-bit floats into numpy and cannot write a file whose tensors
-do not all fit in memory. Nothing here maps files: mapped pages would count as memory in use.
+do not all fit in memory. Headers are parsed with suspicion, and built byte for byte as its own.
 """
 
 import contextlib
+import dataclasses
 import functools
+import json
+import math
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from qtoolkit.checkpoints._header import (
-    TensorInfo,
-    header_bytes,
-    header_length,
-    layout,
-    parse_header,
-)
-from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, storage
+from qtoolkit.checkpoints._paths import Path, check_path, fill, is_url, naming, open_file, upload
 from qtoolkit.checkpoints._tensors import (
+    DTYPE_BITS,
     DTYPE_OF,
+    DTYPE_RANK,
+    NUMPY_DTYPES,
     Checkpoint,
     CheckpointError,
-    Entry,
     Tensor,
-    read_elements,
     shown,
 )
 from qtoolkit.checkpoints._writing import (
@@ -36,6 +34,46 @@ from qtoolkit.checkpoints._writing import (
     clear_partial,
     temporary_file,
 )
+
+MAX_HEADER_BYTES = 100_000_000  # the reference implementation refuses more
+_METADATA = "__metadata__"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DAMAGED = "it is damaged or no safetensors file; fetch or write it again"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """The entry of one tensor in a header.
+
+    Attributes:
+      name: As in the file.
+      dtype: As in the file: "F8_E4M3".
+      shape: Elements along each axis; () for a scalar.
+      start, stop: Where its bytes lie, counted from the end of the header.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numpy_dtype(self) -> np.dtype | None:
+        """The numpy dtype of the elements; None for those narrower than a byte."""
+        return NUMPY_DTYPES.get(self.dtype)
+
+
+# Reading.
 
 
 class SafetensorsFile:
@@ -60,20 +98,29 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         check_path(path, "path")
         self.path = path
-        self._file = storage(path).open(path)
+        self._file = open_file(path)
         try:
-            with naming(path):
-                size = self._file.size
-                prefix = bytearray(min(8, size))
-                fill(self._file, 0, memoryview(prefix), f"{path}: header")
-                length = header_length(path, bytes(prefix), size)
-                text = bytearray(length)
-                self._data = 8 + length
-                fill(self._file, 8, memoryview(text), f"{path}: header")
-            self.tensors, self.metadata = parse_header(path, bytes(text), size - self._data)
+            text = self._header()
+            self._data = 8 + len(text)
+            self.tensors, self.metadata = _parsed(path, text, self._file.size - self._data)
         except BaseException:
             self._file.close()
             raise
+
+    def _header(self) -> bytearray:
+        size = self._file.size
+        start = bytearray(min(8, size))
+        with naming(self.path):
+            fill(self._file, 0, memoryview(start), f"{self.path}: header")
+            length = int.from_bytes(start, "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(
+                    f"{self.path}: header length {length} of {size} bytes, expected at most "
+                    f"{MAX_HEADER_BYTES} and 8 less than the file; {_DAMAGED}"
+                )
+            text = bytearray(length)
+            fill(self._file, 8, memoryview(text), f"{self.path}: header")
+        return text
 
     def __enter__(self) -> Self:
         return self
@@ -85,11 +132,12 @@ class SafetensorsFile:
         """The file as a checkpoint, which closes it."""
         opened = contextlib.ExitStack()
         opened.callback(self.close)
-        tensors = {
-            name: Tensor(name, info.dtype, info.shape, functools.partial(self.read_into, name))
-            for name, info in self.tensors.items()
-        }
+        tensors = {name: self._tensor(name) for name in self.tensors}
         return Checkpoint(self.path, tensors, self.metadata, opened=opened)
+
+    def _tensor(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        return Tensor(name, info.dtype, info.shape, functools.partial(self.read_into, name))
 
     def close(self) -> None:
         self._file.close()
@@ -114,8 +162,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         if not 0 <= start <= stop <= info.size:
             raise IndexError(f"tensor {shown(name)}: elements {start}:{stop} of {info.size}")
-        read_into = functools.partial(self.read_into, name)
-        return read_elements(Entry(name, info.dtype, info.shape), read_into, start, stop)
+        return self._tensor(name).read(start, stop)
 
     def read_bytes(self, name: str, start: int, stop: int) -> bytearray:
         """Bytes `start` to `stop` of tensor `name`, whatever its dtype. Raises: as `read_into`."""
@@ -140,6 +187,127 @@ class SafetensorsFile:
         with naming(self.path):
             where = f"{self.path}: tensor {shown(name)}"
             fill(self._file, self._data + info.start + start, memoryview(buffer), where)
+
+
+def _parsed(
+    path: Path, text: bytearray, data_bytes: int
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors that a header describes, in the order of their data, and the metadata.
+
+    They have to cover the `data_bytes` that follow exactly.
+    """
+    try:
+        if text[:1] != b"{":
+            raise ValueError(f"starts with {bytes(text[:1])!r}, expected b'{{'")
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise ValueError("__metadata__ is not an object of strings, as it has to be")
+        tensors = [_info(name, entry) for name, entry in header.items()]
+        tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+        end = 0
+        for tensor in tensors:
+            if tensor.start != end:
+                what = "overlap" if tensor.start < end else "hole"
+                raise ValueError(
+                    f"tensor {shown(tensor.name)}: data starts at {tensor.start}, expected {end}, "
+                    f"where the one before ends ({what})"
+                )
+            end = tensor.stop
+        if end != data_bytes:
+            what = "truncated" if end > data_bytes else "bytes left over"
+            raise ValueError(f"{data_bytes} bytes of data, expected {end} by the header ({what})")
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, our own
+        raise CheckpointError(f"{path}: header: {shown(str(error))}; {_DAMAGED}") from error
+    return {tensor.name: tensor for tensor in tensors}, metadata
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found or not _is_text(key):
+            raise ValueError(f"key {key!a} is given twice or no valid text")
+        found[key] = value
+    return found
+
+
+def _info(name: str, entry: Any) -> TensorInfo:
+    """A tensor of a header; raises ValueError with what is wrong with its entry."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        wrong = f"dtype {_brief(dtype)}, expected one of {', '.join(DTYPE_BITS)}"
+    elif not _are_counts(shape) or len(shape) > 32 or math.prod(n or 1 for n in shape) >= 2**60:
+        wrong = (
+            f"shape {_brief(shape)}, expected a list of at most 32 integers >= 0 whose product is "
+            "below 2**60, lengths of 0 left out"
+        )
+    elif not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        wrong = f"data_offsets {_brief(offsets)}, expected [start, stop] with 0 <= start <= stop"
+    elif math.prod(shape) * DTYPE_BITS[dtype] != 8 * (offsets[1] - offsets[0]):
+        wrong = (
+            f"{offsets[1] - offsets[0]} bytes of data, expected "
+            f"{math.prod(shape) * DTYPE_BITS[dtype] / 8} for shape {_brief(shape)} of {dtype}"
+        )
+    else:
+        return TensorInfo(name, dtype, tuple(shape), *offsets)
+    raise ValueError(f"tensor {shown(name)}: {wrong}")
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**64 for v in value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can encode; JSON can spell lone surrogates, too."""
+    return isinstance(value, str) and _SURROGATE.search(value) is None
+
+
+def _brief(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# Writing.
+
+
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorInfo, ...]:
+    """Places (name, dtype, shape) triples as the reference does: aligned, without holes.
+
+    Args:
+      tensors: In any order; dtypes as safetensors spells them, "F8_E4M3".
+
+    Returns:
+      One `TensorInfo` for each, in the order of the data: wide elements first, then by name.
+
+    Raises:
+      CheckpointError: A dtype is none of safetensors', or a tensor ends within a byte.
+
+    Examples:
+      >>> placed = qt.checkpoints.layout([("bias", "F32", (3,)), ("kernel", "F8_E4M3", (4, 3))])
+      >>> [(info.name, info.start, info.stop) for info in placed]
+      [('bias', 0, 12), ('kernel', 12, 24)]
+    """
+    placed: list[TensorInfo] = []
+    start = 0
+    tensors = list(tensors)
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPE_BITS:
+            raise CheckpointError(
+                f"tensor {name!a}: got dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+            )
+        if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+            raise CheckpointError(
+                f"tensor {name!a}: {dtype} of shape {shape} ends within a byte, expected a "
+                "multiple of 8 bits; pad the last axis"
+            )
+    for name, dtype, shape in sorted(tensors, key=lambda t: (-DTYPE_RANK[t[1]], t[0])):
+        stop = start + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        placed.append(TensorInfo(name, dtype, shape, start, stop))
+        start = stop
+    return tuple(placed)
 
 
 def write_safetensors(
@@ -185,7 +353,7 @@ def write_safetensors(
             with naming(tempfile.gettempdir()):
                 _write_all(scratch.fileno(), path, tensors, chunks, metadata)
             check_target(path, overwrite)
-            storage(path).upload(scratch, path)
+            upload(scratch, path)
         return
     with naming(path, PARTIAL):
         clear_partial(target, path, overwrite)
@@ -197,12 +365,7 @@ def write_safetensors(
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str], *, overwrite: bool
 ) -> None:
-    """Writes a safetensors file of arrays; the same bytes for the same arguments.
-
-    Raises:
-      CheckpointError: An array has a dtype that safetensors has not, or the target exists.
-      OSError: The file cannot be written.
-    """
+    """Writes a safetensors file of arrays; the same bytes for the same arguments."""
     for name, array in arrays.items():
         if array.dtype.name not in DTYPE_OF:
             raise CheckpointError(
@@ -224,7 +387,7 @@ def _write_all(
     chunks: Iterable[tuple[str, Any]],
     metadata: Mapping[str, str] | None,
 ) -> None:
-    header = header_bytes(tensors, metadata)
+    header = _header_bytes(tensors, metadata)
     left = {tensor.name: tensor.nbytes for tensor in tensors}
     stop = {tensor.name: len(header) + tensor.stop for tensor in tensors}
     with Writer(descriptor) as writer:
@@ -244,6 +407,37 @@ def _write_all(
                     f"{path}: tensor {shown(name)}: {missing} bytes fewer produced than announced; "
                     "nothing was written"
                 )
+
+
+def _header_bytes(tensors: Iterable[TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
+    """The length, the header and its padding: the same bytes for the same arguments."""
+    header: dict[str, Any] = {}
+    if metadata:
+        if not all(_is_text(text) for pair in metadata.items() for text in pair):
+            raise CheckpointError(
+                f"metadata: got {dict(metadata)!r}, expected strings as keys and values; "
+                "convert them first, e.g. with json.dumps"
+            )
+        header[_METADATA] = dict(sorted(metadata.items()))
+    for tensor in tensors:
+        if tensor.name in header or tensor.name == _METADATA or not _is_text(tensor.name):
+            raise CheckpointError(
+                f"tensor {tensor.name!a}: expected a name that is text, given once and not "
+                "'__metadata__'; rename it"
+            )
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.start, tensor.stop],
+        }
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"header: {len(text)} bytes, expected at most {MAX_HEADER_BYTES}, which is what other "
+            "readers accept; split the checkpoint into several files"
+        )
+    return len(text).to_bytes(8, "little") + text
 
 
 def _as_bytes(chunk: Any) -> memoryview:

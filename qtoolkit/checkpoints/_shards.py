@@ -10,37 +10,51 @@ Behind a URL nothing can be renamed. There files have their final names from the
 and config.json are written last, and no loader opens a checkpoint without them.
 """
 
-import contextlib
 import dataclasses
+import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qtoolkit.checkpoints._files import cut_into_files, difference, own_names, shared_plan
-from qtoolkit.checkpoints._folder import is_under_way
-from qtoolkit.checkpoints._growing import Growing
-from qtoolkit.checkpoints._header import layout
+from qtoolkit.checkpoints._folder import UNDER_WAY, is_under_way
 from qtoolkit.checkpoints._paths import (
     Path,
     check_path,
     check_writable,
     copy,
+    entries,
+    file_size,
     is_url,
     join,
+    kind_at,
     naming,
-    storage,
+    remove,
+    remove_folder,
+    write_file,
 )
 from qtoolkit.checkpoints._report import Plan, Report, TensorPlan, TensorReport
-from qtoolkit.checkpoints._safetensors import SafetensorsFile, write_safetensors
-from qtoolkit.checkpoints._target import Destination, Shard, check_folder, file_limit
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError
+from qtoolkit.checkpoints._safetensors import SafetensorsFile, layout, write_safetensors
+from qtoolkit.checkpoints._target import (
+    Destination,
+    check_folder,
+    cut_into_files,
+    difference,
+    file_limit,
+    modified,
+    shared_plan,
+)
+from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, listed
 from qtoolkit.checkpoints._writing import (
+    CONTENT,
     PLAN,
     OvertakenError,
-    check_no_plan,
-    replace_folder,
-    replaced_name,
+    clear_partial,
+    json_in,
+    partial_name,
+    plan_in,
+    rename_folder,
     restore,
     whole,
 )
@@ -48,8 +62,64 @@ from qtoolkit.checkpoints._writing import (
 if TYPE_CHECKING:  # its file loads JAX
     from qtoolkit.checkpoints._produce import Production
 
+# The error for tensors that may not be as these reports say; else None.
+Refused = Callable[[Sequence[TensorReport]], CheckpointError | None]
 
-# Writing.
+
+@dataclasses.dataclass(frozen=True)
+class _Unfinished:
+    """The paths of a folder that is being written.
+
+    Attributes:
+      path: The target as the user wrote it.
+      target: Its real path.
+      partial: The folder with the plan and the records.
+      content: The folder with the files, until it is complete.
+    """
+
+    path: Path
+    target: str
+    partial: str
+    content: str
+
+    @classmethod
+    def of(cls, path: Path) -> "_Unfinished":
+        if is_url(path):
+            target = str(path).rstrip("/")
+            return cls(path, target, join(target, UNDER_WAY), target)
+        target = os.path.realpath(path)
+        return cls(path, target, partial_name(target), join(partial_name(target), CONTENT))
+
+    def inside(self, name: str) -> str:
+        """The path of a file of the checkpoint; `name` has slashes."""
+        return join(self.content, *name.split("/"))
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """The record of a file, if the file is there and has the size that the record says."""
+        record = json_in(join(self.partial, f"{name}.json"))
+        if record is None or kind_at(self.inside(name)) != "file":
+            return None
+        return record if file_size(self.inside(name)) == record["bytes"] else None
+
+    def reports(self, name: str, made: Mapping[str, Any]) -> list[TensorReport] | None:
+        """The reports of the tensors in a finished file of this plan; None without such a file."""
+        record = self.record(name)
+        if record is None or record.get("made") != made:
+            return None
+        return [TensorReport(**report) for report in record["tensors"]]
+
+    def write(self, folder: str, name: str, value: Any) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        # A file name that is no UTF-8 has lone surrogates. "backslashreplace" writes them as
+        # \udcXX, which is how JSON escapes them, too.
+        write_file(join(folder, name), text.encode(errors="backslashreplace"))
+
+    def remove(self, shared: Mapping[str, Any]) -> None:
+        """Removes all files of a conversion that is not complete."""
+        if is_url(self.path):
+            for name in (*shared["files"], *shared["copied"], *shared["json"]):
+                remove(self.inside(name))
+        remove_folder(self.partial)
 
 
 def write_folder(
@@ -58,247 +128,146 @@ def write_folder(
     plan: Plan,
     production: "Production",
     report: Report,
-    refused: Callable[[Sequence[TensorReport]], CheckpointError | None],
+    refused: Refused,
 ) -> Report:
     """Writes a converted checkpoint, or one shard of its files.
 
-    The checkpoint appears only once it is complete: if there are shards, by `finalize`.
-
-    Args:
-      destination: The folder, and which part of it is written.
-      source: Where the config and other files come from.
-      production: What makes the bytes of the planned tensors.
-      report: The report of the conversion, still without files and tensors.
-      refused: The error for tensors that may not be as these reports say; else None.
-
-    Returns:
-      The report, with files and tensors.
-
-    Raises:
-      CheckpointError, OSError: As `write_safetensors`, or files of another plan are there. After a
-        failure, finished files are kept for a rerun, and a note on the exception says so. One case
-        is cleaned up instead: a CheckpointError in a run without shards that found no files of
-        the same plan, since a rerun would raise it again.
+    The checkpoint appears only once it is complete: if there are shards, by `finalize`. After a
+    failure, finished files are kept for a rerun, and a note on the exception says so; but not after
+    a CheckpointError in a run without shards, since a rerun would raise it again. `report` is still
+    without files and tensors.
     """
     path, overwrite, shard = destination.dst, destination.overwrite, destination.shard
+    index, count = shard or (0, 1)
     files = cut_into_files(plan.tensors, file_limit(destination.max_shard_size))
-    shared = shared_plan(source, plan, files, report)
-    shared |= {"shards": 0 if shard is None else shard[1]}
-    growing = Growing.of(path)
+    shared = shared_plan(source, plan, files, report) | {"shards": 0 if shard is None else count}
+    mine = dict([*zip(shared["files"], files, strict=True)][index::count])
+    unfinished = _Unfinished.of(path)
     if not is_url(path):
-        restore(growing.target)
-    _check_free(growing, shared, overwrite)
-    with naming(path, growing.partial):
-        there = growing.plan()
-        is_new = there is None or there.get("made") != shared["made"]
-        if is_new:
-            _check_other(growing, there, shared, overwrite)
-        # After a failure, remove only files that this run has written: `is_own`.
-        with _tidied(growing, shared, is_own=is_new and shard is None):
-            if is_new:
-                _begin(growing, there, shared, overwrite)
-            resumed = _write(growing, source, plan, shared, files, production, shard, refused)
+        restore(unfinished.target)
+    check_folder(path, overwrite, _own_names(shared))
+    with naming(path, unfinished.partial):
+        is_new = _begin(unfinished, shared, overwrite)
+        try:
+            resumed = _write(unfinished, source, plan, shared, mine, production, refused)
             if shard is None:
-                return dataclasses.replace(_finalized(growing, shared, overwrite), resumed=resumed)
+                done = _finalized(unfinished, shared, overwrite)
+                return dataclasses.replace(done, resumed=resumed)
+        except OvertakenError:
+            raise
+        except BaseException as error:
+            complete = [n for n in shared["files"] if unfinished.reports(n, shared["made"])]
+            if is_new and shard is None and (isinstance(error, CheckpointError) or not complete):
+                unfinished.remove(shared)
+            elif complete and not isinstance(error, CheckpointError):
+                error.add_note(
+                    f"{len(complete)} of {len(files)} files {'are' if len(complete) > 1 else 'is'}"
+                    " whole and kept for a rerun with the same options; to remove what is there: "
+                    f"qtoolkit finalize --discard {shlex.quote(str(path))}"
+                )
+            raise
     return dataclasses.replace(
         report,
-        files=tuple(shared["files"][shard[0] :: shard[1]]),
-        shard=f"{shard[0]}/{shard[1]}",
+        files=tuple(mine),
+        shard=f"{index}/{count}",
         resumed=resumed,
         tensors=tuple(production.reports),
     )
 
 
-def _check_free(growing: Growing, shared: Mapping[str, Any], overwrite: bool) -> None:
-    """`check_folder`; before it raises, it removes records whose files are gone.
+def _own_names(shared: Mapping[str, Any]) -> set[str]:
+    """The names of the files and folders that the new checkpoint will have."""
+    names = (*shared["files"], *shared["copied"], *shared["json"])
+    return {name.partition("/")[0] for name in names}
 
-    A run leaves them if it is killed after it renamed the folder.
+
+def _begin(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> bool:
+    """Writes the plan, unless it is there; returns whether it was not.
+
+    Files of another plan are removed; but not by shards, and those of shards not unasked.
     """
-    try:
-        check_folder(growing.path, overwrite, own_names(shared))
-    except CheckpointError:
-        if not is_url(growing.path) and growing.plan() and not os.path.isdir(growing.content):
-            growing.clear()
-        raise
-
-
-@contextlib.contextmanager
-def _tidied(growing: Growing, shared: Mapping[str, Any], *, is_own: bool) -> Iterator[None]:
-    """Removes after a failure what was written, or notes what is kept for a rerun.
-
-    `is_own` says whether this run has written all files that are there.
-    """
-
-    def is_left_alone() -> bool:
-        """Whether no other process has begun to write there meanwhile."""
-        plan = growing.plan()
-        return is_own and (plan is None or plan.get("made") == shared["made"])
-
-    try:
-        yield
-    except OvertakenError:
-        raise
-    except CheckpointError:  # a rerun would raise it again, so there is nothing to keep
-        if is_left_alone():
-            growing.remove(shared)
-        raise
-    except BaseException as error:  # an interrupt, a full disk
-        names, made = shared["files"], shared["made"]
-        complete = [name for name in names if growing.reports(name, made) is not None]
-        if complete:
-            error.add_note(
-                f"{len(complete)} of {len(names)} files {'are' if len(complete) > 1 else 'is'}"
-                " whole and kept for a rerun with the same options; to remove what is there: "
-                f"qtoolkit finalize --discard {shlex.quote(str(growing.path))}"
-            )
-        elif is_left_alone():
-            growing.remove(shared)
-        raise
-
-
-def _check_other(
-    growing: Growing,
-    there: Mapping[str, Any] | None,
-    shared: Mapping[str, Any],
-    overwrite: bool,
-) -> None:
-    """Raises if files of another plan, `there`, would have to be removed that shards have written.
-
-    Without shards, `overwrite` permits it.
-    """
-    if there is not None and (shared["shards"] or (there.get("shards") and not overwrite)):
+    path, there = unfinished.path, plan_in(unfinished.partial)
+    if there is not None and there["made"] == shared["made"]:
+        return False
+    if there is not None and (shared["shards"] or (there["shards"] and not overwrite)):
         raise CheckpointError(
-            f"{growing.path}: files of another conversion are there: "
-            f"{difference(there.get('made'), shared['made'])}; finalize it, give the same options "
-            "and source, or remove them: qtoolkit finalize --discard "
-            f"{shlex.quote(str(growing.path))}"
+            f"{path}: files of another conversion are there: "
+            f"{difference(there['made'], shared['made'])}; finalize it, give the same options "
+            f"and source, or remove them: qtoolkit finalize --discard {shlex.quote(str(path))}"
         )
-
-
-def _begin(
-    growing: Growing,
-    there: Mapping[str, Any] | None,
-    shared: Mapping[str, Any],
-    overwrite: bool,
-) -> None:
-    """Writes the plan. A run without shards first removes the files of another plan, `there`."""
-    path = growing.path
     if not is_url(path):
         # Not a folder of shards: another one may have made it just now.
-        if not shared["shards"] or os.path.isfile(growing.partial):
-            growing.clear()
-        os.makedirs(growing.content, exist_ok=True)
+        if not shared["shards"] or kind_at(unfinished.partial) == "file":
+            clear_partial(unfinished.target, path, overwrite)
+        os.makedirs(unfinished.content, exist_ok=True)
     elif shared["shards"]:
-        found = storage(path).entries(growing.target)
-        if found and not is_under_way(path, found):
+        existing = entries(unfinished.target)
+        if existing and not is_under_way(path, existing):
             raise CheckpointError(
                 f"{path}: exists already, and shards cannot replace what lies behind a URL; "
                 "remove it, or choose another name"
             )
     elif there is not None:
-        growing.remove(there)
+        unfinished.remove(there)
     elif overwrite:  # a former checkpoint: it cannot stay until the new one is whole
-        storage(path).remove_folder(growing.target)
-    growing.write(growing.partial, PLAN, shared)
+        remove_folder(unfinished.target)
+    unfinished.write(unfinished.partial, PLAN, shared)
+    return True
 
 
 def _write(
-    growing: Growing,
+    unfinished: _Unfinished,
     source: Checkpoint,
     plan: Plan,
     shared: Mapping[str, Any],
-    files: Sequence[Sequence[TensorPlan]],
+    mine: Mapping[str, Sequence[TensorPlan]],
     production: "Production",
-    shard: Shard | None,
-    refused: Callable[[Sequence[TensorReport]], CheckpointError | None],
+    refused: Refused,
 ) -> tuple[str, ...]:
-    """Writes the files of a shard that are not there yet.
-
-    Returns:
-      The names of the files that were there: complete, of this plan, not older than the source.
-    """
-    index, count = shard or (0, 1)
-    mine = dict([*zip(shared["files"], files, strict=True)][index::count])
+    """Writes the files of a shard that are not there yet; returns the names of those that were."""
+    # Times are compared only if one machine has written all: clocks of several may differ.
+    newest = 0 if shared["shards"] or is_url(unfinished.path) else modified(source)
     kept = {}
     for name in mine:
-        reports = growing.reports(name, shared["made"])
-        # Times are compared only if one machine has written all: clocks of several may differ.
-        is_older = shard is None and _is_older(growing, name, source)
-        if reports is not None and refused(reports) is None and not is_older:
-            kept[name] = reports
+        reports = unfinished.reports(name, shared["made"])
+        if reports is not None and not refused(reports):
+            where = join(unfinished.partial, f"{name}.json")
+            if not newest or os.stat(where).st_mtime_ns >= newest:
+                kept[name] = reports
     production.total = sum(t.nbytes for name in mine if name not in kept for t in mine[name])
-    if shared["files"][0] in mine:  # the process that writes the first file copies the other files
-        _copy_others(growing, source, shared["files"][0] in kept)
+    assert source.folder is not None
+    first = shared["files"][0]
+    for name in source.folder.copied if first in mine else ():  # by the process of the first file
+        if first not in kept or kind_at(unfinished.inside(name)) != "file":
+            copy(join(source.path, *name.split("/")), unfinished.inside(name))
     for name, tensors in mine.items():
+        done = len(production.reports)
         if name in kept:
             production.reports += kept[name]
-        else:
-            _write_file(growing, shared, name, tensors, plan, production, refused)
+            continue
+        # The old record goes first, so that no record describes a file that is half-written.
+        remove(join(unfinished.partial, f"{name}.json"))
+        outputs = layout(entry for tensor in tensors for entry in tensor.entries)
+        file = unfinished.inside(name)
+        write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
+        reports = production.reports[done:]
+        if (plan_in(unfinished.partial) or {}).get("made") != shared["made"]:
+            raise OvertakenError(
+                f"{unfinished.path}: finalized, discarded or begun anew by another process "
+                "meanwhile; nothing more was written"
+            )
+        if refused(reports):  # raised when all others are written
+            remove(file)
+            continue
+        record = {
+            "made": shared["made"],
+            "bytes": file_size(file),
+            "tensors": [dataclasses.asdict(report) for report in reports],
+        }
+        unfinished.write(unfinished.partial, f"{name}.json", record)
     if error := refused(production.reports):
         raise error
     return tuple(kept)
-
-
-def _write_file(
-    growing: Growing,
-    shared: Mapping[str, Any],
-    name: str,
-    tensors: Sequence[TensorPlan],
-    plan: Plan,
-    production: "Production",
-    refused: Callable[[Sequence[TensorReport]], CheckpointError | None],
-) -> None:
-    """Writes one file and then its record, which says that the file is complete."""
-    _check_under_way(growing, shared)
-    outputs = layout(entry for tensor in tensors for entry in tensor.entries)
-    file, done = join(growing.content, name), len(production.reports)
-    # Remove the old record first, so that no record describes a file that is half-written.
-    storage(growing.partial).remove(join(growing.partial, f"{name}.json"))
-    write_safetensors(file, outputs, production.chunks(tensors), plan.metadata, overwrite=True)
-    reports = production.reports[done:]
-    _check_under_way(growing, shared)
-    if refused(reports):  # raised when all others are written
-        storage(file).remove(file)
-        return
-    with contextlib.closing(storage(file).open(file)) as opened:
-        size = opened.size
-    record = {
-        "made": shared["made"],
-        "shards": shared["shards"] or 1,
-        "bytes": size,
-        "tensors": [dataclasses.asdict(report) for report in reports],
-    }
-    growing.write(growing.partial, f"{name}.json", record)
-
-
-def _is_older(growing: Growing, name: str, source: Checkpoint) -> bool:
-    """Whether a local file was written before the source's weights were; False behind a URL."""
-    if is_url(growing.path) or is_url(source.path) or growing.record(name) is None:
-        return False
-    assert source.folder is not None
-    written = os.stat(join(growing.partial, f"{name}.json")).st_mtime_ns
-    files = (join(source.path, file) for file in source.folder.weights)
-    return any(os.stat(file).st_mtime_ns > written for file in files)
-
-
-def _copy_others(growing: Growing, source: Checkpoint, only_missing: bool) -> None:
-    assert source.folder is not None
-    for name in source.folder.copied:
-        names = name.split("/")
-        if not (only_missing and growing.has(name)):
-            copy(join(source.path, *names), join(growing.content, *names))
-
-
-def _check_under_way(growing: Growing, shared: Mapping[str, Any]) -> None:
-    """Raises if another process has replaced the plan: nobody holds a lock."""
-    if (growing.plan() or {}).get("made") != shared["made"]:
-        raise OvertakenError(
-            f"{growing.path}: finalized, discarded or begun anew by another process meanwhile; "
-            "nothing more was written"
-        )
-
-
-# Finishing.
 
 
 def finalize(dst: Path, *, overwrite: bool = False) -> Report:
@@ -329,9 +298,9 @@ def finalize(dst: Path, *, overwrite: bool = False) -> Report:
       >>> qt.checkpoints.finalize("fp8").files
       ('model.safetensors',)
     """
-    growing, shared = _unfinished(dst)
-    with naming(dst, growing.partial):
-        return _finalized(growing, shared, overwrite)
+    unfinished, shared = _unfinished(dst)
+    with naming(dst, unfinished.partial):
+        return _finalized(unfinished, shared, overwrite)
 
 
 def discard(dst: Path) -> None:
@@ -352,23 +321,19 @@ def discard(dst: Path) -> None:
       >>> sorted(path.name for path in pathlib.Path().iterdir())
       ['model']
     """
-    growing, shared = _unfinished(dst)
-    growing.remove(shared)
+    unfinished, shared = _unfinished(dst)
+    unfinished.remove(shared)
 
 
-def _unfinished(dst: Path) -> tuple[Growing, dict[str, Any]]:
+def _unfinished(dst: Path) -> tuple[_Unfinished, dict[str, Any]]:
     """A folder that shards have begun, and its plan."""
     check_path(dst, "dst")
     check_writable(dst)
-    growing = Growing.of(dst)
-    shared = growing.plan()
-    if shared is not None and storage(dst).kind(growing.content) == "folder":
-        return growing, shared
-    if not is_url(dst) and os.path.lexists(growing.partial):
-        if shared is None:
-            check_no_plan(growing.partial, dst)
-        growing.clear()  # of another kind, left by a run that was killed
-    there = storage(dst).kind(growing.target) == "folder"
+    unfinished = _Unfinished.of(dst)
+    shared = plan_in(unfinished.partial)
+    if shared is not None and kind_at(unfinished.content) == "folder":
+        return unfinished, shared
+    there = kind_at(unfinished.target) == "folder"
     raise CheckpointError(
         f"{dst}: no parts of a conversion"
         + (", but the folder itself: it is finalized already" if there else "")
@@ -376,60 +341,60 @@ def _unfinished(dst: Path) -> tuple[Growing, dict[str, Any]]:
     )
 
 
-def _finalized(growing: Growing, shared: Mapping[str, Any], overwrite: bool) -> Report:
+def _finalized(unfinished: _Unfinished, shared: Mapping[str, Any], overwrite: bool) -> Report:
     """Writes index and config, and renames the folder to the target."""
-    own = own_names(shared)
-    check_folder(growing.path, overwrite, own)
-    records = _all_records(growing, shared)
-    reports = [TensorReport(**report) for record in records for report in record["tensors"]]
+    path, own = unfinished.path, _own_names(shared)
+    check_folder(path, overwrite, own)
+    reports = _all_reports(unfinished, shared)
     weight_map: dict[str, str] = {}
     total = 0
     for name in shared["files"]:
-        with SafetensorsFile(join(growing.content, name)) as file:
+        with SafetensorsFile(unfinished.inside(name)) as file:
             weight_map |= dict.fromkeys(file.tensors, name)
             total += sum(info.nbytes for info in file.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     for name, value in shared["json"].items():
-        growing.write(growing.content, name, index if value is None else value)
+        unfinished.write(unfinished.content, name, index if value is None else value)
+    if is_url(path):
+        with whole(str(path)):
+            remove_folder(unfinished.partial)
+    else:
+        for name, is_folder in entries(unfinished.content).items():
+            if name not in own:  # half-written, by a process that was killed
+                stray = unfinished.inside(name)
+                shutil.rmtree(stray) if is_folder else remove(stray)
+        check_folder(path, overwrite, own)  # somebody may have written it meanwhile
+        rename_folder(unfinished.target, path)
     files = sorted((*shared["files"], *shared["copied"], *shared["json"]))
-    if not is_url(growing.path):
-        growing.remove_strays(files)
-        check_folder(growing.path, overwrite, own)  # somebody may have written it meanwhile
-        replace_folder(growing.content, growing.target, growing.path)
-    with whole(str(growing.path)):
-        if not is_url(growing.path):
-            storage(growing.target).remove_folder(replaced_name(growing.target))
-        storage(growing.path).remove_folder(growing.partial)
     about: dict[str, Any] = dict(shared["report"])
     about |= {key: tuple(value) for key, value in about.items() if isinstance(value, list)}
-    about |= {"target": str(growing.path), "files": tuple(files), "tensors": tuple(reports)}
+    about |= {"target": str(path), "files": tuple(files), "tensors": tuple(reports)}
     return Report(**about)
 
 
-def _all_records(growing: Growing, shared: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The records of all files; raises if one is missing or belongs to another plan."""
-    records = {name: growing.record(name) for name in shared["files"]}
-    counts = {record["shards"] for record in records.values() if record is not None}
-    missing = [name for name, record in records.items() if record is None]
-    if not all(growing.has(name) for name in shared["copied"]):
+def _all_reports(unfinished: _Unfinished, shared: Mapping[str, Any]) -> list[TensorReport]:
+    """The reports of all files; raises if one is missing or belongs to another plan."""
+    by_name = {name: unfinished.record(name) for name in shared["files"]}
+    records = {name: record for name, record in by_name.items() if record is not None}
+    missing = [name for name in by_name if name not in records]
+    if not all(kind_at(unfinished.inside(name)) == "file" for name in shared["copied"]):
         missing = [*dict.fromkeys((shared["files"][0], *missing))]
     if missing:
-        count = counts.pop() if len(counts) == 1 else shared.get("shards", 0)
-        numbers = sorted({shared["files"].index(name) % count for name in missing}) if count else []
-        again = ", ".join(f"--shard {i}/{count}" for i in numbers[:5])
-        one = len(missing) == 1
+        count = shared["shards"] or 1
+        numbers = sorted({shared["files"].index(name) % count for name in missing})
+        again = listed(f"--shard {number}/{count}" for number in numbers)
         raise CheckpointError(
-            f"{growing.path}: {len(missing)} of {len(records)} files {'is' if one else 'are'} "
-            f"missing: {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}; "
-            f"wait for {'its shard' if one else 'their shards'}, or run "
-            f"{'it' if one else 'them'} again{again and ': '}{again}"
+            f"{unfinished.path}: {len(missing)} of {len(by_name)} files "
+            f"{'is' if len(missing) == 1 else 'are'} missing: {listed(missing, 3)}; wait for them, "
+            f"or run what writes them again: {again}"
         )
-    found = {name: record for name, record in records.items() if record is not None}
-    for name, record in found.items():
-        if record.get("made") != shared["made"]:
+    reports = []
+    for name, record in records.items():
+        if record["made"] != shared["made"]:
             raise CheckpointError(
-                f"{growing.path}: {name} is of another conversion than the others: "
-                f"{difference(record.get('made'), shared['made'])}; run its shard again with the "
+                f"{unfinished.path}: {name} is of another conversion than the others: "
+                f"{difference(record['made'], shared['made'])}; run its shard again with the "
                 "options and the source of the others"
             )
-    return [*found.values()]
+        reports += [TensorReport(**report) for report in record["tensors"]]
+    return reports

@@ -94,7 +94,6 @@ class Grid:
         return self.height * self.columns <= SLAB
 
     def spans(self) -> Iterator[Span]:
-        """The slabs, in C order."""
         every = range(self.count * self.rows)
         if not self.size:
             return
@@ -149,7 +148,6 @@ class Grid:
         return Span(row, 1, at, columns)
 
     def units(self, span: Span) -> "Units":
-        """How the elements of a slab lie in units."""
         make = _cached_units if span.rows * span.columns <= _SMALL else _units
         return make(self, span)
 
@@ -199,7 +197,6 @@ class Units:
         return np.ascontiguousarray(x.swapaxes(0, 1)).reshape(self.length, -1)
 
     def tiles(self, elements: np.ndarray) -> list[np.ndarray]:
-        """The units of the elements of a slab, in tiles of few shapes, padded with zeros."""
         return tiles_of([self.laid_out(elements)], self.axis)
 
     def elements(self, units: np.ndarray) -> np.ndarray:
@@ -279,7 +276,6 @@ def columns_of(values: np.ndarray | None, sizes: Sequence[int], axis: int) -> Se
 
 
 def split(array: np.ndarray, sizes: Sequence[int], axis: int) -> list[np.ndarray]:
-    """An array in parts of these sizes along axis 0 or 1."""
     ends = [0, *itertools.accumulate(sizes)]
     spans = [slice(*span) for span in itertools.pairwise(ends)]
     return [array[span] if axis == 0 else array[:, span] for span in spans]

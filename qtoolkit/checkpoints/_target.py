@@ -1,30 +1,53 @@
-"""What is written, and where: names of targets that would lose something are refused. No JAX."""
+"""What is written, and where, as data: files and their contents, a fingerprint. No JAX here.
 
+Targets by whose names something would be lost are refused.
+"""
+
+import concurrent.futures
 import dataclasses
 import errno
+import hashlib
+import json
 import os
 import re
-from collections.abc import Container, Mapping
-from typing import get_args
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from qtoolkit.checkpoints._containers import ORBAX_FILES, is_orbax, kind_of_source
-from qtoolkit.checkpoints._folder import is_under_way, weight_files
+from qtoolkit._version import __version__
+from qtoolkit.checkpoints._containers import ORBAX_FILES, kind_of
+from qtoolkit.checkpoints._folder import (
+    CONFIG,
+    INDEX,
+    PARKED_CONFIG,
+    is_under_way,
+    weight_files,
+)
 from qtoolkit.checkpoints._paths import (
     Path,
     check_path,
     check_writable,
+    entries,
     identity,
     is_url,
     join,
-    storage,
+    kind_at,
+    read_file,
 )
-from qtoolkit.checkpoints._report import ContainerName, Plan
-from qtoolkit.checkpoints._tensors import Checkpoint, CheckpointError, MisuseError, listed, shown
+from qtoolkit.checkpoints._report import ContainerName, Plan, Report, TensorPlan
+from qtoolkit.checkpoints._tensors import (
+    Checkpoint,
+    CheckpointError,
+    MisuseError,
+    Tensor,
+    listed,
+    shown,
+)
 from qtoolkit.checkpoints._writing import check_target, exists_already
+from qtoolkit.checkpoints.layouts._layout import WIDE
 
 Shard = tuple[int, int]  # (index, count)
 # Beside the arrays of a tree of orbax, which are in "d" and "ocdbt.process_*".
-_ORBAX_OTHERS = re.compile(
+_BESIDE_ARRAYS = re.compile(
     r"_sharding|_strings\.json|commit_success\.txt|array_metadatas|d|ocdbt\.process_\w+"
 )
 # Files that belong to a checkpoint beside its weights. --overwrite may remove these with it, and
@@ -41,6 +64,11 @@ _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)
 _SIZE = re.compile(r"(\d{1,99}(?:\.\d+)?)\s*([KMGT]?i?)B?", re.IGNORECASE)
 _BASE_MEMORY = 340 * 2**20  # Python, JAX, compiled programs: 260 to 300 measured, by machine
 _WORKER_MEMORY = 20 * 2**20  # chunks that are read, quantized and written: 8 to 17 measured
+_SAMPLED = 1024  # tensors of a source
+_SAMPLE = 1024  # bytes at the start, in the middle and at the end of each
+_MAX_COPIED = 2**26  # bytes of another file that are compared: tokenizers have fewer
+_READERS = 16  # threads that wait for a source behind a URL
+_CONFIGS = ("quantization_config", "compression_config")
 
 
 def layout_in(to: ContainerName, layout: str | None) -> str | None:
@@ -55,81 +83,49 @@ def layout_in(to: ContainerName, layout: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Destination:
-    """What a conversion writes, and of what.
-
-    Attributes:
-      src, dst, to, max_shard_size, overwrite, shard: As given to `convert`.
-    """
+    """What a conversion writes, and of what; the attributes are as given to `convert`."""
 
     src: Path
     dst: Path
     to: ContainerName
     max_shard_size: int | str | None
     overwrite: bool
-    shard: tuple[int, int] | None
-
-    @property
-    def is_folder(self) -> bool:
-        is_folder = storage(self.src).kind(self.src) == "folder"
-        return self.to == "orbax" or (is_folder and not is_orbax(self.src))
+    shard: Shard | None
 
     def check(self) -> None:
-        """Raises where `src` cannot be converted into `dst`, as far as their names and kinds say.
-
-        Raises:
-          MisuseError: A shard or a size of files for a target that is not a folder of files.
-          CheckpointError, OSError: As `check_paths`, `check_folder`, `check_target` or
-            `check_orbax_folder`; or a killed run has left `src` under another name.
-          TypeError: One is no path.
-          ValueError: There is no such container.
-        """
-        self._check_container()
-        kind_of_source(self.src, "src")
-        check_path(self.dst, "dst")
-        check_writable(self.dst)
-        check_paths(self.src, self.dst)
-        if self.to == "orbax":
-            check_orbax_folder(self.dst, self.overwrite)
-        elif self.is_folder:
-            if str(self.dst).rstrip("/").endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a "
-                    "folder, expected the name of one; leave .safetensors out, or give one file of "
-                    "the source"
-                )
-            found = storage(self.src).entries(self.src)
-            visible = {name for name in found if not name.startswith(".")}
-            check_folder(self.dst, self.overwrite, visible)
-        else:
-            self._check_one_file()
-            check_target(self.dst, self.overwrite)
-
-    def _check_container(self) -> None:
+        """Raises where `src` cannot become `dst`, as far as their names and kinds say."""
         if self.to not in get_args(ContainerName):
             containers = ", ".join(get_args(ContainerName))
             raise ValueError(f"to={self.to!r}, expected one of {containers}")
-        if self.to == "orbax" and self.shard is not None:
-            raise MisuseError(
-                "--to orbax: one process writes a checkpoint of orbax, and shards are files of a "
-                "folder; leave --shard out"
+        is_folder = kind_of(self.src, "src") == "folder"
+        if self.to == "orbax":
+            self._check_unsharded("--to orbax: orbax cuts its files itself")
+        elif not is_folder:
+            self._check_unsharded(f"{self.src}: is a file, which becomes one file")
+        check_path(self.dst, "dst")
+        check_writable(self.dst)
+        _check_apart(self.src, self.dst)
+        if self.to == "orbax":
+            check_folder(self.dst, self.overwrite, of_orbax=True)
+        elif not is_folder:
+            check_target(self.dst, self.overwrite)
+        elif str(self.dst).rstrip("/").endswith(".safetensors"):
+            raise CheckpointError(
+                f"{self.dst}: named as a file, and {self.src} is a folder, which becomes a folder, "
+                "expected the name of one; leave .safetensors out, or give one file of the source"
             )
-        if self.to == "orbax" and self.max_shard_size is not None:
-            raise MisuseError(
-                "--to orbax: orbax cuts its files itself, and --max-shard-size is of safetensors "
-                "in a folder; leave --max-shard-size out"
-            )
+        else:
+            visible = {name for name in entries(self.src) if not name.startswith(".")}
+            check_folder(self.dst, self.overwrite, visible)
 
-    def _check_one_file(self) -> None:
-        if self.shard is not None:
-            raise MisuseError(
-                f"{self.src}: is a file, which becomes one file, and shards are files of a folder; "
-                "leave --shard out"
-            )
-        if self.max_shard_size is not None:
-            raise MisuseError(
-                f"{self.src}: becomes one file, and --max-shard-size cuts those of a folder; leave "
-                "--max-shard-size out"
-            )
+    def _check_unsharded(self, why: str) -> None:
+        options = {"--shard": self.shard, "--max-shard-size": self.max_shard_size}
+        for option, value in options.items():
+            if value is not None:
+                raise MisuseError(
+                    f"{why}, and {option} is for the safetensors files of a folder; leave {option} "
+                    "out"
+                )
 
 
 def check_shard(shard: Shard | None) -> None:
@@ -141,33 +137,7 @@ def check_shard(shard: Shard | None) -> None:
         raise ValueError(f"shard={shard!r}, expected (index, count) with 0 <= index < count")
 
 
-def check_orbax_folder(path: Path, overwrite: bool) -> None:
-    """Raises where a checkpoint of orbax cannot be written, or files would be lost by it."""
-    if is_url(path):
-        raise CheckpointError(
-            f"{path}: checkpoints of orbax are written to folders of this machine; give one"
-        )
-    target = os.path.realpath(path)
-    check_nameable(path, target)
-    kind = storage(path).kind(target)
-    if kind not in ("folder", ""):
-        raise CheckpointError(f"{path}: is a file, expected the name of a folder: orbax writes one")
-    found = storage(path).entries(target) if kind == "folder" else {}
-    if not found:
-        return
-    others = [n for n in found if n not in ORBAX_FILES and not _ORBAX_OTHERS.fullmatch(n)]
-    if others or ORBAX_FILES.isdisjoint(found):
-        what = f"holds {shown(others[0])}" if others else "holds nothing of orbax"
-        raise CheckpointError(
-            f"{path}: exists already and {what}, expected nothing but what --to orbax writes, "
-            "which --overwrite replaces; choose another name"
-        )
-    if not overwrite:
-        raise exists_already(path)
-
-
-def check_paths(src: Path, dst: Path) -> None:
-    """Raises where the target is the source, or one lies in the other."""
+def _check_apart(src: Path, dst: Path) -> None:
     source, target = identity(src), identity(dst)
     if source == target:
         raise CheckpointError(
@@ -175,98 +145,68 @@ def check_paths(src: Path, dst: Path) -> None:
             "result is not what you want"
         )
     inner, outer = (target, source) if len(target) > len(source) else (source, target)
-    if inner.startswith(outer + "/") and storage(src).kind(src) == "folder":
+    if inner.startswith(outer + "/") and kind_at(src) == "folder":
         raise CheckpointError(f"{dst}: the source and the target lie in each other; choose another")
 
 
-def check_folder(path: Path, overwrite: bool, own: Container[str] = ()) -> None:
+def check_folder(
+    path: Path, overwrite: bool, own: Container[str] = (), *, of_orbax: bool = False
+) -> None:
     """Raises where a folder cannot be written, or files would be lost by it.
 
-    Args:
-      path: The folder.
-      overwrite: Whether a checkpoint of that name may be replaced.
-      own: Names of files and folders in the new checkpoint; the old one may have these, too.
+    `own` are names in the new checkpoint: the old one may have these, too.
     """
-    place = storage(path)
     if is_url(path):
         target = str(path).rstrip("/")
+        if of_orbax:
+            raise CheckpointError(
+                f"{path}: checkpoints of orbax are written to folders of this machine; give one"
+            )
     else:
         target = os.path.realpath(path)
-        check_nameable(path, target)
-    kind = place.kind(target)
+        _check_nameable(path, target)
+    kind = kind_at(target)
     if kind not in ("folder", ""):
-        raise CheckpointError(
-            f"{path}: is a file, expected the name of a folder, as the source is one"
-        )
-    found = place.entries(target) if kind == "folder" else {}
-    if not found or is_under_way(path, found):
+        raise CheckpointError(f"{path}: is a file, expected the name of a folder, which is written")
+    inside = entries(target) if kind == "folder" else {}
+    if not inside or is_under_way(path, inside):
         return
     if not overwrite:
         raise exists_already(path)
-    _check_replaceable(path, target, found, own)
-
-
-def check_nameable(path: Path, target: str) -> None:
-    """Raises if no folder can be renamed to this name."""
-    if os.path.ismount(target):
-        raise CheckpointError(
-            f"{path}: is a mount point, and the folder that is written gets its name by a "
-            f"rename; give a folder in it: {join(path, 'NAME')}"
-        )
-    if _is_around_us(target):
-        raise CheckpointError(
-            f"{path or repr('')}: is the folder that this process is in, or one around it, and "
-            "replacing it would leave the process in a removed one; give another name"
-        )
-    parent = os.path.dirname(target)
-    if not os.path.isdir(parent):
-        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
-    if not os.access(parent, os.W_OK):
-        raise PermissionError(errno.EACCES, "its folder cannot be written to", str(path))
-
-
-def _is_around_us(target: str) -> bool:
+    what = "orbax" if of_orbax else "safetensors"
     try:
-        here = os.getcwd()
-    except FileNotFoundError:  # removed by somebody
-        return False
-    return f"{os.path.realpath(here)}/".startswith(f"{target}/")
-
-
-def _check_replaceable(
-    path: Path, target: str, found: Mapping[str, bool], own: Container[str]
-) -> None:
-    """Raises unless a folder, with the entries `found`, is a checkpoint and holds nothing else."""
-    folders = [name for name, is_folder in found.items() if is_folder and name not in own]
-    if folders or not any(name.endswith(".safetensors") for name in found):
-        what = f"holds the folder {shown(folders[0])}" if folders else "holds no safetensors"
-        raise CheckpointError(
-            f"{path}: {what}, so it is no checkpoint of safetensors that --overwrite could "
-            "replace; choose another name"
-        )
-    try:
-        weights, _ = weight_files(target, [*found])
+        weights = ORBAX_FILES & inside.keys() if of_orbax else weight_files(target, [*inside])[0]
+        beside = _BESIDE_ARRAYS if of_orbax else _BESIDE_WEIGHTS
+        others = [
+            name
+            for name, is_folder in inside.items()
+            if name not in weights and name not in own
+            if not beside.fullmatch(name) or (is_folder and not of_orbax)
+        ]
+        reason = f"--overwrite would delete {listed(map(shown, others))}" if others else ""
     except CheckpointError as error:
-        reason = str(error).partition("; ")[0].removeprefix(f"{target}: ")  # not its remedies
+        weights, reason = [], str(error).partition("; ")[0].removeprefix(f"{target}: ")
+    if reason or not weights:
         raise CheckpointError(
-            f"{path}: --overwrite replaces nothing but a checkpoint, and this is none: {reason}; "
-            "choose another name"
-        ) from error
-    known = {*weights, *(name for name in found if _BESIDE_WEIGHTS.fullmatch(name))}
-    others = [name for name in found if name not in known and name not in own]
-    if others:
-        raise CheckpointError(
-            f"{path}: --overwrite would delete {listed(map(shown, others))}, expected nothing but "
-            f"a checkpoint; move {'them' if len(others) > 1 else 'it'} away, or choose another name"
+            f"{path}: {reason or 'no weights'}, expected a checkpoint of {what} and nothing else, "
+            "which --overwrite replaces; choose another name"
         )
+
+
+def _check_nameable(path: Path, target: str) -> None:
+    """Raises if no folder can be renamed to this name."""
+    if os.path.ismount(target) or f"{os.getcwd()}/".startswith(f"{target}/"):
+        raise CheckpointError(
+            f"{path or repr('')}: is a mount point, or a folder that this process is in, and the "
+            f"folder that is written gets its name by a rename; give a folder in it: "
+            f"{join(path, 'NAME')}"
+        )
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist; create it", str(path))
 
 
 def byte_count(size: int | str, name: str = "max_shard_size") -> int:
-    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it.
-
-    Raises:
-      ValueError: It is neither, or not above 0.
-    """
+    """The bytes that "5GB", "500MiB" or a number stand for; `name` is what messages call it."""
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match:
         unit = match[2][:1].upper() + match[2][1:].lower()
@@ -287,9 +227,6 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
     """Threads of a conversion, `workers` or one for each core and at most 4.
 
     Fewer, where 340 MiB and 20 MiB for each of them exceed `max_memory`.
-
-    Raises:
-      ValueError: One of the two is out of range.
     """
     if workers is None:
         workers = min(os.cpu_count() or 1, 4)
@@ -306,7 +243,146 @@ def worker_count(workers: int | None = None, max_memory: int | str | None = None
 
 def check_tree(dst: Path, plan: Plan, opened: Checkpoint) -> None:
     """Raises where orbax cannot hold what is planned. JAX loads."""
-    from qtoolkit.checkpoints._orbax import Tree
-    from qtoolkit.checkpoints._orbax_writer import promised_tree
+    from qtoolkit.checkpoints._orbax import Tree, promised_tree
 
     promised_tree(dst, plan, opened.tree or Tree())
+
+
+# The files of a folder.
+
+
+def file_names(count: int, weights_name: str) -> list[str]:
+    if count == 1:
+        return [f"{weights_name}.safetensors"]
+    return [f"{weights_name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+
+def cut_into_files(tensors: Iterable[TensorPlan], limit: int) -> list[list[TensorPlan]]:
+    """Tensors in files of at most `limit` bytes; a larger tensor has a file of its own."""
+    files: list[list[TensorPlan]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.nbytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    return files
+
+
+def files_of_shard(
+    plan: Plan, source: Checkpoint, limit: int, shard: Shard
+) -> tuple[list[str], int]:
+    """The names of the files that a shard writes, and how many there are in all."""
+    assert source.folder is not None
+    names = file_names(len(cut_into_files(plan.tensors, limit)), source.folder.weights_name)
+    return names[shard[0] :: shard[1]], len(names)
+
+
+def shared_plan(
+    source: Checkpoint, plan: Plan, files: Sequence[Sequence[TensorPlan]], report: Report
+) -> dict[str, Any]:
+    """The plan that all processes share, as JSON. Two plans are the same if "made" is equal."""
+    folder = source.folder
+    assert folder is not None
+    names = file_names(len(files), folder.weights_name)
+    contents = dict(plan.files)
+    if len(names) > 1:
+        # The content of the index is known only when all files are written.
+        contents[INDEX.replace("model", folder.weights_name, 1)] = None
+    if folder.has_config:
+        name = PARKED_CONFIG if plan.loads_nowhere else CONFIG
+        contents[name] = _new_config(source.config, plan)
+    steps = [
+        [(t.name, t.action, t.source.entry, t.entries, str(t.spec), t.group) for t in file]
+        for file in files
+    ]
+    made = {
+        "qtoolkit": __version__,
+        "format": plan.format_names,
+        "scaling": plan.scaling,
+        "layout": plan.layout,
+        "files": len(names),
+        "source": _source_digest(source),
+        "options": _digest(
+            repr(steps), json.dumps([dict(plan.metadata), contents], sort_keys=True)
+        ),
+    }
+    return {
+        "made": made,
+        "files": names,
+        "copied": folder.copied,
+        "json": contents,
+        "report": dataclasses.asdict(report),
+    }
+
+
+def difference(there: Any, here: Mapping[str, Any]) -> str:
+    """The first thing in which the fingerprint `there` differs: "scaling channel, here tensor"."""
+    there = there if isinstance(there, dict) else {}
+    key = next(key for key in here if there.get(key) != here[key])
+    if key in ("source", "options"):
+        return f"other {key}"
+    return f"{key} {there.get(key)}, here {here[key]}"
+
+
+def modified(source: Checkpoint) -> int:
+    """When the weights of a source were last written, in nanoseconds; 0 behind a URL."""
+    if source.folder is None or is_url(source.path):
+        return 0
+    return max(os.stat(join(source.path, name)).st_mtime_ns for name in source.folder.weights)
+
+
+def _new_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """config.json of the target: that of the source, changed to describe the planned weights."""
+    new = {key: value for key, value in config.items() if key not in _CONFIGS}
+    if isinstance(new.get("text_config"), dict):
+        new["text_config"] = {k: v for k, v in new["text_config"].items() if k not in _CONFIGS}
+    # Loaders build the model in the dtype that the config names, so it must be that of the
+    # unquantized weights. If all weights are dequantized, those that have it already count as well.
+    all_plain = plan.dequantizes and all(t.action != "quantize" for t in plan.tensors)
+    dtypes = {
+        tensor.dtype
+        for tensor in plan.tensors
+        if tensor.action == "cast" or (all_plain and tensor.dtype in WIDE)
+    }
+    for part in (new, new.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if len(dtypes) == 1 and isinstance(part, dict) and isinstance(part.get(key), str):
+                part[key] = WIDE[next(iter(dtypes))].name
+    if plan.quantization_config:
+        new["quantization_config"] = dict(plan.quantization_config)
+    return new
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _source_digest(source: Checkpoint) -> str:
+    """A hash of the headers, of samples of the weights, and of the other files.
+
+    Modification times are left out: each process may have its own copy of the source.
+    """
+    assert source.folder is not None
+    tensors = [tensor for tensor in source.tensors.values() if tensor.nbytes]
+    step = max(len(tensors) / _SAMPLED, 1)
+    chosen = [tensors[int(i * step)] for i in range(min(len(tensors), _SAMPLED))]
+    with concurrent.futures.ThreadPoolExecutor(_READERS if is_url(source.path) else 1) as pool:
+        samples = [*pool.map(_sample, chosen)]
+    others = []
+    for name in source.folder.copied:
+        data = read_file(join(source.path, *name.split("/")), _MAX_COPIED, whole=False)
+        others.append(_digest(name, hashlib.sha256(data).hexdigest()))
+    return _digest(repr([t.entry for t in source.tensors.values()]), *others, *samples)
+
+
+def _sample(tensor: Tensor) -> str:
+    last = tensor.nbytes - _SAMPLE
+    starts = (0, last // 2, last) if tensor.nbytes > 3 * _SAMPLE else (0,)
+    text = ""
+    for start in starts:
+        data = bytearray(_SAMPLE if len(starts) > 1 else tensor.nbytes)
+        tensor.read_into(start, memoryview(data))
+        text += data.hex()
+    return text

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -148,17 +150,11 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return self.size * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def numpy_dtype(self) -> np.dtype | None:
-        """The numpy dtype of the elements; None for those narrower than a byte."""
-        return NUMPY_DTYPES.get(self.dtype)
 
     @property
     def entry(self) -> Entry:
@@ -173,8 +169,32 @@ class Tensor:
         return read_elements(self.entry, self.read_into, start, self.size if stop is None else stop)
 
     def read_all(self) -> np.ndarray:
-        """The whole tensor, a new array."""
         return self.read().reshape(self.shape)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The tensor with its last two axes in the other order, read matrix by matrix."""
+    *batch, rows, columns = tensor.shape
+    size = rows * columns
+
+    @functools.lru_cache(2)  # a thread begins with the next matrix while others are at this one
+    def matrix(index: int) -> np.ndarray:
+        elements = tensor.read(index * size, (index + 1) * size).reshape(rows, columns)
+        return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8)
+
+    lock = threading.Lock()
+
+    def read_into(start: int, buffer: memoryview) -> None:
+        done, nbytes = 0, tensor.nbytes // math.prod(batch)
+        while done < len(buffer):
+            index, first = divmod(start + done, nbytes)
+            with lock:
+                data = matrix(index)
+            part = data[first : first + len(buffer) - done]
+            buffer[done : done + len(part)] = part.data
+            done += len(part)
+
+    return Tensor(tensor.name, tensor.dtype, (*batch, columns, rows), read_into)
 
 
 @dataclasses.dataclass(eq=False)

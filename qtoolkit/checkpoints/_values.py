@@ -23,7 +23,6 @@ ReadEntry = Callable[[Entry], np.ndarray]  # the bytes of an entry, uint8, flat
 
 
 def entry_reader(raw: Mapping[str, Tensor]) -> ReadEntry:
-    """Reads whole entries of a checkpoint."""
 
     def read(entry: Entry) -> np.ndarray:
         data = np.empty(entry.nbytes, np.uint8)
@@ -94,7 +93,6 @@ class Values:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def codes(self, span: Span) -> np.ndarray:
-        """The codes of a slab, [rows, columns]."""
         encoding, grid = self.encoding, self._grid
         assert grid is not None
         width = encoding.codes.nbytes // (grid.count * grid.rows)
@@ -107,11 +105,10 @@ class Values:
         self._raw[encoding.codes.name].read_into(span.row * width + first, data.reshape(-1).data)
         if encoding.packing is not None:
             return unpacked(data, encoding.packing, bits, span.columns)
-        check_codes(data, encoding)
+        _check_range(data, encoding)
         return data
 
     def scales(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Scales and tensor scales, flat, as stored."""
         if self._scales is None:
             self._scales = _scales(self.encoding, self._read)
         return self._scales
@@ -151,7 +148,6 @@ def stacked(encoding: Encoding) -> tuple[int, Encoding]:
 
 
 def _read_one(raw: Mapping[str, Tensor], index: int, count: int, entry: Entry) -> np.ndarray:
-    """The bytes of an entry that belong to one of `count` matrices."""
     stored = raw[entry.name]
     size = stored.nbytes // count
     data = np.empty(size, np.uint8)
@@ -163,7 +159,7 @@ def _codes_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
     return np.asarray(qarray_of(encoding, read).codes).view(np.uint8)
 
 
-def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
+def _check_range(codes: np.ndarray, encoding: Encoding) -> None:
     """Raises where a byte is no code of an element of fewer than 8 bits."""
     count = 2**encoding.spec.element.bits
     if count < 256 and codes.size and codes.max() >= count:
@@ -174,7 +170,6 @@ def check_codes(codes: np.ndarray, encoding: Encoding) -> None:
 
 
 def values_of(encoding: Encoding, read: ReadEntry) -> np.ndarray:
-    """The float32 values of a weight, read whole."""
     if 0 in encoding.shape:
         return np.zeros(encoding.shape, np.float32)
     if encoding.group_index is not None:
@@ -225,7 +220,7 @@ def qarray_of(
     bits = spec.element.bits
     codes = _unpacked_entry(encoding.codes, read, encoding.packing, bits, shape)
     if encoding.packing is None:
-        check_codes(codes, encoding)
+        _check_range(codes, encoding)
     if order is not None:
         codes = np.take(codes, *order)
     counts = tuple(-(-n // b) for n, b in zip(shape, encoding.lengths, strict=True))
@@ -256,7 +251,6 @@ def qarray_of(
 def _unpacked_entry(
     entry: Entry, read: ReadEntry, packing: Packing | None, bits: int, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """The codes of an entry, in this shape."""
     data = read(entry)
     if packing is None:
         return data.reshape(shape)
@@ -371,7 +365,6 @@ def unit_values(
     spec: BlockFormat,
     axis: int,
 ) -> jax.Array:
-    """The float32 numbers that the codes of a tile stand for."""
     lengths = tuple(n if a == axis else 1 for a, n in enumerate(codes.shape))
     return dequantized(
         codes, Scales(scale, second), Blocks(codes.shape, lengths), spec, jnp.float32

@@ -1,21 +1,36 @@
-"""Checks a converted checkpoint: plans and quantizes its source again and compares the bytes."""
+"""Checks a converted checkpoint: plans and quantizes its source again and compares the bytes.
+
+From the codes and scales of the converted checkpoint it makes the plan of the conversion again, and
+compares what the layout writes for that plan, config and static input scales too, with what is
+there. Other programs may write other configs, so less of these is checked.
+"""
 
 import dataclasses
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from qtoolkit.checkpoints._checks import kept_modules, used_schemes
 from qtoolkit.checkpoints._compare import opened
-from qtoolkit.checkpoints._loading import config_problems
-from qtoolkit.checkpoints._paths import Path, check_path
+from qtoolkit.checkpoints._decode import own_layout, quantization_config
+from qtoolkit.checkpoints._experts import split_alike
+from qtoolkit.checkpoints._folder import CONFIG, read_json
+from qtoolkit.checkpoints._paths import Path, check_path, join, kind_at
 from qtoolkit.checkpoints._produce import Production, Workers
 from qtoolkit.checkpoints._report import Progress, TensorPlan, followed
-from qtoolkit.checkpoints._tensors import NUMPY_DTYPES, Checkpoint, Tensor, shown
+from qtoolkit.checkpoints._roles import module_of
+from qtoolkit.checkpoints._tensors import FLOATS, Checkpoint, Entry, Tensor, shown
 from qtoolkit.checkpoints._values import Values
-from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding
+from qtoolkit.checkpoints.layouts import LAYOUTS, Encoding, Layout, Scheme
 from qtoolkit.checkpoints.layouts._layout import WIDE
-from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32, BlockFormat
-from qtoolkit.formats import format as resolve
+from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN, FLOAT32
+
+_AGAIN = "convert it again"
+_MOST = 2**16  # elements of a tensor of scales at most; it may have one for each head
+_UNCOMPARED = ("producer",)  # in a config: the version of a program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +59,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     input scales must be there if the config says so, and be finite and above 0; what numbers the
     calibration gave cannot be checked. If `convert` wrote the checkpoint, config.json and
     hf_quant_config.json must say of quantization what it writes for these weights. If another
-    program did, config.json must only say that weights are quantized, and must not list one of
-    these by name as ignored. Other files are not compared. Nothing is written; memory is a few
-    chunks.
+    program did, config.json must only say that weights are quantized. Other files are not compared.
+    Nothing is written; memory is a few chunks.
 
     Args:
       src: The checkpoint that was converted: a folder or a file.
@@ -72,7 +86,8 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
     check_path(src, "src")
     check_path(converted, "converted")
     with opened(src) as source, opened(converted) as target:
-        problems = [*config_problems(source, target), *_differences(source, target, progress)] + [
+        source, target = split_alike(source, target)
+        problems = [*_beside_codes(source, target), *_changed(source, target, progress)] + [
             f"{shown(name)}: is not in {shown(str(src))}"
             for name in target.tensors
             if name not in source.tensors
@@ -86,9 +101,7 @@ def verify(src: Path, converted: Path, *, progress: Progress | None = None) -> V
         )
 
 
-def _differences(
-    source: Checkpoint, target: Checkpoint, progress: Progress | None
-) -> Iterator[str]:
+def _changed(source: Checkpoint, target: Checkpoint, progress: Progress | None) -> Iterator[str]:
     """A line for each tensor of the source that the target has not as the conversion gives it."""
     plans = {t.name: _plan(t, target) for t in source.tensors.values()}
     planned = [p for p in plans.values() if isinstance(p, TensorPlan)]
@@ -103,32 +116,28 @@ def _differences(
 
 def _plan(tensor: Tensor, target: Checkpoint) -> TensorPlan | str:
     """What the conversion did with a tensor; or what is wrong if it did no such thing."""
-    found = target.everything.get(tensor.name)
-    if found is None or found.shape != tensor.shape:
-        got = "is missing" if found is None else f"shape {list(found.shape)}"
+    converted = target.everything.get(tensor.name)
+    if converted is None or converted.shape != tensor.shape:
+        got = "is missing" if converted is None else f"shape {list(converted.shape)}"
         return f"{got}, expected shape {list(tensor.shape)}"
-    if found.encoding is not None:
-        if not found.encoding.is_sliceable:
+    if converted.encoding is not None:
+        if not converted.encoding.is_written:
             return (
-                f"in layout {target.layout} as {found.encoding.spec.name}, which is read, not "
+                f"in layout {target.layout} as {converted.encoding.spec.name}, which is read, not "
                 "written, expected codes that can be made again; measure it with `qtoolkit compare`"
             )
-        encoding = _computed(found.encoding, target)
+        encoding = _computed(converted.encoding, target)
         return TensorPlan(
             source=tensor,
             action="quantize",
-            reason="",
             dtype=encoding.codes.dtype,
             spec=encoding.spec_as_stored,
             encoding=encoding,
             group=_second_scale(encoding, target),
         )
-    if found.dtype == tensor.dtype:
-        return TensorPlan(source=tensor, action="keep", reason="", dtype=tensor.dtype)
-    if tensor.dtype in WIDE and found.dtype in WIDE:
-        spec = BlockFormat.tensor(resolve(NUMPY_DTYPES[found.dtype]), scale=None)
-        return TensorPlan(source=tensor, action="cast", reason="", dtype=found.dtype, spec=spec)
-    return f"dtype {found.dtype}, expected {tensor.dtype}"
+    if converted.dtype != tensor.dtype and not WIDE.keys() >= {converted.dtype, tensor.dtype}:
+        return f"dtype {converted.dtype}, expected {tensor.dtype}"
+    return TensorPlan.unquantized(tensor, converted.dtype)
 
 
 def _computed(encoding: Encoding, target: Checkpoint) -> Encoding:
@@ -180,3 +189,153 @@ def _difference(production: Production, plan: TensorPlan, target: Checkpoint) ->
                 "" if entry == name else f"{shown(entry)}: "
             ) + f"byte {start + at:,} is {got[at]}, expected {wanted[at]}; convert it again"
     return ""
+
+
+# Beside the codes.
+
+
+def _beside_codes(source: Checkpoint, target: Checkpoint) -> Iterator[str]:
+    """A line for each thing beside the codes that loaders read and that is not as it should be."""
+    config = quantization_config(target)
+    if not target.encodings:
+        method = str(config.get("quant_method", "compressed-tensors"))
+        key = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}.get(method)
+        # If only the attention cache is quantized, the config has neither key.
+        if config and (key is None or config.get(key)):
+            yield (
+                f"{CONFIG}: quantization_config of {shown(method)}, and no weight is quantized, "
+                f"expected none: loaders look for codes; remove it, or {_AGAIN}"
+            )
+        return
+    own = (own_layout(target) or "plain") if "qtoolkit" in target.metadata else ""
+    is_ours, is_folder = own in LAYOUTS, target.folder is not None
+    layout = LAYOUTS[own if is_ours else target.layout]
+    if is_ours and not target.config.get("quantization_config"):
+        config = {}  # loaders may not find it where it is in config.json
+    has_file = is_folder and kind_at(join(target.path, CONFIG)) == "file"
+    if is_folder and not config and (layout.linear_only or has_file):
+        # transformers then takes the codes for weights: SmolLM2-135M in E4M3 has a perplexity of 17
+        # million instead of 18.
+        yield (
+            f"{CONFIG}: no quantization_config, expected that of layout {target.layout}: loaders "
+            f"take codes for weights, without an error; {_AGAIN}"
+        )
+    schemes = _schemes(source, target, layout)
+    unknown = [name for name, scheme in schemes.items() if scheme is None]
+    plans = [_planned(info, schemes.get(name), layout) for name, info in source.tensors.items()]
+    if is_ours:
+        for name in unknown:
+            parts = ", ".join(f"{shown(e.name)} {e}" for e in target.encodings[name].parts)
+            yield (
+                f"{shown(name)}: {parts}, expected what layout {layout.name} writes of a weight "
+                f"{list(source.tensors[name].shape)}; {_AGAIN}"
+            )
+        if is_folder and config and not unknown:
+            yield from _config_problems(target, config, layout, plans)
+    constants = [t.encoding.constants for t in plans if t.encoding is not None]
+    expected = {entry.name: entry for entries in constants for entry, _ in entries}
+    yield from _scale_problems(source, target, expected, is_ours and not unknown)
+
+
+def _schemes(source: Checkpoint, target: Checkpoint, layout: Layout) -> dict[str, Scheme | None]:
+    """The scheme with which the layout writes each weight to what is there; None if it has none."""
+    if not layout.linear_only:
+        return {}
+    schemes: dict[str, Scheme | None] = {}
+    rank = 3 if layout.experts_of else 2
+    for name, weight in target.encodings.items():
+        info = source.tensors.get(name)
+        if info is None or info.shape != weight.shape:
+            continue  # another check reports it
+        fitting = (
+            scheme
+            for scheme in (layout.schemes if len(info.shape) == rank else ())
+            if not layout.misfit(info.shape, scheme.spec)
+            and layout.encode(info.entry, scheme, (), 1.0).parts == weight.parts
+        )
+        schemes[name] = next(fitting, None)
+    maybe = [name for name, scheme in schemes.items() if scheme in layout.static]
+    if 2 * sum(f"{module_of(name)}.input_scale" in target.stored for name in maybe) > len(maybe):
+        schemes |= {name: layout.static[scheme] for name in maybe if (scheme := schemes[name])}
+    return schemes
+
+
+def _planned(info: Tensor, scheme: Scheme | None, layout: Layout) -> TensorPlan:
+    if scheme is None:
+        return TensorPlan.unquantized(info, info.dtype)
+    return TensorPlan.quantized(info, layout.encode(info.entry, scheme, (), 1.0), scheme)
+
+
+def _config_problems(
+    target: Checkpoint, config: Mapping[str, Any], layout: Layout, plans: list[TensorPlan]
+) -> Iterator[str]:
+    """A line for each difference of the config, and of further files, to what `convert` writes."""
+    used, kept = used_schemes(plans), kept_modules(plans)
+    expected = layout.config(used, kept) if used else {}
+    yield from _differences(config, expected, f"{CONFIG}: quantization_config.")
+    for name, content in (layout.files(used, kept) if used else {}).items():
+        if kind_at(join(target.path, name)) == "file":
+            yield from _differences(read_json(join(target.path, name)), content, f"{name}: ")
+        else:
+            yield f"{name}: is missing, expected what layout {layout.name} has; {_AGAIN}"
+
+
+def _scale_problems(
+    source: Checkpoint, target: Checkpoint, expected: Mapping[str, Entry], is_ours: bool
+) -> Iterator[str]:
+    """A line for each static scale of activations, or attention cache, that is wrong or missing."""
+    for name in (name for name in expected if name not in target.stored):
+        yield f"{shown(name)}: is missing, expected {expected[name]}; {_AGAIN}"
+    for name, info in target.auxiliary.items():
+        wanted = expected.get(name) if is_ours else None
+        problem = ""
+        if name in source.tensors:
+            continue  # it is compared with that of the source
+        if is_ours and wanted is None and name.endswith("input_scale"):
+            problem = f"is there, expected none: activations have no static scales; {_AGAIN}"
+        elif wanted is not None and info.entry[1:] != wanted[1:]:
+            problem = f"{info.entry}, expected {wanted}; {_AGAIN}"
+        elif wanted is None and (info.dtype not in FLOATS or not 0 < info.size <= _MOST):
+            problem = f"{info.entry}, expected a float of one element; {_AGAIN}"
+        else:
+            values = info.read().astype(np.float64)
+            bad = values[~((values > 0) & (values < math.inf))]
+            if len(bad):
+                problem = (
+                    f"{bad[0]:g}, expected a number above 0, as every calibration gives; calibrate "
+                    f"again, and {_AGAIN}"
+                )
+        if problem:
+            yield f"{shown(name)}: {problem}"
+
+
+def _differences(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], where: str
+) -> Iterator[str]:
+    """A line for each difference; of lists the order does not matter."""
+    for key in dict.fromkeys((*expected, *actual)):
+        there, here = actual.get(key), expected.get(key)
+        place = f"{where}{shown(key)}"
+        if key in _UNCOMPARED:
+            continue
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differences(there, here, f"{place}.")
+        elif isinstance(there, list) and isinstance(here, list):
+            yield from (
+                f"{place} has {v}, expected no such entry; {_AGAIN}" for v in _not_in(there, here)
+            )
+            yield from (f"{place} has no {v}, expected it; {_AGAIN}" for v in _not_in(here, there))
+        elif there != here or (key in actual) != (key in expected):
+            got = _brief(there) if key in actual else "missing"
+            wanted = _brief(here) if key in expected else "no such key"
+            yield f"{place} is {got}, expected {wanted}; {_AGAIN}"
+
+
+def _not_in(some: Iterable[Any], others: Iterable[Any]) -> Iterator[str]:
+    texts = {*map(_brief, others)}
+    return (text for text in map(_brief, some) if text not in texts)
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return shown(text if len(text) <= 200 else text[:197] + "...")

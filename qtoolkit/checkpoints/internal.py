@@ -3,8 +3,8 @@
 # ruff: noqa: F401  (imported for those packages)
 
 from qtoolkit.checkpoints._checks import compiled
-from qtoolkit.checkpoints._decode import check_explained, check_quantized, dequantized
-from qtoolkit.checkpoints._files import files_of_shard
+from qtoolkit.checkpoints._codes import check_explained, check_quantized
+from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._folder import read_json
 from qtoolkit.checkpoints._formats import resolve_target, scheme_named, target_names
 from qtoolkit.checkpoints._paths import join
@@ -15,6 +15,7 @@ from qtoolkit.checkpoints._target import (
     byte_count,
     check_tree,
     file_limit,
+    files_of_shard,
     layout_in,
     worker_count,
 )

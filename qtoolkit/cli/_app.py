@@ -9,12 +9,13 @@ import typer
 
 from qtoolkit._version import __version__
 from qtoolkit.checkpoints.internal import target_names
-from qtoolkit.cli._checkpoints import convert, dequantize, finalize, inspect, layouts
+from qtoolkit.cli._checkpoints import convert, dequantize, finalize
 from qtoolkit.cli._compare import compare, picture, verify
 from qtoolkit.cli._errors import failure, one_line_errors, os_failure
 from qtoolkit.cli._formats import FOOTNOTE, block_page, format_page, format_tables
-from qtoolkit.cli._tables import page_width, prints_unicode, table
-from qtoolkit.formats import BLOCK_FORMATS, FORMATS
+from qtoolkit.cli._inspect import inspect, layouts
+from qtoolkit.cli._tables import page_width, table
+from qtoolkit.formats import BLOCK_FORMATS, FORMATS, Format
 from qtoolkit.formats import format as resolve
 
 app = typer.Typer(
@@ -35,16 +36,11 @@ def main() -> None:
         sys.exit(os_failure(error).exit_code)
 
 
-def _known_format(name: str | None) -> str | None:
-    """The format's own name, whatever the spelling."""
+def _resolved(name: str, where: str = "") -> Format:
     try:
-        return None if name is None else resolve(name).name
+        return resolve(name)
     except ValueError as error:
-        raise _misuse(error, "--format: ") from error
-
-
-def _misuse(error: ValueError, where: str = "") -> typer.Exit:
-    return failure(f"{where}{str(error).removeprefix('format: ')}", 2)
+        raise failure(f"{where}{str(error).removeprefix('format: ')}", 2) from error
 
 
 def _formats_to_show(incomplete: str) -> list[str]:
@@ -53,21 +49,8 @@ def _formats_to_show(incomplete: str) -> list[str]:
 
 def _formats_to_train(incomplete: str) -> list[str]:
     """Formats of elements that a checkpoint can hold, as the demo writes one."""
-    return [
-        fmt.name
-        for fmt in FORMATS
-        if fmt.name in target_names() and fmt.name.startswith(incomplete)
-    ]
-
-
-_FORMAT = typer.Option(
-    "--format",
-    metavar="NAME",
-    callback=_known_format,
-    autocompletion=_formats_to_train,
-    show_default="e4m3fn",
-    help="Number format, in any spelling; `qtoolkit formats` lists them.",
-)
+    names = [fmt.name for fmt in FORMATS if fmt.name in target_names()]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -107,27 +90,16 @@ def formats(
 ) -> None:
     """List the number formats and block formats, with their properties, or show one of them."""
     with one_line_errors("nothing was changed"):
-        if name is not None:
-            _print_page(name)
+        if name is None:
+            for header, rows, right in format_tables():
+                table(header, rows, right=right)
+                typer.echo()
+            typer.echo(FOOTNOTE)
             return
-        for header, rows, right in format_tables():
-            table(header, rows, right=right)
-            typer.echo()
-        typer.echo(FOOTNOTE)
-
-
-def _print_page(name: str) -> None:
-    width, ascii_only = page_width(), not prints_unicode()
-    block = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
-    try:
-        if block is not None:
-            page = block_page(block, width, ascii_only=ascii_only)
-        else:
-            page = format_page(resolve(name), width, ascii_only=ascii_only)
-    except ValueError as error:
-        raise _misuse(error) from error
-    for line in page:
-        typer.echo(line)
+        block = next((fmt for fmt in BLOCK_FORMATS if fmt.name == name.lower()), None)
+        width = page_width()
+        for line in block_page(block, width) if block else format_page(_resolved(name), width):
+            typer.echo(line)
 
 
 @app.command()
@@ -173,7 +145,15 @@ def demo(
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="Of the initialisation and the batches.")
     ] = 0,
-    format: Annotated[str, _FORMAT] = "e4m3fn",
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            callback=lambda name: _resolved(name, "--format: ").name,
+            autocompletion=_formats_to_train,
+            help="Number format, in any spelling; `qtoolkit formats` lists them.",
+        ),
+    ] = "e4m3fn",
 ) -> None:
     """Train a small model in float32 and in FP8, and compare.
 

@@ -11,12 +11,12 @@ import typer
 
 from qtoolkit import checkpoints
 from qtoolkit.checkpoints import Comparison, TensorComparison
-from qtoolkit.checkpoints.internal import check_target, shown
+from qtoolkit.checkpoints.internal import check_target, listed, shown
 from qtoolkit.cli._errors import note, one_line_errors
-from qtoolkit.cli._summaries import tensor_count
+from qtoolkit.cli._options import JSON
+from qtoolkit.cli._summaries import counted
 from qtoolkit.cli._tables import progress, table
 
-_JSON = typer.Option("--json", help="Print JSON and nothing else.")
 _HEADER = ("tensor", "format", "SQNR dB", "max error", "saturated", "flushed", "NaN, Inf")
 _IMAGES = (".png", ".svg", ".pdf")
 
@@ -43,7 +43,7 @@ def compare(
             help="Draw the SQNR of each tensor, too; needs matplotlib.",
         ),
     ] = None,
-    as_json: Annotated[bool, _JSON] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Compare the numbers of two checkpoints, quantized weights with their scales.
 
@@ -69,7 +69,7 @@ def compare(
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="What was converted.")],
     converted: Annotated[str, typer.Argument(metavar="CONVERTED", help="What came of it.")],
-    as_json: Annotated[bool, _JSON] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Quantize SRC again and compare its codes and scales with CONVERTED; write nothing.
 
@@ -82,78 +82,61 @@ def verify(
     with one_line_errors("nothing was written"):
         with progress("verifying") as callback:
             found = checkpoints.verify(src, converted, progress=callback)
+        problems = found.problems
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
         else:
-            for problem in found.problems:
+            for problem in problems:
                 typer.echo(problem)
+            verdict = counted(len(problems), "problem") if problems else "as expected"
             typer.echo(
-                f"{shown(converted)}: {tensor_count(found.tensors)}, "
-                f"{found.quantized or 'none'} of them quantized: {_verdict(len(found.problems))}"
+                f"{shown(converted)}: {counted(found.tensors, 'tensor')}, "
+                f"{found.quantized or 'none'} of them quantized: {verdict}"
             )
-        if found.problems:
+        if problems:
             raise typer.Exit(1)
 
 
-def _verdict(problems: int) -> str:
-    return f"{problems:,} problem{'s'[: problems > 1]}" if problems else "as expected"
-
-
 def _row(tensor: TensorComparison) -> list[str]:
+    sqnr = "differs" if tensor.sqnr_db is None else f"{tensor.sqnr_db:.2f}"
+    shares = (tensor.saturated, tensor.flushed)
     return [
         shown(tensor.name),
         shown(tensor.format),
-        _decibels(tensor),
+        "equal" if tensor.equal else sqnr,
         "" if tensor.max_error is None else f"{tensor.max_error:.3g}",
-        _share(tensor.saturated),
-        _share(tensor.flushed),
+        *("" if share is None else f"{100 * share:.3g} %" for share in shares),
         f"{tensor.nonfinite:,}" if tensor.nonfinite else "",
     ]
 
 
-def _decibels(tensor: TensorComparison) -> str:
-    if tensor.equal:
-        return "equal"
-    if tensor.sqnr_db is None:
-        return "differs"
-    return f"{tensor.sqnr_db:.2f}"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.3g} %"
-
-
 def _summary(found: Comparison) -> list[str]:
-    known = _lossy(found)
     equal = sum(tensor.equal for tensor in found.tensors)
-    lines = [f"{tensor_count(len(found.tensors))} compared, {equal:,} equal"]
-    if known:
-        name, lowest = min(known, key=lambda pair: pair[1])
-        mean = sum(value for _, value in known) / len(known)
-        lines.append(f"  mean SQNR  {mean:.2f} dB")
-        lines.append(f"  lowest     {lowest:.2f} dB, {shown(name)}")
+    lines = [f"{counted(len(found.tensors), 'tensor')} compared, {equal:,} equal"]
+    if known := _lossy(found):
+        lowest = min(known, key=known.__getitem__)
+        lines.append(f"  mean SQNR  {sum(known.values()) / len(known):.2f} dB")
+        lines.append(f"  lowest     {known[lowest]:.2f} dB, {shown(lowest)}")
     for path, names in ((found.a, found.only_a), (found.b, found.only_b)):
         if names:
-            more = ", ..." if len(names) > 3 else ""
-            listed = ", ".join(map(shown, names[:3])) + more
-            lines.append(f"  only in {shown(path)}: {tensor_count(len(names))}: {listed}")
+            some = f"{counted(len(names), 'tensor')}: {listed(map(shown, names), 3)}"
+            lines.append(f"  only in {shown(path)}: {some}")
     return lines
 
 
-def _lossy(found: Comparison) -> list[tuple[str, float]]:
-    return [
-        (tensor.name, tensor.sqnr_db)
+def _lossy(found: Comparison) -> dict[str, float]:
+    return {
+        tensor.name: tensor.sqnr_db
         for tensor in found.tensors
         if tensor.sqnr_db is not None and math.isfinite(tensor.sqnr_db)
-    ]
+    }
 
 
 def _data(found: Comparison) -> dict[str, object]:
     """JSON has no infinity: the SQNR of equal tensors is null, as `equal` says."""
-    data = dataclasses.asdict(found)
+    data, known = dataclasses.asdict(found), _lossy(found)
     for tensor in data["tensors"]:
-        if tensor["sqnr_db"] is not None and not math.isfinite(tensor["sqnr_db"]):
-            tensor["sqnr_db"] = None
+        tensor["sqnr_db"] = known.get(tensor["name"])
     return {**data, "equal": found.equal}
 
 
@@ -164,6 +147,6 @@ def _draw(found: Comparison, path: Path) -> None:
         return
     from qtoolkit.plots import sqnr_by_tensor  # loads matplotlib
 
-    axes = sqnr_by_tensor(dict(known))
+    axes = sqnr_by_tensor(known)
     axes.figure.savefig(path)
     note(f"{path} written")

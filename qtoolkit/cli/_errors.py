@@ -14,6 +14,13 @@ import typer
 from qtoolkit.checkpoints import CheckpointError
 from qtoolkit.checkpoints.internal import WHOLE, MisuseError
 
+_HINTS = {
+    errno.ENOSPC: "make room or choose another disk",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "check its permissions",
+    errno.EEXIST: "choose another name",
+}
+
 
 @contextlib.contextmanager
 def one_line_errors(interrupted: str) -> Iterator[None]:
@@ -34,10 +41,8 @@ def one_line_errors(interrupted: str) -> Iterator[None]:
             raise failure(str(error), 2 if isinstance(error, MisuseError) else 1) from error
         except OSError as error:
             raise os_failure(error) from error
-        except KeyboardInterrupt as error:
-            _leave(_ended("interrupted", interrupted, error), 130)
-        except _TerminatedError as error:
-            _leave(_ended("terminated", interrupted, error), 143)
+        except _Signal as error:
+            _leave(error, interrupted)
 
 
 @contextlib.contextmanager
@@ -68,48 +73,49 @@ def note(message: str) -> None:
         _silence(sys.stderr)
 
 
+def failure(message: str, code: int) -> typer.Exit:
+    """Prints `message` in one line and returns an exception to raise, which exits with `code`."""
+    note(f"qtoolkit: {' '.join(message.splitlines())}")
+    return typer.Exit(code)
+
+
+def os_failure(error: OSError) -> typer.Exit:
+    """`failure` of an error of the system, with the file that it names and what it left."""
+    where = "" if error.filename is None else f"{error.filename or repr('')}: "
+    if not where and error.errno == errno.ENOSPC:  # errors of files have their names
+        where = "standard output: "
+    parts = [where + (error.strerror or str(error)), _HINTS.get(error.errno or 0, "")]
+    return failure("; ".join(filter(None, (*parts, *_notes(error)))), 1)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
 def _silence(stream: TextIO) -> None:
     """Discards everything that is printed to `stream` from now on, and what is in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _with_notes(message: str, error: BaseException) -> str:
-    """The message and what `add_note` has added to an exception, such as what it left."""
-    return "; ".join((message, *getattr(error, "__notes__", ())))
+class _Signal(KeyboardInterrupt):
+    """Ctrl-C, a termination signal, or SIGHUP: the terminal was closed."""
 
 
-def _ended(word: str, outcome: str, error: BaseException) -> str:
-    """The message after a signal: `outcome`, or a note that says that the result is complete."""
-    is_whole = any(note.endswith(WHOLE) for note in getattr(error, "__notes__", ()))
-    return _with_notes(word if is_whole else f"{word}; {outcome}", error)
-
-
-class _TerminatedError(BaseException):
-    """A termination signal, as an exception."""
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TerminatedError
-
-
-# SIGHUP: the terminal was closed.
-_HANDLERS = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: _terminated,
-    signal.SIGHUP: _terminated,
-}
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Signal(number)
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Makes Ctrl-C and termination signals raise, so that what they stop cleans up.
+    """Makes signals raise, so that what they stop cleans up.
 
     Commands import JAX before: an exception while its libraries are loaded could crash the process,
     and until then `qtoolkit.__main__` ends it at once.
     """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # A shell starts background jobs with SIGINT ignored.
-    numbers = [n for n in _HANDLERS if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _HANDLERS[number]) for number in numbers}
+    caught = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _raise) for number in caught}
     try:
         yield
     finally:
@@ -117,43 +123,13 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def failure(message: str, code: int) -> typer.Exit:
-    """Prints `message` in one line and returns an exception to raise, which exits with `code`."""
-    _say(message)
-    return typer.Exit(code)
-
-
-def os_failure(error: OSError) -> typer.Exit:
-    """`failure` of an error of the system, with the file that it names."""
-    return failure(_with_notes(_os_message(error), error), 1)
-
-
-def _say(message: str) -> None:
-    note(f"qtoolkit: {' '.join(message.splitlines())}")
-
-
-def _leave(message: str, code: int) -> NoReturn:
+def _leave(error: _Signal, outcome: str) -> NoReturn:
+    is_interrupt = error.args[0] == signal.SIGINT
+    is_whole = any(note.endswith(WHOLE) for note in _notes(error))
+    parts = ["interrupted" if is_interrupt else "terminated", *([] if is_whole else [outcome])]
     # Exit without Python's clean-up. A compilation that was interrupted goes on in a thread of XLA;
     # at a normal exit XLA's client would be destroyed meanwhile: a segmentation fault (jax 0.10).
     with contextlib.suppress(OSError):  # whoever read our output may have been interrupted first
-        _say(message)
+        failure("; ".join((*parts, *_notes(error))), 1)
         sys.stdout.flush()
-    os._exit(code)
-
-
-def _os_message(error: OSError) -> str:
-    where = "" if error.filename is None else f"{error.filename or repr('')}: "
-    if not where and error.errno == errno.ENOSPC:  # errors of files have their names
-        where = "standard output: "
-    reason = error.strerror or str(error)
-    hint = _HINTS.get(error.errno or 0, "")
-    return f"{where}{reason}{hint and '; ' + hint}"
-
-
-_HINTS = {
-    errno.ENOSPC: "make room or choose another disk",
-    errno.EROFS: "choose a folder that can be written to",
-    errno.EACCES: "check its permissions",
-    errno.EEXIST: "choose another name",
-    errno.ELOOP: "its links lead in a circle: remove them, or give another name",
-}
+    os._exit(130 if is_interrupt else 143)

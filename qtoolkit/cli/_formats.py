@@ -2,10 +2,12 @@
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
-from qtoolkit.cli._number_line import exact, number_line
+import numpy as np
+
 from qtoolkit.formats import (
     BLOCK_FORMATS,
     FORMATS,
@@ -15,87 +17,63 @@ from qtoolkit.formats import (
     IntFormat,
     TableFormat,
 )
+from qtoolkit.formats.internal import binade
 
-# One table for each kind of format: its columns, named after the kind, and its rows.
-FLOAT_HEADER = (
-    *("floats", "bits", "s/e/m", "bias", "max", "min normal"),
-    *("smallest", "eps", "inf", "NaN codes"),
-)
-TABLE_HEADER = ("tables", "bits", "values", "lowest", "max", "smallest", "inf", "NaN codes")
-INT_HEADER = ("integers", "bits", "lowest", "max")
-BLOCK_HEADER = ("blocks", "element", "of", "scale", "rule", "second scale", "bits each")
-LEFT = (
-    *("floats", "tables", "integers", "inf", "NaN codes"),
-    *("blocks", "element", "scale", "rule", "second scale"),
-)
+# The columns of a table for each kind of format, the first named after the kind.
+_FLOATS = {
+    "floats": lambda fmt: fmt.name,
+    "bits": lambda fmt: str(fmt.bits),
+    "s/e/m": lambda fmt: f"{int(fmt.signed)}/{fmt.exponent_bits}/{fmt.mantissa_bits}",
+    "bias": lambda fmt: str(fmt.bias),
+    "max": lambda fmt: exact(fmt.max_finite),
+    "min normal": lambda fmt: exact(fmt.min_normal),
+    "smallest": lambda fmt: exact(fmt.min_subnormal),
+    "eps": lambda fmt: exact(fmt.epsilon),
+    "inf": lambda fmt: "yes" if fmt.has_inf else "no",
+    "NaN codes": lambda fmt: _nan_codes(fmt) if fmt.bits <= 8 else f"{_nan_count(fmt)} codes",
+}
+_TABLES = {
+    "tables": lambda fmt: fmt.name,
+    "bits": _FLOATS["bits"],
+    "values": lambda fmt: str(fmt.finite_count),
+    "lowest": lambda fmt: exact(fmt.lowest),
+    "max": _FLOATS["max"],
+    "smallest": lambda fmt: exact(fmt.min_positive),
+    "inf": _FLOATS["inf"],
+    "NaN codes": lambda fmt: _nan_codes(fmt),
+}
+_INTS = {"integers": lambda fmt: fmt.name} | {
+    key: _TABLES[key] for key in ("bits", "lowest", "max")
+}
+_BLOCKS = {
+    "blocks": lambda fmt: fmt.name,
+    "element": lambda fmt: fmt.element.name,
+    "of": lambda fmt: "x".join(map(str, fmt.block)),
+    "scale": lambda fmt: fmt.scale.name,
+    "rule": lambda fmt: str(fmt.rule),
+    "second scale": lambda fmt: "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
+    "bits each": lambda fmt: f"{fmt.element.bits + fmt.scale.bits / math.prod(fmt.block):g}",
+}
+_LEFT = {"floats", "tables", "integers", "inf", "NaN codes"}
+_LEFT |= {"blocks", "element", "scale", "rule", "second scale"}
 FOOTNOTE = (
     "Also: int and uint of 1 to 64 bits (int5), IEEE P3109 of 3 to 16 bits (binary8p3se).\n"
-    "`qtoolkit formats NAME` shows one format, in any spelling, and its number line."
+    "`qtoolkit formats NAME` shows one format, in any spelling, and the values of small ones."
 )
+_LISTED = 128  # the most values from zero up that are listed
 
 
-def format_tables() -> Iterator[tuple[tuple[str, ...], list[list[str]], list[str]]]:
-    """Header, rows and right-aligned columns of each table of shipped formats."""
-    tables = (
-        (FLOAT_HEADER, [float_row(fmt) for fmt in FORMATS if isinstance(fmt, FloatFormat)]),
-        (TABLE_HEADER, [_table_row(fmt) for fmt in FORMATS if isinstance(fmt, TableFormat)]),
-        (INT_HEADER, [_int_row(fmt) for fmt in FORMATS if isinstance(fmt, IntFormat)]),
-        (BLOCK_HEADER, [_block_row(fmt) for fmt in BLOCK_FORMATS]),
-    )
-    for header, rows in tables:
-        yield header, rows, [column for column in header if column not in LEFT]
+def format_tables() -> Iterator[tuple[list[str], list[list[str]], list[str]]]:
+    kinds: Any = ((_FLOATS, FloatFormat), (_TABLES, TableFormat), (_INTS, IntFormat))
+    tables = [(columns, [f for f in FORMATS if isinstance(f, kind)]) for columns, kind in kinds]
+    for columns, formats in (*tables, (_BLOCKS, BLOCK_FORMATS)):
+        rows = [[cell(fmt) for cell in columns.values()] for fmt in formats]
+        yield list(columns), rows, [column for column in columns if column not in _LEFT]
 
 
-def float_row(fmt: FloatFormat) -> list[str]:
-    return [
-        fmt.name,
-        str(fmt.bits),
-        f"{int(fmt.signed)}/{fmt.exponent_bits}/{fmt.mantissa_bits}",
-        str(fmt.bias),
-        exact(fmt.max_finite),
-        exact(fmt.min_normal),
-        exact(fmt.min_subnormal),
-        exact(fmt.epsilon),
-        "yes" if fmt.has_inf else "no",
-        _nan_codes(fmt) if fmt.bits <= 8 else f"{_nan_count(fmt)} codes",
-    ]
-
-
-def _table_row(fmt: TableFormat) -> list[str]:
-    return [
-        fmt.name,
-        str(fmt.bits),
-        str(fmt.finite_count),
-        exact(fmt.lowest),
-        exact(fmt.max_finite),
-        exact(fmt.min_positive),
-        "yes" if fmt.has_inf else "no",
-        _nan_codes(fmt),
-    ]
-
-
-def _int_row(fmt: IntFormat) -> list[str]:
-    return [fmt.name, str(fmt.bits), exact(fmt.lowest), exact(fmt.max_finite)]
-
-
-def _block_row(fmt: BlockFormat) -> list[str]:
-    """A published block format: its lengths are all given, and it has a scale."""
-    assert fmt.scale is not None
-    count = math.prod(length or 1 for length in fmt.block)
-    return [
-        fmt.name,
-        fmt.element.name,
-        "x".join(map(str, fmt.block)),
-        fmt.scale.name,
-        str(fmt.rule),
-        "none" if fmt.tensor_scale is None else fmt.tensor_scale.name,
-        f"{fmt.element.bits + fmt.scale.bits / count:g}",
-    ]
-
-
-def block_page(fmt: BlockFormat, width: int, *, ascii_only: bool) -> Iterator[str]:
+def block_page(fmt: BlockFormat, width: int) -> Iterator[str]:
     """The lines of a block format's page: its properties, then the page of its elements."""
-    row = dict(zip(BLOCK_HEADER, _block_row(fmt), strict=True))
+    row = {column: cell(fmt) for column, cell in _BLOCKS.items()}
     yield f"{fmt.name}: blocks of {row['of']} {row['element']} with scales in {row['scale']}"
     yield f"  scale rule    {row['rule']}"
     yield f"  second scale  {row['second scale']}"
@@ -103,11 +81,11 @@ def block_page(fmt: BlockFormat, width: int, *, ascii_only: bool) -> Iterator[st
         yield f"  elements      count 2^{fmt.element_exponent}"
     yield f"  bits each     {row['bits each']}"
     yield ""
-    yield from format_page(fmt.element, width, ascii_only=ascii_only)
+    yield from format_page(fmt.element, width)
 
 
-def format_page(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:
-    """The lines of one format's page: its properties, then its number line."""
+def format_page(fmt: Format, width: int) -> Iterator[str]:
+    """The lines of one format's page: its properties, then, if they are few, its values."""
     yield f"{fmt.name}: {_kind(fmt)}"
     properties = [*_properties(fmt)]
     indent = max(len(name) for name, _ in properties) + 4
@@ -120,8 +98,11 @@ def format_page(fmt: Format, width: int, *, ascii_only: bool) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    yield ""
-    yield from number_line(fmt, width, ascii_only=ascii_only)
+    if fmt.finite_count <= 2 * _LISTED:
+        values, negatives = _listed(fmt)
+        if len(values) <= _LISTED:
+            yield ""
+            yield from _number_line(fmt, values, negatives, width)
 
 
 def _kind(fmt: Format) -> str:
@@ -132,13 +113,9 @@ def _kind(fmt: Format) -> str:
             return "truth value, 1 for whatever is not zero"
         kind = "two's complement" if fmt.signed else "unsigned"
         return f"{kind} integer of {_bits(fmt.bits)}"
-    fields = (
-        *(["1 sign"] if fmt.signed else []),
-        f"{fmt.exponent_bits} exponent",
-        f"{fmt.mantissa_bits} mantissa",
-    )
-    sign = "" if fmt.signed else "unsigned "
-    return f"{sign}float of {_bits(fmt.bits)} ({', '.join(fields)}), bias {fmt.bias}"
+    sign, unsigned = ("1 sign, ", "") if fmt.signed else ("", "unsigned ")
+    fields = f"{sign}{fmt.exponent_bits} exponent, {fmt.mantissa_bits} mantissa"
+    return f"{unsigned}float of {_bits(fmt.bits)} ({fields}), bias {fmt.bias}"
 
 
 def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
@@ -157,13 +134,11 @@ def _properties(fmt: Format) -> Iterator[tuple[str, str]]:
         yield "infinity", _infinities(fmt)
         yield "NaN", f"{_nan_codes(fmt)} ({_nan_count(fmt)})" if fmt.has_nan else "none"
         yield "overflow", _overflow(fmt)
-    yield (
-        "stored as",
-        f"{fmt.code_dtype}" + (f", or its own dtype {fmt.dtype}" if fmt.dtype else ""),
-    )
+    own = f", or its own dtype {fmt.dtype}" if fmt.dtype else ""
+    yield "stored as", f"{fmt.code_dtype}{own}"
     if fmt.spellings:
-        own = [] if fmt.dtype is None else [fmt.dtype.name]
-        yield "spelled", "  ".join(dict.fromkeys((fmt.name, *own, *fmt.spellings)))
+        names = [] if fmt.dtype is None else [fmt.dtype.name]
+        yield "spelled", "  ".join(dict.fromkeys((fmt.name, *names, *fmt.spellings)))
 
 
 def _zeros(fmt: FloatFormat | TableFormat) -> str:
@@ -171,19 +146,16 @@ def _zeros(fmt: FloatFormat | TableFormat) -> str:
         zeros = [code for code, value in zip(fmt.codes, fmt.finite, strict=True) if value == 0]
     else:
         zeros = [0] * fmt.has_zero + [fmt.sign_code] * fmt.has_negative_zero
-    codes = [hexadecimal(code, fmt.bits) for code in zeros]
-    return f"{codes[0]}, -0 is {codes[1]}" if len(codes) > 1 else "".join(codes) or "none"
+    return ", -0 is ".join(_hexadecimal(code, fmt) for code in zeros) or "none"
 
 
 def _infinities(fmt: FloatFormat | TableFormat) -> str:
-    if fmt.inf_code is None:
-        return "none"
-    codes = [hexadecimal(fmt.inf_code, fmt.bits)]
-    if isinstance(fmt, FloatFormat) and fmt.signed:
-        codes.append(hexadecimal(fmt.sign_code | fmt.inf_code, fmt.bits))
+    codes = [] if fmt.inf_code is None else [fmt.inf_code]
+    if codes and isinstance(fmt, FloatFormat) and fmt.signed:
+        codes.append(fmt.sign_code | codes[0])
     elif isinstance(fmt, TableFormat) and float("-inf") in fmt.values_by_code:
-        codes.append(hexadecimal(fmt.values_by_code.index(float("-inf")), fmt.bits))
-    return f"{codes[0]}, -Inf is {codes[1]}" if len(codes) > 1 else codes[0]
+        codes.append(fmt.values_by_code.index(float("-inf")))
+    return ", -Inf is ".join(_hexadecimal(code, fmt) for code in codes) or "none"
 
 
 def _overflow(fmt: FloatFormat | TableFormat) -> str:
@@ -201,20 +173,126 @@ def _nan_count(fmt: FloatFormat | TableFormat) -> str:
 def _nan_codes(fmt: FloatFormat | TableFormat) -> str:
     """Codes in hexadecimal, runs shortened: 0x7D-7F, FD-FF; "none" where there are none."""
     runs = [dict.fromkeys((run[0], run[-1])) for run in _nan_runs(fmt)]
-    text = ", ".join("-".join(hexadecimal(code, fmt.bits)[2:] for code in run) for run in runs)
+    text = ", ".join("-".join(_hexadecimal(code, fmt)[2:] for code in run) for run in runs)
     return f"0x{text}" if text else "none"
 
 
-def _nan_runs(fmt: FloatFormat | TableFormat) -> tuple[range, ...]:
+def _nan_runs(fmt: FloatFormat | TableFormat) -> Sequence[range]:
     if isinstance(fmt, FloatFormat):
         return fmt.nan_ranges
-    return tuple(range(code, code + 1) for code in fmt.nan_codes)
+    return [range(code, code + 1) for code in fmt.nan_codes]
 
 
-def hexadecimal(code: int, bits: int) -> str:
-    """0x7E; as many digits as the format's codes need."""
-    return f"0x{code:0{(bits + 3) // 4}X}"
+def _hexadecimal(code: int, fmt: Format) -> str:
+    return f"0x{code:0{(fmt.bits + 3) // 4}X}"
 
 
 def _bits(count: int) -> str:
     return f"{count} bit{'' if count == 1 else 's'}"
+
+
+def _listed(fmt: Format) -> tuple[dict[Fraction, int], str]:
+    """Codes by value, rising; and, where negative values are left out, how to get their codes.
+
+    E4M3FN lists 127 values and says "; negative values: code + 0x80".
+    """
+    pairs = [(fmt.value(code), code) for code in range(1 << fmt.bits)]
+    # Fractions alone: the negative zero is a float, as infinities and NaN are.
+    codes = dict(sorted((value, code) for value, code in pairs if isinstance(value, Fraction)))
+    positive = {value: code for value, code in codes.items() if value >= 0}
+    all_fit = isinstance(fmt, IntFormat) and len(codes) <= 16
+    if len(positive) == len(codes) or all_fit:
+        return codes, ""
+    mirrored = [(code, codes.get(-value)) for value, code in positive.items() if value > 0]
+    half, down_to = 1 << (fmt.bits - 1), ""
+    if fmt.lowest < -fmt.max_finite:
+        down_to = f", down to {exact(fmt.lowest)}"
+    if all(negative == code + half for code, negative in mirrored):
+        return positive, f"; negative values: code + 0x{half:X}"
+    if all(negative == 2 * half - code for code, negative in mirrored):
+        return positive, f"; negative values: 0x{2 * half:X} - code{down_to}"
+    return codes, ""
+
+
+def _number_line(
+    fmt: Format, values: dict[Fraction, int], negatives: str, width: int
+) -> Iterator[str]:
+    binades: dict[str, list[Fraction]] = {}
+    for value in values:
+        binades.setdefault(_binade(fmt, value), []).append(value)
+    grouped = len(values) > 16 and len(values) > 2 * len(binades)
+    yield from textwrap.wrap(
+        "number line: codes in hexadecimal, each before its value"
+        + (", a row for each power of two" if grouped else "")
+        + negatives,
+        width,
+    )
+    digits = (fmt.bits + 3) // 4
+    rows: dict[str, list[str]] = {}
+    for label, members in binades.items():
+        short = [min(decimal(v), exact(v), key=len) for v in members]
+        texts = decimals_or_multiples(members) if grouped else short
+        cells = [f"{values[v]:0{digits}X} {text}" for v, text in zip(members, texts, strict=True)]
+        rows.setdefault(label if grouped else "", []).extend(cells)
+    label_width = max(map(len, rows)) + 2 * grouped
+    cell_width = max(len(cell) for row in rows.values() for cell in row) + 2
+    columns = max(1, (width - label_width) // cell_width)
+    if grouped and columns > 1:
+        columns = 1 << (columns.bit_length() - 1)  # a binade of 2**n values fills its lines evenly
+    for label, row in rows.items():
+        for start in range(0, len(row), columns):
+            shown = "".join(cell.ljust(cell_width) for cell in row[start : start + columns])
+            yield f"  {'' if start else label:<{label_width}}{shown}".rstrip()
+
+
+def _binade(fmt: Format, value: Fraction) -> str:
+    if value == 0:
+        return "zero"
+    if isinstance(fmt, FloatFormat) and abs(value) < fmt.min_normal:
+        return "subnormal"
+    return ("-" if value < 0 else "") + exact(Fraction(2) ** binade(abs(value)))
+
+
+def exact(value: Fraction) -> str:
+    """A number, exactly and short: 448, 2^-9, 1.75, 7*2^-9, (2-2^-7)*2^127, 2^63-1."""
+    if value < 0:
+        return f"-{exact(-value)}"
+    if value.denominator == 1 and value < 10**6:
+        return str(value.numerator)
+    exponent = binade(value)
+    significand = value / Fraction(2) ** exponent
+    if significand == 1:
+        return f"2^{exponent}"
+    if value == 2 ** (exponent + 1) - 1:
+        return f"2^{exponent + 1}-1"
+    if len(decimal(value)) <= 8 and Fraction(decimal(value)) == value:
+        return decimal(value)
+    steps = significand.denominator.bit_length() - 1
+    if 2 - significand == Fraction(1, significand.denominator) and steps > 4:
+        return f"(2-2^-{steps})*2^{exponent}" if exponent else f"2-2^-{steps}"
+    if significand.numerator < 2**10:
+        return f"{significand.numerator}*2^{exponent - steps}"
+    return decimal(value)
+
+
+def decimal(value: Fraction) -> str:
+    """The shortest decimal that reads back as this float32, or else as this float64."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = np.float32(float(value))
+    return str(narrow if narrow == value else float(value))
+
+
+def decimals_or_multiples(values: Sequence[Fraction]) -> list[str]:
+    """All values as decimals if those are short, else all as multiples of one power of two.
+
+    1, 1.125, 1.25; but 2^-9, 2*2^-9, 3*2^-9.
+    """
+    if all(len(decimal(value)) <= 7 and value < 10**6 for value in values):
+        return [decimal(value) for value in values]
+    step = Fraction(1, max(value.denominator for value in values))
+    if step == 1:
+        step *= min(value.numerator & -value.numerator for value in values)
+    power = exact(step) if step < 1 else f"2^{binade(step)}"
+    return [power if value == step else f"{value / step}*{power}" for value in values]

@@ -1,41 +1,17 @@
-"""The texts that the commands print about conversions, plans, files and layouts. No JAX here."""
+"""The texts that the commands print about conversions and plans. No JAX here."""
 
-import dataclasses
 import json
 import math
 import operator
 import shlex
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from qtoolkit.checkpoints import (
-    LAYOUTS,
-    CheckpointError,
-    Layout,
-    Plan,
-    Report,
-    TensorPlan,
-)
-from qtoolkit.checkpoints.internal import (
-    FLOATS,
-    Checkpoint,
-    Encoding,
-    Statistics,
-    check_explained,
-    dequantized,
-    join,
-    listed,
-    read_json,
-    shown,
-    statistics,
-)
-from qtoolkit.cli._errors import printable
+from qtoolkit.checkpoints import LAYOUTS, Report, TensorPlan
+from qtoolkit.checkpoints.internal import join, listed, read_json, shown
 
 # Header, rows and right-aligned columns: the arguments of `table`.
 Table = tuple[Sequence[str], list[list[str]], Sequence[str]]
 
-_STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
 # Models whose code asks layers for `weight`, which packed layers have not: transformers 5.24 fails
 # as it loads them (tests/interop/test_transformers.py). There are more than were tried.
 _ASK_FOR_WEIGHTS = {
@@ -44,134 +20,19 @@ _ASK_FOR_WEIGHTS = {
 }
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(tensors: Sequence[TensorPlan]) -> Table:
     """A row for every tensor of the source, with the bytes that would be written for it."""
     header = ("tensor", "dtype", "becomes", "scale", "bytes", "kept because")
-    rows = [
-        [
-            shown(tensor.name),
-            tensor.source.stored_dtype,
-            tensor.dtype,
-            _scale_shape(tensor),
-            f"{tensor.nbytes:,}",
-            tensor.reason,
-        ]
-        for tensor in plan.tensors
-    ]
+    rows = []
+    for tensor in tensors:
+        scale = tensor.encoding.scale if tensor.encoding is not None else None
+        row = [shown(tensor.name), tensor.source.stored_dtype, tensor.dtype]
+        row += ["" if scale is None else str([*scale.shape]), f"{tensor.nbytes:,}", tensor.reason]
+        rows.append(row)
     return header, rows, ("bytes",)
 
 
-def _scale_shape(tensor: TensorPlan) -> str:
-    scale = tensor.encoding.scale if tensor.encoding is not None else None
-    return "" if scale is None else dimensions(scale.shape)
-
-
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as data for JSON."""
-    return {
-        "layout": plan.layout,
-        "format": plan.format_names,
-        "scaling": plan.scaling,
-        "dequantized": plan.dequantizes,
-        "bytes_before": sum(tensor.source.stored_nbytes for tensor in plan.tensors),
-        "bytes_after": sum(tensor.nbytes for tensor in plan.tensors),
-        "kept_share": plan.kept_share,
-        "quantization_config": plan.quantization_config,
-        "caution": plan.caution,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "action": tensor.action,
-                "reason": tensor.reason,
-                "dtype": tensor.dtype,
-                "bytes_before": tensor.source.stored_nbytes,
-                "bytes_after": tensor.nbytes,
-                "entries": [entry._asdict() for entry in tensor.entries],
-            }
-            for tensor in plan.tensors
-        ],
-    }
-
-
-def plan_summary(plan: Plan, dst: str, part: str = "") -> list[str]:
-    """The lines under the table of a plan; `part` says what a shard writes, "" without one."""
-    title, *lines = _outcome(
-        plan.format_names,
-        plan.scaling,
-        plan.layout,
-        plan.dequantizes,
-        [tensor.reason for tensor in plan.tensors if tensor.action != "quantize"],
-        sum(tensor.action == "quantize" for tensor in plan.tensors),
-        plan.kept_share,
-        sum(tensor.source.stored_nbytes for tensor in plan.tensors),
-        sum(tensor.nbytes for tensor in plan.tensors),
-    )
-    return [
-        f"{shown(dst)}: {title}; a dry run, nothing was written",
-        *lines,
-        *([f"  note       {plan.caution}"] if plan.caution else []),
-        *([f"  shard      {part}"] if part else []),
-    ]
-
-
-def report_summary(report: Report) -> list[str]:
-    """The lines that end a conversion."""
-    if report.shard and not report.files:
-        return [
-            f"{shown(report.target)}: shard {report.shard}: no file is left for it, there are more "
-            "shards than files; a smaller --max-shard-size makes more of these"
-        ]
-    part = f" shard {report.shard}, {file_count(len(report.files))}:" if report.shard else ""
-    title, *lines = _outcome(
-        report.format,
-        report.scaling,
-        report.layout,
-        report.dequantized,
-        [tensor.reason for tensor in report.kept],
-        len(report.quantized),
-        report.kept_share,
-        report.bytes_before,
-        report.bytes_after,
-    )
-    lines = [f"{shown(report.target)}:{part} {title}", *lines, *_errors(report), *_notes(report)]
-    if report.resumed:
-        lines.append(f"  resumed    {file_count(len(report.resumed))} of an earlier run kept")
-    if report.left and not report.shard:
-        lines.append(f"  not copied {listed(map(shown, report.left))}")
-    return lines
-
-
-def _errors(report: Report) -> list[str]:
-    """The mean SQNR, and the lowest with the name of its tensor; none where none was measured."""
-    if report.mean_sqnr_db is None:
-        return []
-    measured = [(t.sqnr_db, t.name) for t in report.quantized if t.sqnr_db is not None]
-    lowest, name = min(measured, key=operator.itemgetter(0))
-    return [
-        f"  mean SQNR  {_decibels(report.mean_sqnr_db)}",
-        f"  lowest     {_decibels(lowest)}, {shown(name)}",
-    ]
-
-
-def _notes(report: Report) -> list[str]:
-    """Warnings: what loaders misread, NaNs and infinities, overflow."""
-    lines = [f"  note       {report.caution}"] if report.caution else []
-    copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
-    if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
-        lines.append(f"  note       {changed:,} elements were NaN or infinite")
-    if copied:
-        some = listed(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied)
-        lines.append(f"  note       NaN or infinite, copied as they are: {some}")
-    if report.overflowed:
-        lines.append(
-            f"  note       {report.overflowed:,} finite elements exceed the largest number of "
-            "their new dtype and became it"
-        )
-    return lines
-
-
 def report_table(report: Report) -> Table:
-    """A row for every tensor."""
     header = ("tensor", "became", "bytes", "SQNR", "largest scale", "kept because")
     rows = [
         [
@@ -188,72 +49,143 @@ def report_table(report: Report) -> Table:
 
 
 def report_markdown(report: Report) -> str:
-    """A table of every tensor, and the summary, in Markdown."""
     header, rows, right = report_table(report)
+    marks = ["---:" if name in right else "---" for name in header]
+    cells = [header, marks, *([*map(_escaped, row)] for row in rows)]
     lines = [
         f"# {_escaped(shown(report.target))}",
         "",
         *(f"* {_escaped(line.strip())}" for line in report_summary(report)),
         "",
-        "| " + " | ".join(header) + " |",
-        "| " + " | ".join("---:" if name in right else "---" for name in header) + " |",
-        *("| " + " | ".join(map(_escaped, row)) + " |" for row in rows),
+        *(f"| {' | '.join(row)} |" for row in cells),
     ]
     return "\n".join(lines)
 
 
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("`", "\\`")
+
+
+def report_summary(report: Report, after_title: str = "") -> list[str]:
+    where = f"{shown(report.target)}:"
+    if report.shard and not report.files:
+        return [
+            f"{where} shard {report.shard}: no file is left for it, there are more shards than "
+            "files; a smaller --max-shard-size makes more of these"
+        ]
+    if report.shard:
+        where += f" shard {report.shard}, {counted(len(report.files), 'file')}:"
+    title, *lines = _outcome(report)
+    lines = [f"{where} {title}{after_title}", *lines, *_errors(report), *_notes(report)]
+    if report.resumed:
+        lines.append(f"  resumed    {counted(len(report.resumed), 'file')} of an earlier run kept")
+    if report.left and not report.shard:
+        lines.append(f"  not copied {listed(map(shown, report.left))}")
+    return lines
+
+
+def _outcome(report: Report) -> list[str]:
+    """A title and the lines that count tensors and bytes."""
+    before, after = report.bytes_before, report.bytes_after
+    size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
+    kept = counted(len(report.kept), "tensor")
+    if report.format == "nothing" and report.dequantized:
+        return [f"{kept}, those in layout {report.dequantized} dequantized", size]
+    words = [word for word in report.scaling.split(", ") if word != "none"]
+    own = ", or the format's own" if words and "none" in report.scaling else ""
+    scales = f", a scale per {' or '.join(words)}{own}" if words else ""
+    source = f"  source     quantized (layout {report.dequantized}), dequantized first"
+    reasons = [tensor.reason for tensor in report.kept]
+    why = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
+    return [
+        report.format + scales + ("" if report.layout == "plain" else f", layout {report.layout}"),
+        *([source] if report.dequantized else []),
+        f"  quantized  {counted(len(report.quantized), 'tensor')}",
+        f"  kept       {kept}"
+        + (f" ({why}), {100 * report.kept_share:.1f} % of the bytes" if why else ""),
+        size,
+    ]
+
+
+def _errors(report: Report) -> list[str]:
+    """The mean SQNR, and the lowest with the name of its tensor; none where none was measured."""
+    if report.mean_sqnr_db is None:
+        return []
+    measured = [(t.sqnr_db, t.name) for t in report.quantized if t.sqnr_db is not None]
+    lowest, name = min(measured, key=operator.itemgetter(0))
+    return [
+        f"  mean SQNR  {_decibels(report.mean_sqnr_db)}",
+        f"  lowest     {_decibels(lowest)}, {shown(name)}",
+    ]
+
+
+def _notes(report: Report) -> list[str]:
+    """Warnings: what loaders misread, NaNs and infinities, overflow."""
+    notes = [report.caution] if report.caution else []
+    copied = [t for t in report.tensors if t.nonfinite and t.action == "keep"]
+    if changed := report.nonfinite - sum(tensor.nonfinite for tensor in copied):
+        notes.append(f"{changed:,} elements were NaN or infinite")
+    if copied:
+        some = listed(f"{shown(tensor.name)} ({tensor.nonfinite:,})" for tensor in copied)
+        notes.append(f"NaN or infinite, copied as they are: {some}")
+    if report.overflowed:
+        notes.append(
+            f"{report.overflowed:,} finite elements exceed the largest number of their new dtype "
+            "and became it"
+        )
+    return [f"  note       {text}" for text in notes]
+
+
 def loading_lines(report: Report) -> list[str]:
     """How to load what was written, and what loaders need beside a single file."""
-    literal = _literal(report.target)
     if report.shard:
         # $'...' is how shells spell control characters.
         target = report.target
         quoted = shlex.quote(target) if target.isprintable() else f"${target!a}"
         return [f"when all shards are done: qtoolkit finalize {quoted}"]
     if report.loads_nowhere:
-        if report.files:
-            parked = "qtoolkit_config.json" in report.files
-            return [
-                "no loader of models reads layout plain: "
-                + ("config.json is now called qtoolkit_config.json; " if parked else "")
-                + f"`qtoolkit dequantize` undoes {'both' if parked else 'it'}"
-            ]
-        if report.container == "orbax":
-            return [
-                f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
-                "linen variables for a model; orbax restores it with scales beside the codes"
-            ]
-        return [f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"]
+        return [_loading_plain(report)]
     if not report.quantization_config:
         return []
-    loaders = LAYOUTS[report.layout].loaders
+    loaders, literal = LAYOUTS[report.layout].loaders, _literal(report.target)
     by_transformers = "transformers" in loaders and not report.caution
-    if report.files:
-        if not by_transformers:
-            return [f"load it (by its documentation, untested here): vllm.LLM({literal})"]
-        if not {"model.safetensors", "model.safetensors.index.json"} & {*report.files}:
-            return [
-                "transformers finds weights by the name model.safetensors; give those of the "
-                "source that name, and convert it again"
-            ]
-        return [f"load it: transformers.{_call(report, literal)}"]
-    if not by_transformers:
-        loading = (
-            "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it writes "
-            "the further files that loaders ask for"
-        )
-    else:
-        loading = (
+    if not report.files:
+        return [
+            f"loaders ({loaders}) need this in the config.json beside it, or they read codes as "
+            "weights without an error:",
+            json.dumps({"quantization_config": report.quantization_config}, indent=2),
             "load the folder with the class that its config.json names, such as "
             "transformers.AutoModelForCausalLM.from_pretrained(FOLDER), the file named "
             "model.safetensors"
+            if by_transformers
+            else "load the folder: vllm.LLM(FOLDER); give `convert` the folder itself, and it "
+            "writes the further files that loaders ask for",
+        ]
+    if not by_transformers:
+        return [f"load it (by its documentation, untested here): vllm.LLM({literal})"]
+    if not {"model.safetensors", "model.safetensors.index.json"} & {*report.files}:
+        return [
+            "transformers finds weights by the name model.safetensors; give those of the source "
+            "that name, and convert it again"
+        ]
+    return [f"load it: transformers.{_call(report, literal)}"]
+
+
+def _loading_plain(report: Report) -> str:
+    literal = _literal(report.target)
+    if "qtoolkit_config.json" in report.files:
+        return (
+            "no loader of models reads layout plain: config.json is now called "
+            "qtoolkit_config.json; `qtoolkit dequantize` undoes both"
         )
-    return [
-        f"loaders ({loaders}) need this in the config.json beside it, or they read codes as "
-        "weights without an error:",
-        json.dumps({"quantization_config": report.quantization_config}, indent=2),
-        loading,
-    ]
+    if report.files:
+        return "no loader of models reads layout plain: `qtoolkit dequantize` undoes it"
+    if report.container == "orbax":
+        return (
+            f"load it: qtoolkit.checkpoints.load({literal}), with like=nnx.state(model) or "
+            "linen variables for a model; orbax restores it with scales beside the codes"
+        )
+    return f"load it: qtoolkit.checkpoints.dequantize(qtoolkit.checkpoints.load({literal}))"
 
 
 def _literal(text: str) -> str:
@@ -277,229 +209,9 @@ def _call(report: Report, literal: str) -> str:
     return f"{name}.from_pretrained({literal})"
 
 
-def inspect_table(source: Checkpoint) -> Table:
-    """A row for every tensor, with its scales."""
-    encodings = _encodings(source)
-    by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
-    others = {e.name for encoding in by_codes.values() for e in encoding.entries} - by_codes.keys()
-    rows = []
-    for tensor in source.tensors.values():
-        if tensor.name in others:
-            continue
-        encoding = by_codes.get(tensor.name)
-        rows.append(
-            [
-                shown(tensor.name),
-                tensor.stored_dtype,
-                dimensions(tensor.shape),
-                f"{tensor.stored_nbytes:,}",
-                "" if encoding is None else _scales(encoding),
-            ]
-        )
-    header = ("tensor", "dtype", "shape", "bytes", "scales")
-    count = len(header) - (not encodings)  # no column of scales where there are none
-    return header[:count], [row[:count] for row in rows], ("bytes",)
-
-
-def _encodings(source: Checkpoint) -> Mapping[str, Encoding]:
-    """How quantized weights are stored, by name; empty if in a layout that is not read."""
-    try:
-        return dequantized(source).encodings
-    except CheckpointError:
-        return {}
-
-
-def _scales(encoding: Encoding) -> str:
-    parts = [
-        f"{shown(entry.name.rpartition('.')[2])} {entry.dtype} {dimensions(entry.shape)}"
-        for entry in encoding.entries
-        if entry != encoding.codes
-    ]
-    # Codes that are packed have another shape than the weight.
-    is_same = encoding.shape == encoding.codes.shape
-    shape = "" if is_same else f" {dimensions(encoding.shape)}"
-    return f"{encoding.spec.name}{shape}: {', '.join(parts)}"
-
-
-def inspect_summary(source: Checkpoint) -> list[str]:
-    """The lines under the table of `inspect_table`."""
-    tensors = source.tensors.values()
-    lines = [
-        f"{tensor_count(len(tensors))}, {sum(t.size for t in tensors):,} elements, "
-        f"{sum(t.stored_nbytes for t in tensors):,} bytes"
-    ]
-    try:
-        opened = dequantized(source)
-        check_explained(opened, lambda name: False)
-    except CheckpointError as error:
-        lines.append(f"not readable as quantized: {printable(str(error))}")
-    else:
-        if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
-            lines.append(
-                f"layout {opened.layout}: {tensor_count(count)} quantized; "
-                "`qtoolkit dequantize` writes what they stand for"
-            )
-    lines += [f"metadata {shown(key)}: {shown(value)}" for key, value in source.metadata.items()]
-    return lines
-
-
-def inspect_data(source: Checkpoint, stats: bool) -> dict[str, Any]:
-    """What `inspect_table` shows, and with `stats` the numbers of `stats_table`, as data for JSON.
-
-    Numbers are not rounded or formatted. One is null if a tensor has no finite element.
-    """
-    data: dict[str, Any] = {
-        "path": str(source.path),
-        "metadata": source.metadata,
-        "tensors": [
-            {
-                "name": t.name,
-                "dtype": t.stored_dtype,
-                "shape": list(t.shape),
-                "bytes": t.stored_nbytes,
-            }
-            for t in source.tensors.values()
-        ],
-        "quantized": {
-            name: {
-                "format": encoding.spec.name,
-                "shape": list(encoding.shape),
-                "entries": [entry.name for entry in encoding.entries],
-            }
-            for name, encoding in _encodings(source).items()
-        },
-    }
-    if stats:
-        data["stats"] = [
-            dict(zip(_STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
-            for name, one in _stats(source)
-        ]
-    return data
-
-
-def stats_table(source: Checkpoint) -> Table:
-    """A row for every tensor of floats; quantized ones are dequantized."""
-    rows = []
-    for name, stats in _stats(source):
-        *numbers, zeros, nans, infinities = dataclasses.astuple(stats)
-        counts = (f"{count:,}" for count in (zeros, nans, infinities))
-        rows.append([shown(name), *(f"{number:.4g}" for number in numbers), *counts])
-    return _STATS_HEADER, rows, _STATS_HEADER[1:]
-
-
-def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
-    """The statistics of every tensor of floats that has elements."""
-    for tensor in dequantized(source).tensors.values():
-        if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
-            yield tensor.name, statistics(tensor)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
-
-
-def layouts_table() -> Table:
-    """A row for every layout."""
-    rows = [
-        [
-            layout.name,
-            ", ".join(dict.fromkeys(s.format for s in layout.schemes)) or "only read",
-            layout.loaders,
-        ]
-        for layout in LAYOUTS.values()
-    ]
-    return ("layout", "formats", "loaded by"), rows, ()
-
-
-def layout_data(layout: Layout) -> dict[str, Any]:
-    """A layout as data for JSON; format and scaling are arguments of `convert`."""
-    return {
-        "title": layout.title,
-        "loaders": layout.loaders,
-        "note": layout.note,
-        "schemes": [
-            {
-                "format": scheme.format,
-                "scaling": scheme.scaling,
-                "name": scheme.name,
-                "about": scheme.about,
-                "needs_input_scale": scheme.needs_input_scale,
-            }
-            for scheme in layout.schemes
-        ],
-    }
-
-
-def layout_page(layout: Layout) -> list[str]:
-    """The lines that describe a layout."""
-    texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
-    width = max(map(len, texts), default=0)
-    lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
-    lines += [*textwrap.wrap(layout.note, 100), ""]
-    for scheme, text in zip(layout.schemes, texts, strict=True):
-        needs = "needs --input-scales" if scheme.needs_input_scale else ""
-        about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
-        lines.append(f"  --format {text:<{width}}  {about}")
-    if not layout.schemes:
-        return [*lines, "is only read: convert and dequantize take it as SRC"]
-    return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "\\`")
-
-
-def _outcome(
-    formats: str,
-    scaling: str,
-    layout: str,
-    dequantized: str,
-    reasons: Sequence[str],
-    quantized: int,
-    share: float,
-    before: int,
-    after: int,
-) -> list[str]:
-    """A title and the lines that count tensors and bytes.
-
-    Args:
-      formats, scaling, layout, dequantized: As `Report` has them.
-      reasons: One for each tensor that is kept.
-      quantized: How many tensors are not.
-      share: That of the kept ones, by bytes.
-      before, after: Bytes of all.
-    """
-    size = f"  bytes      {before:,} -> {after:,} ({100 * after / max(before, 1):.1f} %)"
-    if formats == "nothing" and dequantized:
-        return [f"{tensor_count(len(reasons))}, those in layout {dequantized} dequantized", size]
-    words = [word for word in scaling.split(", ") if word != "none"]
-    own = ", or the format's own" if words and "none" in scaling else ""
-    scales = f", a scale per {' or '.join(words)}{own}" if words else ""
-    source = f"  source     quantized (layout {dequantized}), dequantized first"
-    counted = ", ".join(f"{reason}: {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
-    return [
-        formats + scales + ("" if layout == "plain" else f", layout {layout}"),
-        *([source] if dequantized else []),
-        f"  quantized  {tensor_count(quantized)}",
-        f"  kept       {tensor_count(len(reasons))}"
-        + (f" ({counted}), {100 * share:.1f} % of the bytes" if counted else ""),
-        size,
-    ]
-
-
-def tensor_count(count: int) -> str:
+def counted(count: int, noun: str) -> str:
     """1 tensor, 2,000 tensors."""
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
-
-
-def file_count(count: int) -> str:
-    """1 file, 20 files."""
-    return f"{count:,} file{'' if count == 1 else 's'}"
-
-
-def dimensions(shape: tuple[int, ...]) -> str:
-    """A shape as it is printed: [32, 16], [] for a scalar."""
-    return f"[{', '.join(map(str, shape))}]"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _decibels(value: float) -> str:

@@ -1,8 +1,6 @@
 """Conversion; the oracle is NumPy with ml_dtypes, written out in `oracle`."""
 
-import errno
 import itertools
-import json
 import math
 import os
 
@@ -108,21 +106,6 @@ def test_codes_and_scales_equal_numpy_with_ml_dtypes(
         assert len(report.quantized) == len(tensors)
 
 
-@pytest.mark.parametrize("size", [1, 5, 32, 33, 97])
-@pytest.mark.parametrize("scaling", ["tensor", "channel"])
-def test_sizes_around_the_chunk_boundary(tmp_path, monkeypatch, size, scaling):
-    monkeypatch.setattr(_slabs, "SLAB", 32)
-    tensors = {
-        "a.weight": normal((size, 3)),
-        "b.weight": normal((3, size)),
-        "c/kernel": normal((size, 7)),
-    }
-    found, _ = converted(tmp_path, tensors, scaling=scaling)
-    for name, x in tensors.items():
-        axes = None if scaling == "tensor" else (0,) if name == "c/kernel" else (1,)
-        assert_same_codes(found[name], oracle(x, "e4m3fn", axes)[0], name)
-
-
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_16_bit_targets_equal_numpys_astype_after_a_clip(tmp_path, fmt, dtype):
@@ -192,14 +175,6 @@ def test_kept_tensors_are_copied_byte_for_byte(tmp_path, monkeypatch):
     assert report.mean_sqnr_db is None
 
 
-def test_tensors_narrower_than_a_byte_are_copied(tmp_path):
-    header = json.dumps({"a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / SRC).write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
-    convert(tmp_path / SRC, tmp_path / DST, allow_codes=True)
-    with checkpoints.SafetensorsFile(tmp_path / DST) as file:
-        assert file.read_bytes("a", 0, 4) == b"abcd"
-
-
 @pytest.mark.parametrize(
     ("fmt", "scaling"),
     [*itertools.product(("e4m3fn", "int8"), ("tensor", "channel")), ("bfloat16", None)],
@@ -226,14 +201,6 @@ def test_the_report_agrees_with_float64_arithmetic_on_what_was_written(tmp_path,
     assert report.bytes_before == sum(x.nbytes for x in tensors.values())
     assert report.bytes_after == sum(x.nbytes for x in found.values())
     assert report.mean_sqnr_db == pytest.approx(np.mean([t.sqnr_db for t in report.quantized]))
-
-
-def test_exact_tensors_do_not_hide_the_mean_of_the_others(tmp_path):
-    _, exact = converted(tmp_path, {"w": np.full((2, 2), 3, np.float32)})
-    assert exact.mean_sqnr_db == math.inf
-    _, mixed = converted(tmp_path, {"w": np.full((2, 2), 3, np.float32), "v": normal((9, 9))})
-    assert mixed.mean_sqnr_db == mixed.quantized[0].sqnr_db or mixed.quantized[1].sqnr_db
-    assert math.isfinite(mixed.mean_sqnr_db)
 
 
 def test_the_result_depends_neither_on_the_chunk_size_nor_on_the_run(tmp_path, monkeypatch):
@@ -263,40 +230,6 @@ def test_few_shapes_compile(tmp_path):
     assert _quantize.encoded._cache_size() - before <= 1
 
 
-@pytest.mark.parametrize("to", ["file", "folder", "orbax"])
-def test_a_target_of_links_that_lead_in_a_circle(tmp_path, to):
-    """`os.path.realpath` takes one of the links for the file that is to be written."""
-    (tmp_path / SRC).mkdir()
-    save(tmp_path / SRC / "model.safetensors", {"w": normal((20, 30))})
-    (tmp_path / "loop").symlink_to("other")
-    (tmp_path / "other").symlink_to("loop")
-    source = tmp_path / SRC / ("model.safetensors" if to == "file" else "")
-    options = {"to": "orbax"} if to == "orbax" else {}
-    for target in ("loop", "loop/model.safetensors"):
-        for overwrite in (True, False):
-            with pytest.raises(OSError, match="symbolic links") as found:
-                convert(source, tmp_path / target, overwrite=overwrite, **options)
-            assert (found.value.errno, str(found.value.filename)) == (
-                errno.ELOOP,
-                str(tmp_path / target),
-            )
-    with pytest.raises(OSError, match="symbolic links"):
-        save(tmp_path / "loop", {"w": normal((2, 3))}, overwrite=True)
-    assert (tmp_path / "loop").is_symlink()
-    assert (tmp_path / "other").is_symlink()
-
-
-def test_a_source_is_never_its_own_target(tmp_path):
-    save(tmp_path / SRC, {"w": normal((20, 30))})
-    (tmp_path / "link").symlink_to(tmp_path / SRC)
-    before = (tmp_path / SRC).read_bytes()
-    for target in (SRC, "link"):
-        for overwrite in (True, False):
-            with pytest.raises(CheckpointError, match=f"{target}: is the source itself; choose"):
-                convert(tmp_path / SRC, tmp_path / target, overwrite=overwrite)
-    assert (tmp_path / SRC).read_bytes() == before
-
-
 def test_converting_the_result_again_gives_the_same_codes(tmp_path):
     """Of the values it stands for; 448 * scale / 448 may be an ulp from the scale."""
     found, _ = converted(tmp_path, {"w.weight": normal((20, 30))}, scaling="channel")
@@ -306,40 +239,6 @@ def test_converting_the_result_again_gives_the_same_codes(tmp_path):
     twice = load(tmp_path / "again")
     assert twice["w.weight"].tobytes() == found["w.weight"].tobytes()
     np.testing.assert_allclose(twice["w.weight_scale"], found["w.weight_scale"], rtol=2**-23)
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("existing", [True, False])
-def test_an_interrupt_in_the_middle_leaves_the_folder_as_it_was(tmp_path, failure, existing):
-    save(tmp_path / SRC, {"a": normal((9, 9)), "b": normal((9, 9))})
-    if existing:
-        (tmp_path / DST).write_bytes(b"precious")
-    before = sorted(os.listdir(tmp_path))
-
-    def interrupt(name, done, total):
-        if done > total / 2:
-            assert len(os.listdir(tmp_path)) == len(before) + 1
-            raise failure
-
-    with pytest.raises(failure):
-        convert(tmp_path / SRC, tmp_path / DST, overwrite=existing, progress=interrupt)
-    assert sorted(os.listdir(tmp_path)) == before
-    if existing:
-        assert (tmp_path / DST).read_bytes() == b"precious"
-
-
-def test_errors_come_before_anything_is_written(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
-        convert(tmp_path / SRC, tmp_path / DST)
-    assert caught.value.filename == str(tmp_path / SRC)
-    save(tmp_path / SRC, {"w": normal((2, 2)).astype(np.float64)})
-    with pytest.raises(CheckpointError, match="tensor w: dtype F64"):
-        convert(tmp_path / SRC, tmp_path / DST)
-    with pytest.raises(FileNotFoundError, match="folder does not exist"):
-        convert(tmp_path / SRC, tmp_path / "no" / DST)
-    with pytest.raises(IsADirectoryError):
-        convert(tmp_path / SRC, tmp_path, overwrite=True)
-    assert os.listdir(tmp_path) == [SRC]
 
 
 def test_dequantize_leaves_foreign_scales_alone():
@@ -408,21 +307,6 @@ def test_by_rules_every_tensor_is_as_if_it_were_alone(tmp_path, scaling):
     assert {name: x.shape for name, x in values.items()} == {n: x.shape for n, x in tensors.items()}
     assert values["one"] == -2.5
     assert report.bytes_after == sum(x.nbytes for x in found.values())
-
-
-def test_one_rule_for_all_is_one_format_for_all(tmp_path):
-    tensors = {"a.weight": normal((9, 5)), "b.weight": normal((3, 3))}
-    by_rule, _ = converted(tmp_path, tensors, format=Rules({"weight": "e4m3fn"}))
-    by_format, _ = converted(tmp_path, tensors, format="e4m3fn")
-    assert by_rule.keys() == by_format.keys()
-    assert all(by_rule[name].tobytes() == by_format[name].tobytes() for name in by_rule)
-
-
-def test_rules_that_keep_everything_copy_the_file(tmp_path):
-    tensors = {"a.weight": normal((9, 5)), "ids": np.arange(3)}
-    found, report = converted(tmp_path, tensors, format=Rules({"weight": None}))
-    assert (report.format, report.scaling, report.quantized) == ("nothing", "none", ())
-    assert all(found[name].tobytes() == tensors[name].tobytes() for name in tensors)
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])

@@ -49,6 +49,8 @@ JOINED = [  # (parts that vLLM joins, others of the layer)
     (["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"], ["linear_attn.out_proj"]),
     (["linear_attn.in_proj_a", "linear_attn.in_proj_b"], ["linear_attn.out_proj"]),
     (["mlp.fc11", "mlp.fc12"], ["mlp.fc2"]),
+    # vLLM's Whisper: {"encoder_attn.kv_proj": ["encoder_attn.k_proj", "encoder_attn.v_proj"]}.
+    (["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.q_proj"]),
     (["mlp.experts.0.gate_proj", "mlp.experts.0.down_proj", "mlp.experts.1.up_proj"], []),
     (["moe.experts.0.w1", "moe.experts.1.w2"], ["moe.shared_expert.w2"]),
 ]
@@ -71,6 +73,16 @@ def test_parts_of_a_joined_layer_are_quantized_alike(tmp_path, parts, others, la
         assert kept(made) == {*of_layers(part)}
     for other in others:
         assert kept(plan(src, skip=[rf"{re.escape(other)}\."], **options)) == {*of_layers(other)}
+
+
+def test_the_line_to_write_is_of_one_layer(tmp_path):
+    """Of Whisper's decoder: the other attention of a layer has projections of the same names."""
+    names = [f"{a}.{x}_proj" for a in ("self_attn", "encoder_attn") for x in "qkv"]
+    src = folder(tmp_path / "src", of_layers(*names))
+    with pytest.raises(CheckpointError, match=r"Write --skip") as error:
+        plan(src, skip=[r"encoder_attn\.k_proj"])
+    words = shlex.split(re.search(r"Write (--skip \S+)", str(error.value))[1])
+    assert kept(plan(src, skip=[words[1]])) == {*of_layers(names[4], names[5])}
 
 
 def test_all_parts_of_some_layers_may_be_left_out(tmp_path):

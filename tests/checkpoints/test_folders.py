@@ -6,10 +6,8 @@ import pickle
 import shutil
 import subprocess
 import sys
-import warnings
 import zipfile
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -67,12 +65,8 @@ def tensors_of(folder):
 
 
 def read(source):
-    values = {}
-    for name, info in source.tensors.items():
-        values[name] = np.empty(info.shape, info.numpy_dtype)
-        source.read_into(name, 0, values[name].reshape(-1).view(np.uint8).data)
-    source.close()
-    return values
+    with source:
+        return {name: source.read(name) for name in source.tensors}
 
 
 def test_a_folder_becomes_one_with_index_config_and_the_other_files(source, tmp_path):
@@ -105,15 +99,6 @@ def test_a_folder_becomes_one_with_index_config_and_the_other_files(source, tmp_
     assert sorted(os.listdir(tmp_path)) == [
         *("all.safetensors", "back", "dst", "one.safetensors", "src")
     ]
-
-
-def test_modelopt_has_a_file_of_its_own(source, tmp_path):
-    convert(source, tmp_path / "dst", layout="modelopt")
-    about = json.loads((tmp_path / "dst" / "hf_quant_config.json").read_text())
-    assert about["quantization"]["quant_algo"] == "FP8_PER_CHANNEL_PER_TOKEN"
-    assert about["quantization"]["exclude_modules"] == ["lm_head"]
-    dequantize_checkpoint(tmp_path / "dst", tmp_path / "back")
-    assert "hf_quant_config.json" not in os.listdir(tmp_path / "back")
 
 
 def test_keep_dtype_casts_what_stays_wide(tmp_path):
@@ -233,8 +218,8 @@ def orbax(folder):
     ("change", "message"),
     [
         (break_shard, r"index\.json: file model-00002-of-00002\.safetensors is missing in .*fetch"),
-        (break_index, r"index\.json: tensor absent\.weight is not in model-00001.*fetch both"),
-        (leave_folder, r"file \.\./secret\.safetensors is not in the folder itself"),
+        (break_index, r"index\.json: not in model-00001.*: tensor absent\.weight; fetch both"),
+        (leave_folder, r"file \.\./secret\.safetensors is missing in"),
         (no_map, r"index\.json: no weight_map of names and files"),
         (no_index, r"2 safetensors files and no model\.safetensors\.index\.json.*give one file"),
         (one_of_two, r"model-00001-of-00002\.safetensors is one of 2 files"),
@@ -278,48 +263,23 @@ def as_objects(path):
         np.savez(file, a=np.array([{}], dtype=object))
 
 
-def as_npy_of(shape):
-    """An npz whose member says that its 8 bytes are an array of this shape."""
-
-    def write(path):
-        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-        npy = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("x.npy", npy + bytes(8))
-
-    return write
-
-
-def as_duplicates(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("x.npy", b"")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            archive.writestr("x.npy", b"")
-
-
 KINDS = [
-    (as_npy_of("(-1,)"), r"member x\.npy: 8 bytes of data, expected those of \[-1\] float32"),
-    (as_npy_of("(1099511627776,)"), r"8 bytes of data, expected those of \[1"),
-    (as_duplicates, r"member x\.npy is there twice"),
     (as_pickle, "a pickle, which may run any code when it is read, is refused"),
     (as_torch_zip, "a pickle, which may run any code when it is read, is refused"),
     (as_other_zip, r"a zip archive with a\.txt, expected npz"),
     (as_objects, r"member a\.npy holds Python objects, pickled.*allow_pickle=True.*numpy.savez"),
     (b"\x89HDF\r\n\x1a\n", "HDF5"),
     (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer.*git lfs pull"),
-    (b"\x1f\x8b\x08\x00", "compressed with gzip; unpack it first"),
+    (b"\x1f\x8b\x08\x00", "compressed with gzip: unpack it first"),
     (b"\x93NUMPY\x01\x00", "one NumPy array, expected npz"),
     (b'{"weight_map": {}}', "JSON, which holds no weights; give the folder instead"),
     (b"<!DOCTYPE html>", "a web page or XML, expected weights; the download failed"),
-    (b"\x89PNG\r\n\x1a\n", "a PNG image, no checkpoint, expected safetensors, GGUF, npz or"),
-    (b"\xff\xd8\xff\xe0", "a JPEG image, no checkpoint, expected safetensors"),
-    (b"%PDF-1.7", "a PDF document, no checkpoint, expected safetensors"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image, no checkpoint; give a safetensors, GGUF, npz or"),
     (lambda path: zipfile.ZipFile(path, "w").close(), "no tensors: an empty zip archive, expected"),
     (b"\x81\xc1", "neither safetensors nor Flax's msgpack"),
     (b"\x82\xa1a\x01\xa1b\xa1c", "b: a str, expected an array; it is no checkpoint of Flax"),
     (b"GGUF\x03\x00\x00\x00", "GGUF file"),
-    (b"", "expected at least the 8 of a header length"),
+    (b"", "header length 0 of 0 bytes"),
     (b"PK\x03\x04 no archive", "a zip archive: .*the file is damaged"),
 ]
 
@@ -334,14 +294,6 @@ def test_files_of_other_kinds_are_called_by_their_name(tmp_path, monkeypatch, co
     assert os.listdir(tmp_path) == ["model.bin"]
 
 
-def test_json_names_what_to_give_instead(source, tmp_path):
-    message = f"the index of a sharded checkpoint, which .* give the folder instead: {source}"
-    with pytest.raises(CheckpointError, match=message):
-        convert(source / INDEX, tmp_path / "dst")
-    with pytest.raises(CheckpointError, match=f"JSON, .*give the folder instead: {source}"):
-        convert(source / "config.json", tmp_path / "dst")
-
-
 def test_targets_that_would_lose_something(source, tmp_path):
     with pytest.raises(CheckpointError, match="is the source itself; choose another name"):
         convert(source, source, overwrite=True)
@@ -354,11 +306,13 @@ def test_targets_that_would_lose_something(source, tmp_path):
     (tmp_path / "dst" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="exists already; pass --overwrite"):
         convert(source, tmp_path / "dst")
-    with pytest.raises(CheckpointError, match=r"holds no safetensors, so it is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no safetensors files .*expected a checkpoint"):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "model.safetensors").touch()
     (tmp_path / "dst" / "thesis").mkdir()
-    with pytest.raises(CheckpointError, match=r"holds the folder thesis, so it is no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"would delete thesis, thesis\.tex, expected a checkpoint"
+    ):
         convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file, expected the name of a folder"):
@@ -375,8 +329,8 @@ def test_targets_that_would_lose_something(source, tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["lora_a", "lora_b"], r"dst: --overwrite .*, and this is none: 2 safetensors files"),
-        (["lora_a"], r"dst: --overwrite would delete thesis\.txt, expected nothing but a checkp"),
+        (["lora_a", "lora_b"], r"dst: 2 safetensors files .*, expected a checkpoint"),
+        (["lora_a"], r"dst: --overwrite would delete thesis\.txt, expected a checkpoint"),
         (["model", "lora"], r"dst: --overwrite would delete lora\.safetensors, thesis\.txt, exp"),
     ],
 )
@@ -406,26 +360,13 @@ def test_overwrite_replaces_a_source_and_files_that_the_new_one_has(source, tmp_
     ]
 
 
-def test_a_mount_point_is_refused_before_the_work(source, tmp_path, monkeypatch):
-    """As `/output` in a pod: it cannot be renamed, which was found out when all was done."""
-    target = tmp_path / "output"
-    target.mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(target))
-    with pytest.raises(
-        CheckpointError, match=r"output: is a mount point, .*in it: .*/output/NAME$"
-    ):
-        convert(source, target)
-    convert(source, target / "src")
-    assert os.listdir(target) == ["src"]
-
-
 @pytest.mark.parametrize("name", ["", ".", "..", "{here}"])
 def test_the_folder_that_one_is_in_is_no_target(source, tmp_path, monkeypatch, name):
     """It gets its name by a rename, and whoever was in it would be in a removed folder."""
     here = tmp_path / "work" / "here"
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
-    with pytest.raises(CheckpointError, match="is the folder that this process is in, or one aro"):
+    with pytest.raises(CheckpointError, match="is a mount point, or a folder that this process is"):
         convert(source, name.format(here=here))
     convert(source, "new")
     assert os.listdir() == ["new"]
@@ -448,24 +389,6 @@ def umask():
     old = os.umask(0)
     os.umask(old)
     return old
-
-
-def test_overwrite_replaces_a_whole_checkpoint(source, tmp_path):
-    convert(source, tmp_path / "dst", max_shard_size="40KB")
-    convert(source, tmp_path / "dst", overwrite=True)
-    assert sorted(os.listdir(tmp_path / "dst")) == [
-        *("config.json", "model.safetensors", "tokenizer.json")
-    ]
-    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
-
-
-def test_what_a_killed_run_has_left_is_removed(source, tmp_path):
-    partial = tmp_path / ".dst.qtoolkit-partial"
-    partial.mkdir()
-    (partial / "model-00001-of-00009.safetensors").touch()
-    convert(source, tmp_path / "dst")
-    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
-    assert "model-00001-of-00009.safetensors" not in os.listdir(tmp_path / "dst")
 
 
 def test_skip_that_matches_nothing_is_an_error(source, tmp_path):
@@ -549,7 +472,7 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
     rename = os.rename
 
     def failing(a, b):
-        if str(b) == str(target) and not str(a).endswith("-old"):
+        if str(b) == str(target) and not str(a).endswith("/old"):
             raise OSError("rename failed")
         rename(a, b)
 
@@ -559,7 +482,7 @@ def test_the_old_checkpoint_stays_where_the_new_one_cannot_get_its_name(
     assert (target / "model.safetensors").read_bytes() == before
     monkeypatch.undo()
     # As a run leaves it that is killed between the two renames.
-    os.rename(target, tmp_path / ".dst.qtoolkit-partial-old")
+    os.rename(target, tmp_path / ".dst.qtoolkit-partial" / "old")
     with pytest.raises(CheckpointError, match="exists already"):
         convert(source, target, format="int8")
     assert (target / "model.safetensors").read_bytes() == before
@@ -592,7 +515,7 @@ def test_what_is_not_copied_is_named(source, tmp_path):
     # What a conversion has written can be replaced, with the folders in it.
     convert(source, tmp_path / "dst", overwrite=True)
     (tmp_path / "dst" / "thesis").mkdir()
-    with pytest.raises(CheckpointError, match=r"holds the folder thesis, so it is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"would delete thesis, expected a checkpoint"):
         convert(source, tmp_path / "dst", overwrite=True)
 
 
@@ -633,73 +556,6 @@ def test_modules_of_sentence_transformers_keep_their_weights(source, tmp_path):
     (source / "modules.json").write_text(json.dumps(modules))
     assert "2_Dense/model.safetensors" in convert(source, tmp_path / "dst").files
     assert load(tmp_path / "dst" / "2_Dense" / "model.safetensors")["linear.weight"].sum() == 16
-    (source / "modules.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"modules\.json: .*expected a list of modules"):
-        convert(source, tmp_path / "no")
-
-
-@pytest.mark.parametrize("groups", [[1], {"g": "x"}, {"g": {"weights": "xy"}}])
-def test_groups_of_a_config_that_are_none_are_refused(source, tmp_path, groups):
-    config = {"quant_method": "compressed-tensors", "config_groups": groups}
-    write_json(source / "config.json", CONFIG | {"quantization_config": config})
-    with pytest.raises(CheckpointError, match=r"config_groups .* expected an object of groups"):
-        convert(source, tmp_path / "dst")
-
-
-def test_a_damaged_compressed_npz_is_named(tmp_path):
-    np.savez_compressed(tmp_path / "a.npz", w=rng.normal(size=(64, 64)).astype(np.float32))
-    data = bytearray((tmp_path / "a.npz").read_bytes())
-    data[3000:3100] = b"\xff" * 100
-    (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"tensor w: .* the file is damaged"):
-        convert(tmp_path / "a.npz", tmp_path / "b.safetensors")
-
-
-@pytest.mark.parametrize(
-    "chunked",
-    [
-        {"chunks": {}, "shape": {}},
-        {"chunks": {"0": 1}},
-        {"chunks": 1, "shape": {"0": 3}},
-        {"chunks": {"1": 1}, "shape": {"0": 3}},
-    ],
-)
-def test_damaged_chunks_of_msgpack_are_named(tmp_path, chunked):
-    tree = {"a": {"__msgpack_chunked_array__": True, **chunked}}
-    (tmp_path / "a").write_bytes(msgpack.packb(tree))
-    with pytest.raises(CheckpointError, match="neither safetensors nor Flax's msgpack"):
-        open_source(tmp_path / "a")
-
-
-def test_leaves_of_msgpack_that_are_none_or_complex(tmp_path):
-    import flax.serialization
-
-    tree = {"a": {"bias": None, "kernel": np.ones((2, 3), np.float32)}, "none": None}
-    (tmp_path / "none").write_bytes(flax.serialization.to_bytes(tree))
-    assert list(read(open_source(tmp_path / "none"))) == ["a.kernel"]
-    for number in (1j, np.full(3, 1j)):  # safetensors has complex64 alone
-        (tmp_path / "complex").write_bytes(flax.serialization.to_bytes(tree | {"b": {"c": number}}))
-        with pytest.raises(
-            CheckpointError, match=r"tensor b\.c: dtype complex128, expected one of"
-        ):
-            open_source(tmp_path / "complex")
-
-
-def test_two_arrays_of_msgpack_with_one_name_are_an_error(tmp_path):
-    (tmp_path / "a").write_bytes(msgpack.packb({"a.b": 1, "a": {"b": 2}}))
-    with pytest.raises(CheckpointError, match=r"tensor a\.b: two arrays have this name"):
-        open_source(tmp_path / "a")
-
-
-def test_names_of_files_do_not_reach_the_terminal_raw(tmp_path):
-    folder = tmp_path / "src"
-    folder.mkdir()
-    (folder / "a\x1b[31m.safetensors").write_bytes(b"x")
-    command = [sys.executable, "-m", "qtoolkit", "inspect", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "\\x1b[31m" in result.stderr
-    assert "\x1b" not in result.stderr
 
 
 def test_a_single_file_of_weights_keeps_its_name(tmp_path):
@@ -732,20 +588,6 @@ def test_config_says_the_dtype_of_what_is_dequantized(tmp_path, key):
     # bfloat16 weights beside float32 ones, as in the source, are a model in bfloat16.
     dequantize_checkpoint(tmp_path / "fp8", tmp_path / "as_named")
     assert json.loads((tmp_path / "as_named" / "config.json").read_text())[key] == "bfloat16"
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems take UTF-8 only")
-def test_names_of_files_may_be_no_utf8(source, tmp_path):
-    odd = os.fsdecode(b"caf\xe9.txt")
-    (source / odd).write_text("x")
-    target = tmp_path / os.fsdecode(b"z\xff")
-    assert odd in convert(source, target).files
-    assert (target / odd).read_text() == "x"
-    words = [sys.executable, "-m", "qtoolkit", "convert", source, target, "--overwrite", "-v"]
-    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(words, capture_output=True, check=False, env=strict)
-    assert done.returncode == 0, done.stderr
-    assert b"z\\udcff" in done.stdout
 
 
 def test_a_model_of_diffusers_keeps_its_names(tmp_path):

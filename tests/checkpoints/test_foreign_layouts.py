@@ -25,6 +25,7 @@ from qtoolkit.checkpoints import (
 )
 from qtoolkit.checkpoints._decode import dequantized
 from qtoolkit.checkpoints._values import Values
+from qtoolkit.checkpoints.layouts._encoding import Packing, dense, packed, unpacked
 from qtoolkit.scaling import QArray
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -444,7 +445,18 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path, case):
     assert sum(sizes) < values.size  # each byte once
 
 
-@pytest.mark.parametrize("case", ["gptq_4", "awq", "gpt_oss", "asymmetric_4_group"])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("make", [stream, whole_words])
+def test_words_of_codes_are_written_as_they_are_read(bits, make):
+    """Oracle: the words above, bit by bit."""
+    codes = rng().integers(0, 2**bits, (3, 160), np.uint8)
+    packing = dense(bits) if make is stream else Packing(32)
+    data = make(codes, bits).view(np.uint8)
+    np.testing.assert_array_equal(packed(codes, packing, bits)[:, : data.shape[1]], data)
+    np.testing.assert_array_equal(unpacked(data, packing, bits, 160), codes)
+
+
+@pytest.mark.parametrize("case", ["gptq_4", "awq", "asymmetric_4_group"])
 def test_verify_does_not_judge_what_it_cannot_make_again(tmp_path, case):
     config, entries, _ = CASES[case]()
     source = folder(tmp_path / "source", config, entries)

@@ -29,7 +29,7 @@ KILLED = f"""
 import os, signal, sys
 import orbax.checkpoint
 from qtoolkit.checkpoints import convert
-from qtoolkit.checkpoints import _orbax_writer
+from qtoolkit.checkpoints import _orbax
 
 source, root = sys.argv[1:]
 
@@ -44,7 +44,7 @@ def folder(kind, **options):
     convert(source, f"{{root}}/{{kind}}/dst", **options)
 
 def saved():
-    _orbax_writer.replace_folder = kill
+    _orbax.rename_folder = kill
     folder("orbax, saved", to="orbax")
 
 size = {{"max_shard_size": "{SIZE}"}}
@@ -142,24 +142,6 @@ def test_a_rerun_of_any_kind_takes_the_name_of_a_killed_run(
     assert os.listdir(tmp_path) == ["dst"]
 
 
-@pytest.mark.parametrize("first", KINDS)
-def test_overwrite_removes_what_a_killed_run_left_too(source, killed, tmp_path, first):
-    shutil.copytree(killed / first, tmp_path, dirs_exist_ok=True)
-    convert(source / "model.safetensors", tmp_path / "dst", overwrite=True)
-    assert os.listdir(tmp_path) == ["dst"]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("second", ["finalize", "discard"])
-def test_what_a_killed_run_left_is_no_conversion_in_shards(tmp_path, second):
-    target = tmp_path / "dst"
-    with open(partial_name(str(target)), "wb") as file:
-        file.write(b"x" * 1000)
-    with pytest.raises(CheckpointError, match=r"dst: no parts of a conversion; expected what"):
-        run(second, None, target)
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_shards_wrote_by_a_plan_that_is_not_understood_is_kept(tmp_path):
     """It may be of another version; `finalize` removed the finished files."""
     source, target = tmp_path / "src", tmp_path / "dst"
@@ -170,7 +152,7 @@ def test_what_shards_wrote_by_a_plan_that_is_not_understood_is_kept(tmp_path):
     plan.write_text(plan.read_text().replace('"report"', '"reports"'))
     files = sorted(p for p in plan.parent.rglob("*"))
     for call in (lambda: finalize(target), lambda: convert(source / "model.safetensors", target)):
-        with pytest.raises(CheckpointError, match=r"dst: .*plan.json of an unfinished conversion"):
+        with pytest.raises(CheckpointError, match=r"dst: no parts of|dst: files of a conversion"):
             call()
     assert sorted(p for p in plan.parent.rglob("*")) == files
     convert(source / "model.safetensors", target, overwrite=True)

@@ -5,7 +5,6 @@ one.
 
 import collections
 import dataclasses
-import inspect
 import json
 import struct
 
@@ -139,18 +138,6 @@ def test_from_a_converted_checkpoint_to_a_served_model(tmp_path, monkeypatch):
     np.testing.assert_array_equal(again(x), y)
 
 
-def test_the_examples(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"qtoolkit": qt, "nnx": nnx, "model": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
-    kernel = names["model"].kernel[...]
-    for function in (save, load):
-        lines = inspect.getdoc(function).splitlines()
-        code = "\n".join(line[4:] for line in lines[2:5] if line.startswith("    "))
-        exec(code, names)
-        names["model"] = nnx.Linear(4, 4, rngs=nnx.Rngs(1)) if function is save else names["model"]
-    np.testing.assert_array_equal(names["model"].kernel[...], kernel)
-
-
 def test_bad_states(tmp_path):
     path = tmp_path / "x.safetensors"
     own = qt.formats.TableFormat(name="own", values_by_code=(0.0, 1.0, 2.0, 3.0))
@@ -197,17 +184,6 @@ def test_dequantize_takes_what_load_gives(tmp_path):
     np.testing.assert_array_equal(values["bias"], X[0])
 
 
-def test_codes_that_the_format_has_not(tmp_path):
-    """E2M3 has 64 codes, a byte each."""
-    path = tmp_path / "x.safetensors"
-    save(path, {"w": qt.quantize(X, "mxfp6_e2m3")})
-    data = bytearray(path.read_bytes())
-    data[-1] = 64
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="w: code 64, expected below 64, as e2m3fn has; the"):
-        dequantize_checkpoint(path, tmp_path / "wide.safetensors")
-
-
 @pytest.mark.parametrize(
     ("start", "remedy"),
     [
@@ -234,10 +210,10 @@ def test_bad_files(tmp_path):
     path = tmp_path / "x.safetensors"
     save(path, {"a": X, "b": qt.quantize(X, "int8"), "n": np.arange(3)})
     for like, message in (
-        ({"a": X}, "2 tensors, .*, which `like` has not"),
-        ({"a": X, "b": X, "n": np.arange(3), "z": X}, ": a tensor, z, which the file has not"),
-        ({"a": X[0], "b": X, "n": np.arange(3)}, r"tensor a has shape \(4, 64\), expected \(64,\)"),
-        ({"a": X, "b": X, "n": np.ones(3)}, "tensor n has dtype int64, expected float64"),
+        ({"a": X}, "tensors n, b, which `like` has not"),
+        ({"a": X, "b": X, "n": np.arange(3), "z": X}, ": tensor z, which the file has not"),
+        ({"a": X[0], "b": X, "n": np.arange(3)}, r"tensor a: shape \(4, 64\), expected \(64,\)"),
+        ({"a": X, "b": X, "n": np.ones(3)}, "tensor n: dtype int64, expected float64"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load(path, like=like)
@@ -329,24 +305,6 @@ def test_packed_arrays_that_vmap_has_stacked(tmp_path):
         np.testing.assert_array_equal(load(tmp_path / "b")["w"], array.dequantize())
 
 
-def test_packed_arrays_with_wrong_descriptions(tmp_path):
-    array = qt.quantize(np.ones((4, 64), np.float32), "mxfp4").pack()
-    save(tmp_path / "a", {"w": array})
-    with qt.checkpoints.open_source(tmp_path / "a") as source:
-        described = json.loads(source.metadata["qtoolkit_arrays"])
-    arrays = {name: np.asarray(x) for name, x in (("w", array.codes), ("w_scale", array.scale))}
-    dtypes = {"w": "U8", "w_scale": "F8_E8M0"}
-    infos = qt.checkpoints.layout((name, dtypes[name], x.shape) for name, x in arrays.items())
-    for size in (63.5, 66, 62, -64, True, "64", [64]):
-        described["w"]["packed_size"] = size
-        metadata = {"qtoolkit_arrays": json.dumps(described)}
-        chunks = [(info.name, arrays[info.name]) for info in infos]
-        write = qt.checkpoints.write_safetensors
-        write(tmp_path / "a", infos, chunks, metadata, overwrite=True)
-        with pytest.raises(CheckpointError, match="'qtoolkit_arrays' does not describe"):
-            dequantize_checkpoint(tmp_path / "a", tmp_path / "b")
-
-
 COPIED = {
     "packed, zero points": qt.BlockFormat.tensor("uint4", zero_point=True),
     "int16": qt.BlockFormat.channel("int16", 0),
@@ -376,22 +334,6 @@ def test_arrays_that_commands_do_not_read_keep_their_numbers(tmp_path, kind):
     save(a, {"w": array}, overwrite=True)
     with pytest.raises(CheckpointError, match=r"do not read: .*load\(FILE\)\[NAME\]"):
         dequantize_checkpoint(a, b, overwrite=True)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        qt.BlockFormat.channel("int8", zero_point=True),
-        qt.BlockFormat.channel("int4", 1),  # of three axes: no matrices with blocks alike
-    ],
-    ids=str,
-)
-def test_what_the_plain_layout_cannot_say_of_a_saved_qarray_is_refused(tmp_path, spec):
-    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
-    path = tmp_path / "a.safetensors"
-    save(path, {"w": qt.quantize(x, spec)})
-    with pytest.raises(CheckpointError, match=r"tensor w: a QArray of .*load\(FILE\)\[NAME\]"):
-        dequantize_checkpoint(path, tmp_path / "out.safetensors")
 
 
 @pytest.mark.sample(12)

@@ -160,8 +160,8 @@ def test_a_file_truncated_anywhere_is_refused(tmp_path, length):
 DEEP = b'{"a":' + b"[" * 10**5
 MALFORMED = {
     "left_over": (GOOD + b"9", "9 bytes of data, expected 8"),
-    "huge_length": (raw_file({}, length=2**63), "header length 9223372036854775808, expected"),
-    "long_length": (raw_file({}, length=10**6), "header length 1000000, but only 2 bytes follow"),
+    "huge_length": (raw_file({}, length=2**63), "header length 9223372036854775808 of"),
+    "long_length": (raw_file({}, length=10**6), "header length 1000000 of 10 bytes"),
     "no_object": (raw_file(b"[]"), r"starts with b'\['"),
     "leading_space": (raw_file(b" {}"), "starts with b' '"),
     "empty_header": (raw_file(b""), "starts with b''"),
@@ -177,7 +177,7 @@ MALFORMED = {
     ),
     "metadata_list": (raw_file({"__metadata__": []}), "__metadata__ is not an object of strings"),
     "metadata_number": (raw_file({"__metadata__": {"a": 1}}), "__metadata__ is not an object"),
-    "entry_number": (raw_file({"a": 1}), "tensor a: 1, expected an object"),
+    "entry_number": (raw_file({"a": 1}), "tensor a: dtype None"),
     "unknown_dtype": (raw_file({"a": entry("F7")}, b"1234"), "tensor a: dtype 'F7', expected one"),
     "no_dtype": (raw_file({"a": {"shape": []}}), "tensor a: dtype None"),
     "shape_number": (raw_file({"a": {**entry(), "shape": 4}}, b"1234"), "tensor a: shape 4"),
@@ -195,7 +195,7 @@ MALFORMED = {
     "half_byte": (raw_file({"a": entry("F4", (9,))}, b"1234"), "4 bytes of data, expected 4.5"),
     "overflow": (
         raw_file({"a": entry(shape=(2**63,) * 9)}, b"1234"),
-        "tensor a: shape .* expected at most 32 dimensions and 2\\*\\*60 elements",
+        "tensor a: shape .* at most 32 integers >= 0 whose product is below",
     ),
     "overflow_to_zero": (
         raw_file({"a": entry(shape=(2**63, 16, 0), offsets=(0, 0))}),
@@ -274,5 +274,5 @@ def test_an_empty_tensor_of_a_rank_that_numpy_lacks_is_refused(tmp_path):
     """The reference accepts it: it makes no array of it."""
     path = tmp_path / "rank.safetensors"
     path.write_bytes(raw_file({"a": entry(shape=(0,) * 33, offsets=(0, 0))}))
-    with pytest.raises(CheckpointError, match=r"tensor a: shape .* at most 32 dimensions"):
+    with pytest.raises(CheckpointError, match=r"tensor a: shape .* at most 32 integers"):
         load(path)

@@ -25,9 +25,8 @@ from qtoolkit.checkpoints import (
     load,
     save,
 )
-from qtoolkit.checkpoints import _files as files_module
-from qtoolkit.checkpoints import _paths as paths_module
 from qtoolkit.checkpoints import _shards as shards_module
+from qtoolkit.checkpoints import _target as target_module
 from qtoolkit.cli._app import app
 
 PARTS = ".dst.qtoolkit-partial"
@@ -94,31 +93,6 @@ def test_shards_give_the_bytes_and_the_report_of_one_process(source, tmp_path, c
     assert contents(tmp_path / "dst") == expected
     assert dataclasses.replace(report, target=one.target) == one
     assert sorted(os.listdir(tmp_path)) == ["dst", "one", "src"]
-
-
-def test_shards_of_a_dequantization(source, tmp_path):
-    convert(source, tmp_path / "fp8")
-    options = {"max_shard_size": "70KB", "dtype": "bfloat16"}
-    dequantize_checkpoint(tmp_path / "fp8", tmp_path / "one", **options)
-    for index in range(2):
-        dequantize_checkpoint(tmp_path / "fp8", tmp_path / "dst", shard=(index, 2), **options)
-    finalize(tmp_path / "dst")
-    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
-
-
-@pytest.mark.exhaustive  # the next test has two processes, too
-def test_two_processes_at_the_same_time(source, tmp_path, start):
-    line = [*COMMAND, "convert", str(source), str(tmp_path / "dst"), "--max-shard-size", SIZE, "-q"]
-    started = [start([*line, "--shard", f"{i}/2"], stderr=subprocess.PIPE) for i in range(2)]
-    for process in started:
-        assert (process.communicate(timeout=300)[1], process.returncode) == (b"", 0)
-    result = CliRunner().invoke(app, ["finalize", str(tmp_path / "dst")])
-    assert (result.exit_code, result.stdout.splitlines()[0]) == (
-        0,
-        f"{tmp_path}/dst: e4m3fn, a scale per channel, layout compressed-tensors",
-    )
-    convert(source, tmp_path / "one", max_shard_size=SIZE)
-    assert contents(tmp_path / "dst") == contents(tmp_path / "one")
 
 
 DISTRIBUTED = """
@@ -208,7 +182,7 @@ def one_changed_number(position):
 
 
 def other_version(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(files_module, "__version__", "9")
+    monkeypatch.setattr(target_module, "__version__", "9")
     return {}
 
 
@@ -217,9 +191,9 @@ DIFFERENT = [
     (lambda *_: {"format": "int8"}, "format e4m3fn, here int8"),
     (lambda *_: {"layout": "plain"}, "scaling channel, here tensor"),
     (lambda *_: {"keep_dtype": "float32"}, "other options"),
-    (lambda *_: {"max_shard_size": "60KB"}, "3 files, here 2"),
-    (other_source, "another source"),
-    *((one_changed_number(i), "another source") for i in (0, 128 * 64, -1)),
+    (lambda *_: {"max_shard_size": "60KB"}, "files 3, here 2"),
+    (other_source, "other source"),
+    *((one_changed_number(i), "other source") for i in (0, 128 * 64, -1)),
     (other_version, r"qtoolkit .*, here 9"),
 ]
 
@@ -302,38 +276,7 @@ def test_an_existing_target(source, tmp_path):
     ]
 
 
-def test_a_folder_of_this_machine_is_protected_whatever_is_in_it(source, tmp_path):
-    parts = tmp_path / "dst" / ".qtoolkit-partial"
-    parts.mkdir(parents=True)
-    (parts / "plan.json").write_text('{"made":{},"files":[],"copied":[],"json":{},"report":{}}')
-    (tmp_path / "dst" / "model.safetensors").write_bytes(b"precious")
-    before = contents(tmp_path / "dst")
-    with pytest.raises(CheckpointError, match="dst: exists already; pass --overwrite"):
-        convert(source, tmp_path / "dst")
-    with pytest.raises(CheckpointError, match=r"dst: holds the folder \.qtoolkit-partial"):
-        convert(source, tmp_path / "dst", overwrite=True)
-    assert contents(tmp_path / "dst") == before
-
-
-def test_processes_of_one_number_do_not_share_a_temporary_file(tmp_path, monkeypatch):
-    """Containers with a volume in common: the second writes while the first is about to rename."""
-    monkeypatch.setattr(os, "getpid", lambda: 7)
-    replace, used = os.replace, []
-
-    def renamed(temporary, path):
-        used.append(temporary)
-        if len(used) == 1:
-            paths_module.storage(path).write(path, b"second")
-        replace(temporary, path)
-
-    monkeypatch.setattr(os, "replace", renamed)
-    path = tmp_path / "plan.json"
-    paths_module.storage(path).write(path, b"first")
-    assert len(set(used)) == 2
-    assert contents(tmp_path) == {"plan.json": b"first"}
-
-
-def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, monkeypatch):
+def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path):
     shard(source, tmp_path / "dst", 0, 1)
     (tmp_path / PARTS / "checkpoint" / "config.json.4711").write_text("{")
     (tmp_path / PARTS / "checkpoint" / f".{FILES[0]}.qtoolkit-partial").write_text("x")
@@ -342,22 +285,6 @@ def test_what_killed_processes_leave_is_not_in_the_checkpoint(source, tmp_path, 
         *FILES,
         *("1_Pooling/config.json", "config.json", "model.safetensors.index.json", "tokenizer.json"),
     }
-    # Killed after it had its name, before the records were removed.
-    shutil.rmtree(tmp_path / "dst")
-    shard(source, tmp_path / "dst", 0, 1)
-    replace = shards_module.replace_folder
-
-    def killed(*paths):
-        replace(*paths)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shards_module, "replace_folder", killed)
-    with pytest.raises(KeyboardInterrupt):
-        finalize(tmp_path / "dst")
-    assert sorted(os.listdir(tmp_path)) == [PARTS, "dst", "src"]
-    with pytest.raises(CheckpointError, match="it is finalized already"):
-        finalize(tmp_path / "dst")
-    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
 
 @pytest.mark.sample(1)
@@ -379,12 +306,12 @@ def test_killed_a_rerun_goes_on(source, tmp_path, start, shard, sent):
         "import os, signal, sys\n"
         # A shell starts background jobs, and so this one, with SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from qtoolkit.checkpoints._growing import Growing\n"
-        "def write(self, folder, name, value, write=Growing.write):\n"
-        "    write(self, folder, name, value)\n"
-        "    if name.startswith('model'):\n"
+        "from qtoolkit.checkpoints import _shards\n"
+        "def write_file(path, data, write_file=_shards.write_file):\n"
+        "    write_file(path, data)\n"
+        "    if os.path.basename(path).startswith('model'):\n"
         f"        os.kill(os.getpid(), {int(sent)})\n"
-        "Growing.write = write\n"
+        "_shards.write_file = write_file\n"
         "from qtoolkit.__main__ import main\n"
         "main()\n"
     )
@@ -440,8 +367,8 @@ def test_the_commands(source, tmp_path):
     code, _, error = run("convert", source / "model.safetensors", target, "--shard", "0/2")
     assert code == 2
     assert error.endswith(
-        "model.safetensors: is a file, which becomes one file, and shards are files of a folder; "
-        "leave --shard out\n"
+        "model.safetensors: is a file, which becomes one file, and --shard is for the safetensors "
+        "files of a folder; leave --shard out\n"
     )
     code, output, _ = run(*convert_it, "--shard", "1/2", "--dry-run")
     assert output.splitlines()[-1] == f"  shard      1/2 writes 1 of 3 files: {FILES[1]}"
@@ -492,7 +419,7 @@ def test_a_source_that_changed_is_converted_anew(source, tmp_path):
     dst = tmp_path / "dst"
     shard(source, dst, 0)
     (source / "tokenizer.json").write_text('{"other": 1}')
-    with pytest.raises(CheckpointError, match="another source"):
+    with pytest.raises(CheckpointError, match="other source"):
         shard(source, dst, 1)
     discard(dst)
     shard(source, dst, 0)
@@ -504,15 +431,14 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     """Killed after both renames, before the former content is removed."""
     dst = tmp_path / "dst"
     convert(source, dst)
-    disk = type(paths_module.storage(str(dst)))
-    remove = disk.remove_folder
+    rmtree = shutil.rmtree
 
-    def killed(self, path):
-        if str(path).endswith("-replaced") and os.path.isdir(path):
+    def killed(path, **options):
+        if str(path).endswith(PARTS) and os.path.isdir(f"{path}/old"):
             raise KeyboardInterrupt
-        remove(self, path)
+        rmtree(path, **options)
 
-    monkeypatch.setattr(disk, "remove_folder", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         convert(source, dst, format="int8", overwrite=True)
     monkeypatch.undo()
@@ -520,7 +446,7 @@ def test_a_former_checkpoint_does_not_come_back(source, tmp_path, monkeypatch):
     convert(source, dst, format="int8")
     convert(source, tmp_path / "alone", format="int8")
     assert contents(dst) == contents(tmp_path / "alone")
-    assert not (tmp_path / f"{PARTS}-replaced").exists()
+    assert sorted(os.listdir(tmp_path)) == ["alone", "dst", "src"]
 
 
 @pytest.mark.parametrize("options", [{}, {"format": "int8"}])

@@ -5,7 +5,6 @@ Oracles: `qtoolkit.quantize` of the whole, `qtoolkit.metrics`, ml_dtypes.
 
 import itertools
 import threading
-import time
 
 import ml_dtypes
 import numpy as np
@@ -142,38 +141,10 @@ def test_the_bits_are_those_of_quantize(monkeypatch, fmt, shape, dtype, chunk):
     assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("chunk", [2**6, 2**8, 2**12])
-@pytest.mark.parametrize(
-    ("shape", "block"),
-    [
-        ((50, 512), (30, 512)),
-        ((50, 512), (3, 512)),
-        ((7, 6000), (4, 5000)),
-        ((7, 6000), (4, 24)),  # 4096 is no multiple of 24
-        ((40, 300), (7, None)),
-        ((3, 50, 8), (None, 30, 8)),
-        ((17, 30, 100), (3, 7, 100)),
-        ((2, 5, 600), (2, 1, 200)),
-        ((2, 5, 600), (2, 5, 1)),
-        ((300, 20, 1), (170, 20, 1)),
-    ],
-)
-def test_no_slab_tears_blocks(monkeypatch, shape, block, chunk):
-    monkeypatch.setattr(_slabs, "SLAB", chunk)
-    fmt = BlockFormat(element="e4m3fn", block=block)
-    x = weights(shape)
-    try:
-        Grid.of(shape, fmt.block_lengths(shape))
-    except ValueError:  # no stack of matrices, as no layout has it
-        return
-    assert_as_quantize(x, fmt, *quantized(x, fmt, workers=2))
-
-
-@pytest.mark.exhaustive
-def test_no_slab_tears_blocks_of_any_shape(monkeypatch):
-    rng = np.random.default_rng(0)
-    for _ in range(300):
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.exhaustive)])
+def test_no_slab_tears_blocks_of_any_shape(monkeypatch, count):
+    rng = np.random.default_rng(count)
+    for _ in range(count):
         shape = tuple(rng.choice([1, 2, 3, 8, 17, 40, 64, 300, 1500], rng.integers(1, 5)).tolist())
         block = tuple(min(n, rng.choice([1, 2, 3, 7, 24, n // 2 + 1, n])) for n in shape)
         if not 1000 < np.prod(shape) < 20000:
@@ -224,51 +195,11 @@ def test_a_scale_for_each_of_many_columns_by_few_calls(monkeypatch, shape):
     assert sum(calls) <= 8 * x.size if shape[0] < 8 else sum(calls) < 2 * x.size
 
 
-@pytest.mark.quick
-def test_tiles_equal_ml_dtypes():
-    x = np.random.default_rng(1).normal(size=(40, 50)).astype(np.float32)
-    codes, scale, _, _ = quantized(x, BlockFormat(element="e4m3fn", block=(16, 16)))
-    for i, j in itertools.product(range(3), range(4)):
-        rows, columns = slice(16 * i, 16 * i + 16), slice(16 * j, 16 * j + 16)
-        expected = np.abs(x[rows, columns]).max() / np.float32(448)
-        assert scale.reshape(3, 4)[i, j] == expected
-        wanted = (x[rows, columns] / expected).astype(ml_dtypes.float8_e4m3fn)
-        np.testing.assert_array_equal(codes[rows, columns], wanted.view(np.uint8))
-
-
-def test_what_a_cast_cannot_hold_is_counted():
-    x = np.array([[70_000, -1e9, 65_504, np.inf, np.nan, 1]], np.float32)
-    fmt = BlockFormat.tensor("float16", scale=None)
-    for array in (x, np.ones((9, 9), np.float32), np.repeat(x, 40, axis=0)):
-        assert_as_quantize(array, fmt, *quantized(array, fmt))
-
-
 @pytest.mark.parametrize("count", [50, 500])
 def test_only_what_is_not_finite_counts_so(count):
     """A NaN makes its row's scale NaN, so that the other row says by what sums are multiplied."""
     x = np.array([[np.nan, 1e20] * count, [1e-20, 2e-20] * count], np.float32)
     assert quantized(x, BlockFormat.channel("int8", 0))[-1].nonfinite == count
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("shape", [(), (7,), (40, 100), (300, 200)])
-def test_the_largest_finite_magnitude(shape, dtype):
-    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
-    assert largest_magnitudes(tensor_of(x)) == np.abs(x.astype(np.float32)).max()
-    x = np.full(shape, np.nan, dtype)
-    x.flat[1:2] = np.inf
-    assert largest_magnitudes(tensor_of(x)) == 0
-    x.flat[-1] = -ml_dtypes.finfo(dtype).smallest_subnormal
-    assert largest_magnitudes(tensor_of(x)) == float(ml_dtypes.finfo(dtype).smallest_subnormal)
-
-
-def test_a_tensor_scale_for_several_tensors():
-    x, y = (np.random.default_rng(i).normal(size=(4, 32)).astype(np.float32) for i in (0, 1))
-    codes, scale, second, _ = quantized(x, NVFP4, second_amax=np.abs(3 * y).max())
-    both = qt.quantize(np.concatenate([x, 3 * y]), NVFP4)
-    np.testing.assert_array_equal(codes, both.codes[:4])
-    np.testing.assert_array_equal(bits(scale), bits(both.scale[:4]))
-    assert second == both.tensor_scale
 
 
 SHAPES = [(1, 1), (16, 16), (1, 129), (129, 1), (40, 3), (128, 256), (200, 300), (3, 300)]
@@ -303,26 +234,6 @@ def test_few_programs_whatever_the_shapes():
     assert _quantize.encoded._cache_size() - before <= 9  # lengths of units x sizes of tiles
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("limit", [64, 1000, 2**20])
-@pytest.mark.parametrize(
-    ("shape", "lengths"),
-    [
-        *(((7, 300), (1, 32)), ((7, 320), (1, 32)), ((40, 70), (16, 16)), ((40, 70), (40, 1))),
-        *(((3, 40, 64), (1, 16, 16)), ((5, 3000), (5, 3000)), ((1,), (1,)), ((), ())),
-    ],
-)
-def test_slabs_cover_a_weight_in_full_rows_or_pieces_of_one(monkeypatch, shape, lengths, limit):
-    monkeypatch.setattr(_slabs, "SLAB", limit)
-    grid, stop = Grid.of(shape, lengths), 0
-    for span in grid.spans():
-        assert span.row * grid.columns + span.column == stop
-        assert span.rows == 1 or span.columns == grid.columns
-        assert span.rows * span.columns <= max(limit, 1)
-        stop += span.rows * span.columns
-    assert stop == grid.size
-
-
 def test_threads_give_results_in_order_and_their_errors():
     def fail(i):
         if i == 7:
@@ -336,36 +247,6 @@ def test_threads_give_results_in_order_and_their_errors():
         with pytest.raises(OSError, match="disk"):
             next(results)
         assert list(workers.map(str, range(3))) == ["0", "1", "2"]  # they go on
-
-
-def test_threads_do_nothing_for_results_that_nobody_takes():
-    """The source is closed then: what still read it would find a closed file."""
-    started, finished = [], []
-
-    def slow(i):
-        started.append(i)
-        time.sleep(0.05)
-        finished.append(i)
-
-    with Workers(2) as workers:
-        results = workers.map(slow, range(100))
-        next(results)
-        results.close()
-        assert sorted(started) == sorted(finished)
-        assert len(started) <= 4
-
-
-def test_an_error_elsewhere_ends_the_threads():
-    """The traceback keeps the results alive, which waited forever for what nobody would run."""
-
-    def convert_to_a_full_disk():
-        with Workers(2) as workers:
-            results = workers.map(time.sleep, [0.05] * 10)
-            next(results)
-            raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        convert_to_a_full_disk()
 
 
 def test_threads_are_started_once_for_all_tensors(monkeypatch, tmp_path):

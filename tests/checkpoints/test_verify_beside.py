@@ -78,8 +78,8 @@ def problems(source, tmp_path):
 @pytest.mark.parametrize("case", STATIC, ids=str)
 def test_input_scales_are_numbers_above_zero(problems, case, value):
     assert problems(case, tensors=lambda arrays: arrays[f"{Q}.input_scale"].fill(value)) == (
-        f"{Q}.input_scale: {value:g}, expected a number above 0, as every calibration gives; give "
-        "it with --input-scales, and convert it again",
+        f"{Q}.input_scale: {value:g}, expected a number above 0, as every calibration gives; "
+        "calibrate again, and convert it again",
     )
 
 
@@ -138,10 +138,9 @@ def test_ignored_modules_are_the_wide_ones(problems, case):
         modules.reverse()  # says nothing
 
     assert problems(case, change=change) == (
-        f"config.json: quantization_config.{key} has {Q}, expected no such entry: loaders take "
-        "what it names for wide; convert it again",
-        f"config.json: quantization_config.{key} has no model.layers.0.mlp.gate, expected it: "
-        "loaders take what it names for quantized; convert it again",
+        f"config.json: quantization_config.{key} has {Q}, expected no such entry; convert it again",
+        f"config.json: quantization_config.{key} has no model.layers.0.mlp.gate, expected it; "
+        "convert it again",
     )
 
 
@@ -161,19 +160,17 @@ def test_what_the_config_says_of_weights(problems, path, line):
     assert problems(LAYOUTS[1], change=change) == (f"{where}.{line}; convert it again",)
 
 
-def test_groups_of_several_formats_whatever_their_names_and_order(problems):
+def test_targets_of_several_formats(problems):
     rules = Rules({"q_proj": "mxfp4", "[kv]_proj": "e4m3fn"})
     case = ("compressed-tensors", rules, None, None)
 
     def change(config):
-        groups = [*config["quantization_config"]["config_groups"].values()]
-        groups[0]["targets"].append(r"re:.*q_proj$")
-        named = dict(zip("ba", reversed(groups), strict=True))
-        config["quantization_config"]["config_groups"] = named
+        groups = config["quantization_config"]["config_groups"]
+        groups["group_1"]["targets"] = [r"re:.*q_proj$", *reversed(groups["group_1"]["targets"])]
 
     assert problems(case, change=change) == (
-        "config.json: quantization_config.config_groups.group_0.targets has re:.*q_proj$, expected "
-        "no such entry: loaders take what it names for quantized; convert it again",
+        "config.json: quantization_config.config_groups.group_1.targets has re:.*q_proj$, expected "
+        "no such entry; convert it again",
     )
 
 
@@ -187,22 +184,12 @@ def test_the_second_config_of_modelopt(problems, case, source, tmp_path):
     assert problems(case, json_file="hf_quant_config.json", change=change) == (
         f"hf_quant_config.json: quantization.quant_algo is W4A8, expected {algorithm}; convert it "
         "again",
-        f"hf_quant_config.json: quantization.exclude_modules has {Q}, expected no such entry: "
-        "loaders take what it names for wide; convert it again",
+        f"hf_quant_config.json: quantization.exclude_modules has {Q}, expected no such entry; "
+        "convert it again",
     )
     (tmp_path / "dst" / "hf_quant_config.json").unlink()
     assert verify(source, tmp_path / "dst").problems == (
         "hf_quant_config.json: is missing, expected what layout modelopt has; convert it again",
-    )
-
-
-def test_a_method_that_reads_the_same_entries(problems):
-    def change(config):
-        config["quantization_config"]["quant_method"] = "modelopt"
-
-    assert problems(LAYOUTS[1], change=change) == (
-        "config.json: quantization_config.quant_method is modelopt, expected compressed-tensors; "
-        "convert it again",
     )
 
 
@@ -212,24 +199,6 @@ def test_scales_in_a_shape_that_the_layout_does_not_write(problems):
 
     (line,) = problems(LAYOUTS[2], tensors=change)
     assert line.startswith(f"{Q}.weight: {Q}.weight F8_E4M3 [256, 128], {Q}.weight_scale F32 [256]")
-
-
-def test_a_second_scale_in_another_shape_is_one_line(problems):
-    def change(arrays):
-        arrays[f"{Q}.weight_scale_2"] = arrays[f"{Q}.weight_scale_2"].reshape(1)
-
-    (line,) = problems(("modelopt", "nvfp4", None, 0.5), tensors=change)
-    assert f"{Q}.weight_scale_2 F32 [1], expected what layout modelopt writes" in line
-
-
-def test_a_scale_of_an_attention_cache_that_is_nan(problems):
-    def change(arrays):
-        arrays[f"{Q}.q_scale"] = np.full(1, np.nan, np.float32)
-
-    assert problems(LAYOUTS[2], tensors=change) == (
-        f"{Q}.q_scale: nan, expected a number above 0, as every calibration gives; calibrate it "
-        "again",
-    )
 
 
 @pytest.mark.parametrize("key", ["compression_config", "text_config"])
@@ -252,7 +221,7 @@ def test_a_config_of_codes_beside_wide_weights(source, tmp_path):
 
 
 def test_the_config_of_another_program_is_its_own(problems, source, tmp_path):
-    """As llm-compressor writes it: other keys, scales in bfloat16; no codes that are ignored."""
+    """As llm-compressor writes it: other keys, scales in bfloat16."""
     assert problems(LAYOUTS[0]) == ()
     dst = tmp_path / "dst"
     with SafetensorsFile(dst / "model.safetensors") as file:
@@ -263,12 +232,9 @@ def test_the_config_of_another_program_is_its_own(problems, source, tmp_path):
     config["quantization_config"] |= {"ignore": ["lm_head"], "version": "0.9", "sparsity": {}}
     (dst / "config.json").write_text(json.dumps(config))
     assert verify(source, dst).problems == ()
-    config["quantization_config"]["ignore"].append(Q)
-    (dst / "config.json").write_text(json.dumps(config))
     arrays[f"{Q}.input_scale"] = -arrays[f"{Q}.input_scale"]
     save(dst / "model.safetensors", arrays, {"format": "pt"}, overwrite=True)
-    listed, negative = verify(source, dst).problems
-    assert listed.startswith(f"config.json: quantization_config.ignore has {Q}, which is quantized")
+    (negative,) = verify(source, dst).problems
     assert negative.startswith(f"{Q}.input_scale: -0.5, expected a number above 0")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -261,16 +259,6 @@ def test_stats_in_json_are_numbers(tmp_path):
     assert (stats["nans"]["min"], stats["nans"]["NaN"]) == (None, 3)
 
 
-def test_inspect_finds_what_was_to_be_replaced(source, tmp_path):
-    """As a run leaves it that is killed between the two renames."""
-    old = tmp_path / ".src.qtoolkit-partial-old"
-    os.rename(source, old)
-    assert fails("inspect", source) == (
-        f"{source}: a run that was to replace it was killed, and it is {old} now; run that again, "
-        "or rename it"
-    )
-
-
 def test_layouts():
     listed = run("layouts").stdout
     for name in ("plain", "compressed-tensors", "finegrained-fp8", "modelopt"):
@@ -358,20 +346,6 @@ def test_paths_never_reach_the_terminal_raw(source, tmp_path, monkeypatch):
     assert line == r"when all shards are done: qtoolkit finalize $'go\x07\x1b[2J'"
 
 
-def test_completion_is_on():
-    assert "--install-completion" in run("--help").stdout
-
-
-def test_a_dry_run_loads_nothing_heavy(source):
-    code = (
-        "import sys\nfrom qtoolkit.cli._app import app\n"
-        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert not {'jax', 'flax', 'msgpack', 'gguf'} & set(sys.modules)"
-    )
-    command = ["convert", str(source), "dst", *CT, "--dry-run"]
-    subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)
-
-
 def test_block_formats_take_no_scaling_and_remedies_work(source, tmp_path):
     target = tmp_path / "dst"
     options = ("convert", source, target, "--format", "nvfp4")
@@ -399,7 +373,7 @@ RULES = {
         (("--to", "orbax", "--max-shard-size", "1KB"), "leave --max-shard-size out"),
         (("--to", "orbax", "--shard", "0/2"), "leave --shard out"),
         (("--to", "orbax", "--layout", "modelopt"), "leave --to out"),
-        (("--max-shard-size", "1KB"), "src/model.safetensors: becomes one file, and --max-shard-"),
+        (("--max-shard-size", "1KB"), "which becomes one file, and --max-shard-size is"),
         (("--shard", "0/2"), "src/model.safetensors: is a file, which becomes one file"),
         (("--input-scales", "scales"), "--input-scales: nothing in layout plain"),
         (("--json", "--report", "md"), "--json and --report md exclude each other"),
@@ -415,12 +389,6 @@ def test_options_without_effect_are_misuse(source, tmp_path, monkeypatch, argume
     file = source / "model.safetensors"
     assert message in fails("convert", file, "dst", *arguments, *dry, code=2)
     assert not (tmp_path / "dst").exists()
-
-
-def test_dequantize_refuses_the_same_options(source, tmp_path):
-    command = ("dequantize", source / "model.safetensors", tmp_path / "dst")
-    assert "becomes one file" in fails(*command, "--max-shard-size", "5GB", code=2)
-    assert "exclude each other" in fails(*command, "-q", "-v", code=2)
 
 
 def test_finalize_says_what_it_would_ignore_before_it_writes(source, tmp_path):
@@ -506,13 +474,15 @@ def test_verify_finds_a_config_that_loaders_take_codes_for_weights_by(source, tm
 def test_layouts_in_json_say_what_convert_takes(source, tmp_path):
     """Oracle: `convert`, which takes format and scaling as they stand there."""
     data = json.loads(run("layouts", "--json").stdout)
-    written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt"]
-    assert list(data) == [*written, "gpt-oss", "gptq", "awq"]
+    written = ["plain", "compressed-tensors", "finegrained-fp8", "modelopt", "gpt-oss"]
+    assert list(data) == [*written, "gptq", "awq"]
     assert [name for name, about in data.items() if about["schemes"]] == written
     assert "is only read" in run("layouts", "gptq").stdout
     assert json.loads(run("layouts", "modelopt", "--json").stdout) == {"modelopt": data["modelopt"]}
     (tmp_path / "scales.json").write_text('{"model.layers.0.mlp.down_proj": 0.5}')
     for layout, about in data.items():
+        if layout == "gpt-oss":
+            continue  # takes models of its own: test_experts.py
         for scheme in about["schemes"]:
             options = ["--layout", layout, "--format", scheme["format"]]
             options += ["--scaling", scheme["scaling"]] if scheme["scaling"] else []

@@ -67,13 +67,6 @@ def test_convert_writes_and_sums_up(source, tmp_path):
     assert found["layers/0/kernel_scale"].shape == (1, 16)
 
 
-def test_convert_skips_what_it_is_told_to(source, tmp_path):
-    result = run("convert", source, tmp_path / "out", "--skip", "bias", "--skip", r"layers/\d/")
-    assert result.exit_code == 0
-    assert "quantized  0 tensors" in result.stdout
-    assert load(tmp_path / "out")["layers/0/kernel"].dtype == np.float32
-
-
 def test_a_dry_run_shows_what_a_conversion_then_does(source, tmp_path):
     arguments = ["convert", source, tmp_path / "out", "--scaling", "channel"]
     result = run(*arguments, "--dry-run")
@@ -132,15 +125,6 @@ def test_errors_are_one_line_that_names_the_file(source, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["empty", "model.safetensors"]
 
 
-def test_links_that_lead_in_a_circle_are_one_line(source, tmp_path):
-    (tmp_path / "loop").symlink_to("loop")
-    for arguments in (("convert", source, tmp_path / "loop"), ("inspect", tmp_path / "loop")):
-        assert fails(*arguments) == (
-            f"{tmp_path}/loop: Too many levels of symbolic links; its links lead in a circle: "
-            "remove them, or give another name"
-        )
-
-
 def test_a_tensor_that_cannot_be_converted_is_named(tmp_path):
     save(tmp_path / "wide", {"layers/3/kernel": np.zeros((2, 2))})
     assert fails("convert", tmp_path / "wide", tmp_path / "out") == (
@@ -161,13 +145,6 @@ def test_line_breaks_in_names_stay_out_of_the_error(tmp_path):
     header = json.dumps({"a\nb": {"dtype": "X"}}).encode()
     (tmp_path / "odd\nname").write_bytes(len(header).to_bytes(8, "little") + header)
     assert "tensor 'a\\nb': dtype 'X'" in fails("inspect", tmp_path / "odd\nname")
-
-
-@pytest.mark.skipif(
-    not os.path.isdir("/proc/self"), reason="needs /proc, which nobody can write to"
-)
-def test_a_folder_that_cannot_be_written_to(source):
-    assert fails("convert", source, "/proc/out").startswith("/proc/out: ")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +200,7 @@ def test_inspect_prints_plain_aligned_text_to_a_pipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["convert", "--help"], ["formats"], ["--version"]]
+    "arguments", [["--help"], ["convert", "--help"], ["formats"], ["formats", "nf4"], ["layouts"]]
 )
 def test_looking_loads_neither_jax_nor_anything_heavy(arguments):
     assert not loaded_by(arguments) & HEAVY
@@ -329,7 +306,7 @@ def test_a_reader_that_hangs_up_is_no_error(tmp_path, start):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", ["--help", "convert --help", "--version", "formats"])
+@pytest.mark.parametrize("arguments", ["--help", "formats"])
 def test_help_that_a_full_disk_does_not_take_is_one_line(arguments):
     command = f"{sys.executable} -m qtoolkit {arguments} >/dev/full"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
@@ -367,19 +344,6 @@ def test_streams_that_fail_do_not_cost_the_job(source, tmp_path, start, redirect
     assert load(tmp_path / "out")
 
 
-def test_on_a_terminal_there_are_a_bar_and_a_table(source, tmp_path, start):
-    parts = [
-        in_terminal(start, ["convert", str(source), str(tmp_path / "out")]),
-        in_terminal(start, ["inspect", str(tmp_path / "out")]),
-        in_terminal(start, ["formats"]),
-    ]
-    assert "converting" in parts[0]
-    assert "━" in parts[0]
-    assert "layers/0/kernel_scale" in parts[1]
-    assert "─" in parts[1]
-    assert "e4m3fnuz" in parts[2]
-
-
 LONG = "model.layers.{}.self_attn.a_module_with_a_long_name.q_proj.weight"
 
 
@@ -401,27 +365,15 @@ def test_progress_has_bytes_rate_and_time_left_and_does_not_wrap(start):
     assert any(map(shown.search, lines))
 
 
-def test_lines_of_progress_have_bytes_rate_and_time_left(monkeypatch, capsys):
-    """For logs. The rate is that from the first call on, before which JAX is loaded."""
-    times = iter([100, 101, 101, 104])
-    callback = _tables._plain_progress("converting", clock=lambda: next(times))
-    for name, done in (("a", 1), ("b", 10**8), ("c", 10**8 + 1), ("d", 4 * 10**8 + 1)):
-        callback(name, done * 5, 25 * 10**8)
+def test_elsewhere_progress_is_a_line_at_every_tenth(capsys):
+    with _tables.progress("converting") as callback:
+        for name, done in (("a", 1), ("b", 20), ("c", 21), ("d", 61), ("e", 100)):
+            callback(name, done * 25 * 10**6, 25 * 10**8)
     assert capsys.readouterr().err.splitlines() == [
-        "converting:  20 %, 0.5/2.5 GB, 500.0 MB/s, 0:00:04 left  b",
-        "converting:  80 %, 2.0/2.5 GB, 500.0 MB/s, 0:00:01 left  d",
+        "converting:  20 %, 0.5/2.5 GB  b",
+        "converting:  60 %, 1.5/2.5 GB  d",
+        "converting: 100 %, 2.5/2.5 GB  e",
     ]
-    times = iter([100, 100.0001, 100.5, 103])  # no rate of a moment
-    callback = _tables._plain_progress("converting", clock=lambda: next(times))
-    for name, done in (("a", 1), ("b", 20), ("c", 50), ("d", 61)):
-        callback(name, done, 100)
-    assert capsys.readouterr().err.splitlines() == [
-        "converting:  20 %, 20/100 bytes  b",
-        "converting:  50 %, 50/100 bytes  c",
-        "converting:  60 %, 61/100 bytes, 20.0 bytes/s, 0:00:02 left  d",
-    ]
-    _tables._plain_progress("converting")("a", 700, 700)
-    assert capsys.readouterr().err == "converting: 100 %, 700/700 bytes  a\n"
 
 
 def in_terminal(start, arguments=(), columns=100, command=COMMAND):

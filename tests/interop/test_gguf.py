@@ -139,22 +139,10 @@ def big_endian(path, array, kind):
     writer.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
-def test_numbers_of_a_big_endian_file_are_read_as_such(tmp_path, dtype):
-    """Its bytes were taken for little-endian ones: 1.0 as float32 became 4.6e-41."""
-    x = np.arange(-3, 9).reshape(3, 4).astype(dtype)
-    big_endian(tmp_path / "big.gguf", x, None)
-    with open_source(tmp_path / "big.gguf") as source:
-        (info,) = source.tensors.values()
-        data = bytearray(info.nbytes)
-        source.read_into(info.name, 0, data)
-    np.testing.assert_array_equal(np.frombuffer(data, dtype).reshape(info.shape), x)
-
-
-@pytest.mark.parametrize("name", ["Q8_0", "BF16"])
-def test_bytes_of_a_big_endian_file_are_refused(tmp_path, name):
+@pytest.mark.parametrize("name", ["Q8_0", "F32"])
+def test_a_big_endian_file_is_refused(tmp_path, name):
     kind = gguf.GGMLQuantizationType[name]
     blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), kind)
     big_endian(tmp_path / "big.gguf", blocks, kind)
-    with pytest.raises(CheckpointError, match=f"{name} in a big-endian file.*gguf-convert-endian"):
+    with pytest.raises(CheckpointError, match=r"a big-endian file.*gguf-convert-endian"):
         open_source(tmp_path / "big.gguf")

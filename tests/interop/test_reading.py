@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from qtoolkit.checkpoints import dequantize_checkpoint
+from qtoolkit.checkpoints import convert, dequantize_checkpoint
 
 MODULE = "model.layers.0.mlp.down_proj"
 
@@ -75,6 +75,23 @@ def test_experts_of_gpt_oss_are_those_that_transformers_computes_with(tmp_path):
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     found = values(source_of(tmp_path / "src", {"quant_method": "mxfp4"}, entries))
     torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
+
+
+def test_experts_written_for_gpt_oss_are_those_that_transformers_computes_with(tmp_path):
+    """Weights that MXFP4 holds exactly come back exactly, in transformers' order of axes."""
+    weights = convert_moe_packed_tensors(
+        any_bytes(3, 40, 2, 16), any_bytes(3, 40, 2, low=110, high=140), dtype=torch.float32
+    )
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    src = tmp_path / "src.safetensors"
+    save_file({name: weights}, src)
+    dst = tmp_path / "dst.safetensors"
+    convert(src, dst, layout="gpt-oss", format="mxfp4", channel_axis="last")
+    written = load_file(dst)
+    found = convert_moe_packed_tensors(
+        written[f"{name}_blocks"], written[f"{name}_scales"], dtype=torch.float32
+    )
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["fp4", "blocks", "mxfp8"])

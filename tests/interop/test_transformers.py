@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from qtoolkit import Rules
 from qtoolkit.checkpoints import CheckpointError, convert, dequantize_checkpoint
@@ -62,12 +63,55 @@ def gpt2():
     )
 
 
+def gpt_oss():
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            num_local_experts=4,
+            max_position_embeddings=64,
+        )
+    )
+
+
+SMALLEST = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+
+
+def llama4():
+    sizes = {"intermediate_size": 256, "intermediate_size_mlp": 128, "num_local_experts": 2}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    config = transformers.Llama4TextConfig(
+        interleave_moe_layer_step=1, **SMALLEST, **sizes, **tokens
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+def qwen35():
+    sizes = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 128}
+    config = transformers.Qwen3_5MoeTextConfig(
+        num_experts=2, num_experts_per_tok=2, layer_types=["full_attention"], **SMALLEST, **sizes
+    )
+    return transformers.Qwen3_5MoeForCausalLM(config)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folders of random models, by name."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    for make in (llama, mixtral, gpt2):
+    for make in (llama, mixtral, gpt2, gpt_oss, llama4):
         make().float().save_pretrained(root / make.__name__, max_shard_size="1MB")
     return root
 
@@ -112,6 +156,39 @@ def test_llama_in_blocks_of_deepseek(folders, tmp_path):
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     expected = logits(tmp_path / "back")
     np.testing.assert_allclose(logits(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_of_gpt_oss(folders, tmp_path):
+    convert(folders / "gpt_oss", tmp_path / "out", layout="gpt-oss", format="mxfp4")
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    expected = logits(tmp_path / "back")
+    np.testing.assert_array_equal(logits(tmp_path / "out"), expected)
+    assert np.abs(expected - logits(folders / "gpt_oss")).max() > 1e-4  # it is quantized
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])
+def test_experts_of_qwen35_in_one_tensor(tmp_path, layout):
+    """As Qwen publishes the unquantized model; transformers itself saves them one by one."""
+    torch.manual_seed(0)
+    model, src = qwen35().float(), tmp_path / "src"
+    model.save_pretrained(src)
+    save_file(model.state_dict(), src / "model.safetensors", {"format": "pt"})
+    convert(src, tmp_path / "out", layout=layout)
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    options = {"quantization_config": dequantizing()} if layout == "compressed-tensors" else {}
+    expected = logits(tmp_path / "back")
+    np.testing.assert_allclose(logits(tmp_path / "out", **options), expected, atol=1e-5)
+    error = np.abs(expected - logits(src)).max() / np.abs(expected).max()
+    assert 1e-4 < error < 0.1
+
+
+@pytest.mark.parametrize("fmt", ["e4m3fn", "int4_group128"])
+def test_experts_of_llama_4_in_one_tensor(folders, tmp_path, fmt):
+    convert(folders / "llama4", tmp_path / "out", format=fmt)
+    found = logits(tmp_path / "out", quantization_config=dequantizing())
+    expected = logits(folders / "llama4")
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert 1e-4 < error < (0.1 if fmt == "e4m3fn" else 0.5)
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "finegrained-fp8"])

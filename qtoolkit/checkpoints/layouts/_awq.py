@@ -9,7 +9,7 @@ Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py, dequantize
 from collections.abc import Mapping
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import CheckpointError, Entry
 from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
@@ -18,6 +18,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     Layout,
     check_entry,
     entry_beside,
+    unread,
+    unread_config,
 )
 from qtoolkit.formats import UINT4, BlockFormat
 
@@ -26,10 +28,7 @@ _PACKED = Packing(32, order=(0, 4, 1, 5, 2, 6, 3, 7))
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
     if config and str(config.get("version") or "gemm").lower() != "gemm":
-        raise CheckpointError(
-            f"{where}: version {shown(str(config['version']))} in config.json, expected gemm; "
-            "dequantize the checkpoint with AutoAWQ"
-        )
+        raise unread_config(where, "version", config["version"], "gemm", "AutoAWQ")
     encodings = {}
     for name, info in headers.items():
         if f".{name}".endswith(".qweight"):
@@ -77,10 +76,13 @@ def _not_fitting(headers: Headers, codes: Entry, where: str) -> CheckpointError:
     check_entry(headers, name, ("I32",), where)
     zero = check_entry(headers, entry_beside(name, "qzeros"), ("I32",), where)
     scale = check_entry(headers, entry_beside(name, "scales"), FLOAT_SCALES, where)
-    return CheckpointError(
-        f"{where}: tensor {shown(name)}: {list(codes.shape)}, scales {list(scale.shape)}, qzeros "
-        f"{list(zero.shape)}, expected [inputs, outputs / 8], [groups, outputs] and "
-        "[groups, outputs / 8] in the groups of config.json; dequantize the checkpoint with AutoAWQ"
+    return unread(
+        where,
+        name,
+        f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
+        "[inputs, outputs / 8], [groups, outputs] and [groups, outputs / 8] in the groups of "
+        "config.json",
+        "AutoAWQ",
     )
 
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, WORDS, Encoding, Packing, constant
 from qtoolkit.checkpoints.layouts._layout import (
     BYTE_ELEMENTS,
@@ -38,6 +38,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_groups,
     entry_beside,
     scaling_of,
+    unread,
+    unread_config,
 )
 from qtoolkit.checkpoints.layouts._modules import ignored, patterns_of
 from qtoolkit.checkpoints.layouts._packed_integers import (
@@ -83,6 +85,20 @@ W4A16_32 = Scheme(name="W4A16", spec=INT4_GROUP32, about="weights only, groups o
 W8A16 = Scheme(name="W8A16", spec=INT8_GROUP128, about="weights only, groups of 128")
 
 _PACKED = {W4A16, W4A16_32, W8A16}
+_BYTES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+# In a group of the config the format of each scheme, and its activations.
+_CONFIG: dict[Scheme, tuple[str, dict[str, Any] | None]] = {
+    FP8_CHANNEL: ("float-quantized", _TOKEN),
+    FP8_TENSOR: ("float-quantized", _TOKEN),
+    FP8_STATIC: ("float-quantized", _TOKEN | {"dynamic": False, "strategy": "tensor"}),
+    FP8_BLOCK: ("float-quantized", _TOKEN | {"strategy": "group", "group_size": 128}),
+    W8A8: ("int-quantized", _TOKEN | {"type": "int"}),
+    MX8: ("mxfp8-quantized", _TOKEN | {"strategy": "group", "group_size": 32} | _BYTES),
+    MX4: ("mxfp4-pack-quantized", None),
+    NV4: ("nvfp4-pack-quantized", None),
+    **dict.fromkeys(_PACKED, ("pack-quantized", None)),
+}
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+\.")
 # The schemes that transformers reads in the experts of a mixture. It joins the experts of a layer
 # into one tensor. It multiplies FP8 codes by one scale in all or one per output; for other schemes
@@ -92,42 +108,34 @@ _DIVIDED = "weight_global_scale"
 
 
 def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
-    rows, columns = info.shape
-    spec, name = computed(scheme.spec), info.name
-    element = spec.element
+    (rows, columns), name, spec = info.shape, info.name, computed(scheme.spec)
+    element, lengths = spec.element, spec.block_lengths(info.shape)
     packing: Packing | None = None
     codes = Entry(name, "I8" if element == INT8 else "F8_E4M3", info.shape)
     constants = []
+    packed = entry_beside(name, "weight_packed")
     if scheme in _PACKED:
         packing = WORDS
-        packed = entry_beside(name, "weight_packed")
         codes = Entry(packed, "I32", (rows, -(-columns * element.bits // 32)))
         constants.append(constant(entry_beside(name, SHAPE), "I64", info.shape, (2,)))
     elif element == E2M1FN:
         packing = NIBBLES
-        codes = Entry(entry_beside(name, "weight_packed"), "U8", (rows, columns // 2))
+        codes = Entry(packed, "U8", (rows, columns // 2))
     if scheme == FP8_STATIC:
         assert input_scale is not None
         constants.append(constant(entry_beside(name, "input_scale"), "F32", input_scale, (1,)))
-    lengths = spec.block_lengths(info.shape)
     dtype = "U8" if spec.has_powers else "F8_E4M3" if scheme == NV4 else "F32"
     is_single = scheme in (FP8_TENSOR, FP8_STATIC)
-    second = None
-    if spec.tensor_scale is not None:
-        second = Entry(entry_beside(name, _DIVIDED), "F32", (1,))
+    counts = (1,) if is_single else block_counts(info.shape, lengths)
     return Encoding(
         name=name,
         shape=info.shape,
         spec=spec,
         lengths=lengths,
         codes=codes,
-        scale=Entry(
-            entry_beside(name, "weight_scale"),
-            dtype,
-            (1,) if is_single else block_counts(info.shape, lengths),
-        ),
-        tensor_scale=second,
-        tensor_scale_divides=second is not None,
+        scale=Entry(entry_beside(name, "weight_scale"), dtype, counts),
+        tensor_scale=Entry(entry_beside(name, _DIVIDED), "F32", (1,)) if scheme == NV4 else None,
+        tensor_scale_divides=scheme == NV4,
         packing=packing,
         constants=tuple(constants),
     )
@@ -182,10 +190,8 @@ def _decode_packed(headers: Headers, info: Entry, where: str, widths: Sequence[W
         return _decode_fp4(headers, info, where)
     if info.dtype == "I32" and len(info.shape) == 2:
         return decode_integers(headers, info, where, widths)
-    raise CheckpointError(
-        f"{where}: tensor {shown(info.name)}: {info.dtype} {list(info.shape)}, expected a "
-        "matrix of I32 or U8; dequantize the checkpoint with compressed-tensors"
-    )
+    what = f"{info}, expected a matrix of I32 or U8"
+    raise unread(where, info.name, what, METHOD)
 
 
 def _decode_fp4(headers: Headers, info: Entry, where: str) -> Encoding:
@@ -218,11 +224,8 @@ def _weight_groups(config: Mapping[str, Any], where: str) -> list[dict[str, Any]
     known = isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())
     found = [group.get("weights") or {} for group in groups.values()] if known else []
     if not known or not all(isinstance(weights, dict) for weights in found):
-        raise CheckpointError(
-            f"{where}: config_groups {shown(str(groups)[:80])} in config.json, expected an object "
-            'of groups, {"group_0": {"weights": {...}}}; dequantize the checkpoint with '
-            "compressed-tensors"
-        )
+        what = 'an object of groups, {"group_0": {"weights": {...}}}'
+        raise unread_config(where, "config_groups", groups, what, METHOD)
     return found
 
 
@@ -232,11 +235,8 @@ def _check_transforms(config: Mapping[str, Any], where: str) -> None:
     if isinstance(transforms, Mapping):
         transforms = transforms.get("config_groups")
     if transforms:
-        raise CheckpointError(
-            f"{where}: transform_config {shown(str(transforms)[:80])} in config.json: weights and "
-            "activations are rotated, which is not read, expected none; dequantize the checkpoint "
-            "with the program that made it"
-        )
+        what = "none: weights and activations are rotated, which is not read"
+        raise unread_config(where, "transform_config", transforms, what)
 
 
 def _blocks(groups: Sequence[Mapping[str, Any]], where: str) -> list[Sequence[int]]:
@@ -252,15 +252,17 @@ def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
     quantized = [module for modules in used.values() for module in modules]
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"] if len(used) == 1 else _targets(modules, [*quantized, *kept]),
-            "format": _format(scheme),
+            "targets": ["Linear"]
+            if len(used) == 1
+            else patterns_of(modules, sorted({*quantized, *kept} - {*modules})),
+            "format": _CONFIG[scheme][0],
             "weights": _weights(scheme),
-            "input_activations": _activations(scheme),
+            "input_activations": _CONFIG[scheme][1],
             "output_activations": None,
         }
         for number, (scheme, modules) in enumerate(used.items())
     }
-    formats = {_format(scheme) for scheme in used}
+    formats = {_CONFIG[scheme][0] for scheme in used}
     return {
         "quant_method": METHOD,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -270,18 +272,6 @@ def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-
-
-def _targets(modules: Sequence[str], all_modules: Sequence[str]) -> list[str]:
-    own = set(modules)
-    return patterns_of(modules, [module for module in all_modules if module not in own])
-
-
-def _format(scheme: Scheme) -> str:
-    if scheme in _PACKED:
-        return "pack-quantized"
-    names = {W8A8: "int-quantized", MX8: "mxfp8-quantized", MX4: "mxfp4-pack-quantized"}
-    return names.get(scheme, "nvfp4-pack-quantized" if scheme == NV4 else "float-quantized")
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
@@ -301,29 +291,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     args["group_size"] = spec.block[0]
     if scheme == NV4:
         args["scale_dtype"] = args["zp_dtype"] = "torch.float8_e4m3fn"
-    elif spec.has_powers:
-        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
-    return args
-
-
-def _activations(scheme: Scheme) -> dict[str, Any] | None:
-    if scheme in _PACKED or scheme in (MX4, NV4):
-        return None
-    args: dict[str, Any] = {
-        "num_bits": 8,
-        "type": "int" if scheme == W8A8 else "float",
-        "symmetric": True,
-        "dynamic": True,
-        "strategy": "token",
-    }
-    if scheme == FP8_STATIC:
-        args |= {"dynamic": False, "strategy": "tensor"}
-    elif scheme == FP8_BLOCK:
-        args |= {"strategy": "group", "group_size": 128}
-    elif scheme == MX8:
-        args |= {"strategy": "group", "group_size": 32}
-        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
-    return args
+    return args | (_BYTES if spec.has_powers else {})
 
 
 def caution(used: Used, kept: Sequence[str]) -> str:
@@ -396,6 +364,6 @@ LAYOUT = Layout(
     refused={
         r"feed_forward\.experts\.(gate_up_proj|down_proj)$": "all experts of a Llama 4 layer in "
         "one tensor, expected one by one: loaders of compressed-tensors split the module, and find "
-        "no weights for it; write --layout finegrained-fp8"
+        "no weights for it; give the folder with its config.json, by which they are split"
     },
 )

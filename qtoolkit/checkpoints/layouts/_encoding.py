@@ -118,7 +118,12 @@ class Encoding:
     @property
     def is_sliceable(self) -> bool:
         """Whether some of its rows can be read on their own."""
-        if self.transposed or self.group_index or self.zero_point:
+        return self.is_written and not self.transposed
+
+    @property
+    def is_written(self) -> bool:
+        """Whether weights can be quantized to it."""
+        if self.group_index or self.zero_point:
             return False
         packing = self.packing
         return packing is None or (
@@ -178,18 +183,16 @@ def merged_matrices(
     return (math.prod(n for n, _ in axes[:-2]), rows, columns), (height, width)
 
 
-def unpacked(packed: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
+def unpacked(data: np.ndarray, packing: Packing, bits: int, columns: int) -> np.ndarray:
     """The codes, uint8 [rows, columns], of bytes [rows, bytes of a row] of whole words."""
-    word, order = packing.word, packing.order
-    if not order and word % 8 == 0 and 8 % bits == 0:
-        word = 8  # little-endian words of codes that fill bytes are these bytes
-    count = word // bits
-    words = _words(packed, word)
-    codes = np.empty((len(packed), words.shape[1] * count), np.uint8)
-    mask = words.dtype.type((1 << bits) - 1)
-    for place, at in enumerate(order or range(count)):
-        codes[:, place::count] = (words >> words.dtype.type(at * bits)) & mask
-    codes = codes[:, :columns]
+    size, count = _word(packing, bits)
+    words = _filled(data, -data.shape[1] % size)
+    if size > 1:
+        words = _filled(words.reshape(len(data), -1, size), 8 - size).view("<u8")[..., 0]
+    codes = np.empty((*words.shape, count), np.uint8)
+    for place, at in enumerate(packing.order or range(count)):
+        codes[..., place] = words >> words.dtype.type(at * bits)
+    codes = codes.reshape(len(data), -1)[:, :columns] & np.uint8((1 << bits) - 1)
     return codes ^ np.uint8(1 << (bits - 1)) if packing.biased else codes
 
 
@@ -197,26 +200,21 @@ def packed(codes: np.ndarray, packing: Packing, bits: int) -> np.ndarray:
     """The bytes [rows, bytes of a row] of codes [rows, columns]; the last word has zeros."""
     if packing.biased:
         codes = (codes ^ np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
-    count = packing.word // bits
-    missing = -codes.shape[1] % count
-    if missing:
-        codes = np.pad(codes, ((0, 0), (0, missing)))
-    word = 8 if not packing.order and 8 % bits == 0 else packing.word
-    count = word // bits
-    dtype = np.dtype(np.uint8 if word == 8 else np.uint32)
-    words = np.zeros((len(codes), codes.shape[1] // count), dtype)
+    codes = _filled(codes, -codes.shape[1] % (packing.word // bits))
+    size, count = _word(packing, bits)
+    words = np.zeros((len(codes), codes.shape[1] // count), "<u8" if size > 1 else np.uint8)
     for place, at in enumerate(packing.order or range(count)):
-        words |= codes[:, place::count].astype(dtype) << dtype.type(at * bits)
-    data = words.astype("<u4").view(np.uint8) if word > 8 else words
-    if word == 24:
-        data = data.reshape(len(codes), -1, 4)[:, :, :3]
-    return np.ascontiguousarray(data.reshape(len(codes), -1))
+        words |= codes[:, place::count].astype(words.dtype) << words.dtype.type(at * bits)
+    data = words[..., None].view(np.uint8)[..., :size]
+    return np.ascontiguousarray(data).reshape(len(codes), -1)
 
 
-def _words(packed: np.ndarray, word: int) -> np.ndarray:
-    if word == 8:
-        return packed
-    size = word // 8
-    held = 4 if word <= 32 else 8  # bytes of the integers that hold words
-    parts = np.pad(packed, ((0, 0), (0, -packed.shape[1] % size))).reshape(len(packed), -1, size)
-    return np.pad(parts, ((0, 0), (0, 0), (0, held - size))).view(f"<u{held}")[:, :, 0]
+def _word(packing: Packing, bits: int) -> tuple[int, int]:
+    """Bytes and codes of a word; words of codes that fill bytes are these bytes."""
+    word = 8 if not packing.order and 8 % bits == 0 else packing.word
+    return word // 8, word // bits
+
+
+def _filled(x: np.ndarray, missing: int) -> np.ndarray:
+    """With zeros at the end of the last axis."""
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

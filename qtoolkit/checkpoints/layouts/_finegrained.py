@@ -27,8 +27,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     check_block,
     decode_bytes,
     entry_beside,
+    microscaled,
 )
-from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import DEEPSEEK_128X128, E4M3FN
 
 SUFFIX = "_scale_inv"

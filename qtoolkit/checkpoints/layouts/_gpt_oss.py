@@ -8,15 +8,39 @@ Source: transformers, integrations/mxfp4.py; github.com/openai/gpt-oss, torch/we
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding
-from qtoolkit.checkpoints.layouts._layout import Headers, Layout, check_entry, decode_groups
+from qtoolkit.checkpoints.layouts._layout import (
+    Headers,
+    Layout,
+    Scheme,
+    Used,
+    check_entry,
+    decode_groups,
+    unread,
+)
 from qtoolkit.formats import MXFP4
 
+METHOD = "mxfp4"
 _TRANSPOSED = {"_blocks": True, ".blocks": False}
+
+
+def encode(info: Entry, scheme: Scheme, axes: Sequence[int], input_scale: float | None) -> Encoding:
+    experts, inputs, outputs = info.shape
+    rows = (experts, outputs, inputs // 32)
+    return Encoding(
+        name=info.name,
+        shape=info.shape,
+        spec=scheme.spec,
+        lengths=(1, 1, 32),
+        codes=Entry(f"{info.name}_blocks", "U8", (*rows, 16)),
+        scale=Entry(f"{info.name}_scales", "U8", rows),
+        packing=NIBBLES,
+        transposed=True,
+    )
 
 
 def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str, Encoding]:
@@ -32,11 +56,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
 
 def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: bool) -> Encoding:
     if codes.shape != (*scale.shape, 16):
-        raise CheckpointError(
-            f"{where}: tensor {shown(codes.name)}: {list(codes.shape)} with scales "
-            f"{list(scale.shape)}, expected 16 bytes for each scale; dequantize it with the "
-            "program that made it"
-        )
+        what = f"{list(codes.shape)} with scales {list(scale.shape)}, expected 16 bytes for each"
+        raise unread(where, codes.name, what)
     *rows, blocks = scale.shape
     shape = (*rows, 32 * blocks)
     encoding = decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
@@ -46,10 +67,28 @@ def _decoded(name: str, codes: Entry, scale: Entry, where: str, is_transposed: b
     return dataclasses.replace(encoding, shape=turned, transposed=True)
 
 
+def config(used: Used, kept: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": METHOD, "modules_to_not_convert": list(kept)}
+
+
+def caution(used: Used, kept: Sequence[str]) -> str:
+    if not any(name.endswith(".experts") for name in kept):
+        return ""
+    return (
+        "vLLM takes the experts of every layer for MXFP4, whatever the config says of layers "
+        "that are kept; for it, quantize all of them"
+    )
+
+
 LAYOUT = Layout(
     name="gpt-oss",
     title="gpt-oss's MXFP4: NAME_blocks and NAME_scales, or NAME.blocks and NAME.scales",
     loaders="transformers; by their documentation (untested): vLLM, SGLang",
+    schemes=(Scheme(name="MXFP4", spec=MXFP4, about="weights of experts only"),),
     decode=decode,
-    methods=("mxfp4",),
+    encode=encode,
+    config=config,
+    caution=caution,
+    methods=(METHOD,),
+    experts_of="gpt_oss",
 )

@@ -19,6 +19,8 @@ from qtoolkit.checkpoints.layouts._layout import (
     Layout,
     check_entry,
     entry_beside,
+    unread,
+    unread_config,
 )
 from qtoolkit.formats import UINT2, UINT4, UINT8, BlockFormat
 from qtoolkit.formats import format as resolve
@@ -33,10 +35,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
         return {}
     stored_as = str(config.get("checkpoint_format") or "gptq")
     if stored_as not in _OFFSETS:
-        raise CheckpointError(
-            f"{where}: checkpoint_format {shown(stored_as)} in config.json, expected "
-            f"{' or '.join(_OFFSETS)}; dequantize the checkpoint with GPTQModel"
-        )
+        known = " or ".join(_OFFSETS)
+        raise unread_config(where, "checkpoint_format", stored_as, known, "GPTQModel")
     return {
         entry_beside(name, "weight"): _decoded(config, headers, info, where, _OFFSETS[stored_as])
         for name, info in headers.items()
@@ -76,10 +76,12 @@ def _decoded(
     length = _group_length(config, inputs, groups)
     fits = bits and inputs and words == inputs * bits / 32 and scale.shape == (groups, outputs)
     if not fits or -(-inputs // length) != groups:
-        raise CheckpointError(
-            f"{where}: tensor {shown(name)}: {list(codes.shape)}, scales {list(scale.shape)}, "
-            f"qzeros {list(zero.shape)}, expected codes of {', '.join(map(str, _ELEMENTS))} bits "
-            f"in groups of {length}; dequantize the checkpoint with GPTQModel"
+        raise unread(
+            where,
+            name,
+            f"{list(codes.shape)}, scales {list(scale.shape)}, qzeros {list(zero.shape)}, expected "
+            f"codes of {', '.join(map(str, _ELEMENTS))} bits in groups of {length}",
+            "GPTQModel",
         )
     return Encoding(
         name=entry_beside(name, "weight"),

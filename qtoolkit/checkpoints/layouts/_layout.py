@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
-from qtoolkit.checkpoints.layouts._encoding import Encoding, Packing
+from qtoolkit.checkpoints.layouts._encoding import NIBBLES, Encoding, Packing
 from qtoolkit.formats import (
     BFLOAT16,
     E4M3FN,
@@ -17,6 +17,9 @@ from qtoolkit.formats import (
     FLOAT16,
     FLOAT32,
     INT8,
+    MXFP4,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
     BlockFormat,
     FloatFormat,
     Format,
@@ -36,7 +39,7 @@ BYTE_ELEMENTS: dict[str, Format] = {
 BYTE_DTYPES = {fmt: dtype for dtype, fmt in BYTE_ELEMENTS.items()}
 WIDE: dict[str, FloatFormat] = {"F32": FLOAT32, "BF16": BFLOAT16, "F16": FLOAT16}
 FLOAT_SCALES = tuple(WIDE)
-_OTHERS = "that is not read; dequantize the checkpoint with the program that made it"
+_MXFP8 = {"F8_E4M3": MXFP8_E4M3, "F8_E5M2": MXFP8_E5M2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,8 @@ class Layout:
       computed: spec -> the spec with the rules by which the layout's publisher finds scales.
       methods: The values of `quant_method` in a config that names this layout.
       linear_only: Whether it stores matrices [outputs, inputs] only.
+      experts_of: The model, by the `model_type` in its config, of which it stores nothing but
+        experts, all of a layer in one tensor [experts, inputs, outputs]; "" if it stores others.
       is_mixed: Whether weights of one checkpoint may have different schemes.
       has_partial_blocks: Whether the last blocks of a row or column may be partial.
       static: Maps schemes that work without static activation scales to those that are written
@@ -130,6 +135,7 @@ class Layout:
     methods: tuple[str, ...] = ()
     note: str = ""
     linear_only: bool = True
+    experts_of: str = ""
     is_mixed: bool = False
     has_partial_blocks: bool = False
     static: Mapping[Scheme, Scheme] = dataclasses.field(default_factory=dict)
@@ -152,6 +158,18 @@ class Layout:
             f"layout {self.name}: cannot hold {of.name}{word}, expected one of "
             f"{', '.join(self.spellings())}; `qtoolkit layouts` shows which layout takes what"
         )
+
+    def misfit(self, shape: Sequence[int], spec: BlockFormat) -> str:
+        """Why blocks of a format do not fill a weight; "" if they do.
+
+        Loaders split and merge weights along both axes, so blocks have to be whole where they do
+        not say how they read partial ones.
+        """
+        axes = (-2, -1) if self.experts_of else (-1, -2)
+        for axis, length in zip(axes, reversed(spec.block), strict=False):
+            if not self.has_partial_blocks and shape[axis] % (length or 1):
+                return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
+        return ""
 
     def spellings(self) -> list[str]:
         return [scheme.spelling for scheme in self.schemes]
@@ -187,21 +205,26 @@ def by_block(element: Format, block: tuple[int, int] = BLOCK) -> BlockFormat:
     return BlockFormat(element=element, block=block)
 
 
-def misfit(shape: Sequence[int], spec: BlockFormat) -> str:
-    """Why blocks of a format do not fill a matrix; "" if they do.
-
-    Loaders split and merge weights along both axes, so blocks have to be whole where a layout's
-    loaders do not say how they read partial ones.
-    """
-    for axis, length in zip((-1, -2), reversed(spec.block), strict=False):
-        if length is not None and length > 1 and shape[axis] % length:
-            return f"axis {axis} has {shape[axis]} elements, expected a multiple of {length}"
-    return ""
-
-
 def entry_beside(name: str, suffix: str) -> str:
     """The name of an entry of the same module: "a.weight_scale" of "a.weight"."""
     return f"{name.rsplit('.', 1)[0]}.{suffix}" if "." in name else suffix
+
+
+_MAKER = "the program that made it"
+
+
+def unread(where: str, entry: str, what: str, program: str = _MAKER) -> CheckpointError:
+    """The error for an entry that is not as a layout has it."""
+    about = f"tensor {shown(entry)}: {what}"
+    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
+
+
+def unread_config(
+    where: str, key: str, value: Any, expected: str, program: str = _MAKER
+) -> CheckpointError:
+    """The error for a value of the quantization config that is not read."""
+    about = f"{key} {shown(str(value)[:80])} in config.json, expected {expected}"
+    return CheckpointError(f"{where}: {about}; dequantize the checkpoint with {program}")
 
 
 def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str) -> Entry:
@@ -211,12 +234,13 @@ def check_entry(headers: Headers, name: str, dtypes: tuple[str, ...], where: str
       CheckpointError: It is missing or has another dtype.
     """
     entry = headers.get(name)
-    if entry is None or entry.dtype not in dtypes:
-        got = "no such tensor" if entry is None else f"dtype {entry.dtype}"
-        remedy = "fetch the checkpoint again" if entry is None else _OTHERS
+    expected = f"expected {' or '.join(dtypes)}"
+    if entry is None:
         raise CheckpointError(
-            f"{where}: tensor {shown(name)}: {got}, expected {' or '.join(dtypes)}; {remedy}"
+            f"{where}: tensor {shown(name)}: no such tensor, {expected}; fetch the checkpoint again"
         )
+    if entry.dtype not in dtypes:
+        raise unread(where, name, f"dtype {entry.dtype}, {expected}")
     return entry
 
 
@@ -225,15 +249,11 @@ def check_block(block: Any, key: str, where: str) -> Sequence[int] | None:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        raise CheckpointError(
-            f"{where}: {key} {shown(str(block)[:80])} in config.json, expected two lengths, "
-            f"[128, 128]; {_OTHERS}"
-        )
+        raise unread_config(where, key, block, "two lengths, [128, 128]")
     return block
 
 
 def block_counts(shape: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """The number of blocks along each axis."""
     return tuple(-(-n // length) for n, length in zip(shape, lengths, strict=False))
 
 
@@ -248,7 +268,15 @@ def decode_bytes(
     """
     codes = check_entry(headers, name, tuple(BYTE_ELEMENTS), where)
     scale = check_entry(headers, scale_name, (*FLOAT_SCALES, "F8_E8M0"), where)
-    lengths, fields = _blocks_by_shape(codes.shape, scale.shape, block, f"{where}: {shown(name)}")
+    found = _blocks_by_shape(codes.shape, scale.shape, block)
+    if found is None:
+        raise unread(
+            where,
+            name,
+            f"{list(codes.shape)} with scales {list(scale.shape)}, expected one in all, one per "
+            "channel, per group or per block of 128x128",
+        )
+    lengths, fields = found
     spec = BlockFormat(
         element=BYTE_ELEMENTS[codes.dtype],
         scale="e8m0fnu" if scale.dtype == "F8_E8M0" else WIDE[scale.dtype],
@@ -280,19 +308,18 @@ def decode_groups(
     (length,) = spec.block
     assert length is not None
     groups = (*shape[:-1], -(-shape[-1] // length)) if shape else ()
+    of = f"{shown(codes.name)}, {list(codes.shape)}"
     if len(shape) < 2 or shape[-1] < length or scale.shape != groups:
-        raise CheckpointError(
-            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)}, expected a scale for every "
-            f"{length} of a row of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
+        raise unread(
+            where,
+            scale.name,
+            f"{list(scale.shape)}, expected a scale for every {length} of a row of {of}",
         )
     count = math.prod(shape[:-2])
     if tensor_scale is not None and math.prod(tensor_scale.shape) not in (1, count):
-        raise CheckpointError(
-            f"{where}: tensor {shown(tensor_scale.name)}: {list(tensor_scale.shape)}, expected one "
-            "second scale"
-            + (f", or one for each of {count}," if count > 1 else "")
-            + f" of {shown(codes.name)}, {list(codes.shape)}; {_OTHERS}"
-        )
+        each = f", or one for each of {count}," if count > 1 else ""
+        what = f"{list(tensor_scale.shape)}, expected one second scale{each} of {of}"
+        raise unread(where, tensor_scale.name, what)
     return Encoding(
         name=name,
         shape=shape,
@@ -306,9 +333,27 @@ def decode_groups(
     )
 
 
+def microscaled(headers: Headers, name: str, scale_name: str, where: str) -> Encoding | None:
+    """How the weight `name` is stored in OCP's MX formats; None if not by its dtypes and shapes.
+
+    The scale of 32 neighbours of a row is a byte b, which stands for 2**(b - 127) whether the file
+    calls its dtype F8_E8M0 or U8; the bytes of MXFP4, two codes each, are U8 or I8.
+    """
+    codes, scale = headers[name], headers[scale_name]
+    if scale.dtype not in ("U8", "F8_E8M0") or not codes.shape:
+        return None
+    *rows, columns = codes.shape
+    if codes.dtype in _MXFP8 and scale.shape == (*rows, -(-columns // 32)):
+        return decode_groups(name, codes.shape, _MXFP8[codes.dtype], codes, scale, where)
+    if codes.dtype in ("I8", "U8") and scale.shape == (*rows, -(-columns // 16)):
+        shape = (*rows, 2 * columns)
+        return decode_groups(name, shape, MXFP4, codes, scale, where, packing=NIBBLES)
+    return None
+
+
 def _blocks_by_shape(
-    shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None, where: str
-) -> tuple[tuple[int, ...], dict[str, Any]]:
+    shape: tuple[int, ...], scale: tuple[int, ...], block: Sequence[int] | None
+) -> tuple[tuple[int, ...], dict[str, Any]] | None:
     """The lengths of the blocks that scales of that shape belong to, and the block format's."""
     rank = len(shape)
     if not math.prod(shape) or math.prod(scale) == 1:
@@ -330,7 +375,4 @@ def _blocks_by_shape(
                 return (*ones, *cut), {"block": cut}
         if rank == 3 and scale[1:] == (1, columns):
             return (1, rows, 1), {"block": (1,), "axes": (1,), "other_axes": None}
-    raise CheckpointError(
-        f"{where}: {list(shape)} with scales {list(scale)}, expected one in all, one per channel, "
-        f"per group or per block of 128x128; {_OTHERS}"
-    )
+    return None

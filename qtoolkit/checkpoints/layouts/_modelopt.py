@@ -30,8 +30,9 @@ from qtoolkit.checkpoints.layouts._layout import (
     decode_bytes,
     decode_groups,
     entry_beside,
+    microscaled,
+    unread,
 )
-from qtoolkit.checkpoints.layouts._microscaling import microscaled
 from qtoolkit.formats import E4M3FN, NVFP4
 
 METHOD = "modelopt"
@@ -95,11 +96,8 @@ def decode(config: Mapping[str, Any], headers: Headers, where: str) -> dict[str,
     encodings = {}
     for name, info in headers.items():
         if name.rpartition(".")[2] == "pre_quant_scale":
-            raise CheckpointError(
-                f"{where}: tensor {shown(name)}: activations are multiplied by it (AWQ, "
-                "SmoothQuant), which is not read, expected none; dequantize the checkpoint with "
-                "the program that made it"
-            )
+            what = "activations are multiplied by it (AWQ, SmoothQuant), which is not read"
+            raise unread(where, name, f"{what}, expected none")
         scale_name, second_name = _beside(name, "weight_scale"), _beside(name, _SECOND)
         scale = headers.get(scale_name)
         if info.dtype == "U8" and second_name in headers:
@@ -160,11 +158,9 @@ def _as_blocks(weight: Entry, scale: Entry, where: str) -> Entry:
     if count == 1:
         return scale._replace(shape=(experts, 1, 1))
     if (count == rows) == (count == columns):
-        raise CheckpointError(
-            f"{where}: tensor {shown(scale.name)}: {list(scale.shape)} of {list(weight.shape)}, "
-            "expected scales of the rows or of the columns, whose numbers differ; dequantize the "
-            "checkpoint with modelopt"
-        )
+        what = f"{list(scale.shape)} of {list(weight.shape)}, expected scales of the rows or of the"
+        what += " columns, whose numbers differ"
+        raise unread(where, scale.name, what, METHOD)
     return scale._replace(shape=(experts, rows, 1) if count == rows else (experts, 1, columns))
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qtoolkit.checkpoints._tensors import CheckpointError, Entry, shown
+from qtoolkit.checkpoints._tensors import Entry
 from qtoolkit.checkpoints.layouts._encoding import WORDS, Encoding, constant, dense
 from qtoolkit.checkpoints.layouts._layout import (
     FLOAT_SCALES,
@@ -21,11 +21,14 @@ from qtoolkit.checkpoints.layouts._layout import (
     Headers,
     check_entry,
     entry_beside,
+    unread,
+    unread_config,
 )
 from qtoolkit.formats import BlockFormat, IntFormat
 from qtoolkit.formats import format as resolve
 
 SHAPE = "weight_shape"
+_PACKAGE = "compressed-tensors"
 _INTEGERS = {bits: resolve(f"int{bits}") for bits in range(2, 9)}
 
 
@@ -59,21 +62,16 @@ def decode_integers(
     fitting = (_of_width(headers, codes, scale, width) for width in widths)
     encoding = next((encoding for encoding in fitting if encoding is not None), None)
     if encoding is None:
-        wanted = " or ".join(map(str, widths))
-        raise CheckpointError(
-            f"{where}: tensor {shown(codes.name)}: {codes.shape[1]} words a row and scales "
-            f"{list(scale.shape)}, expected {wanted}, as config.json says; dequantize the "
-            "checkpoint with compressed-tensors"
-        )
+        what = f"{codes.shape[1]} words a row and scales {list(scale.shape)}"
+        what += f", expected {' or '.join(map(str, widths))}, as config.json says"
+        raise unread(where, codes.name, what, _PACKAGE)
     shape_name = entry_beside(codes.name, SHAPE)
     if shape_name not in headers:
         return encoding
     numbers = check_entry(headers, shape_name, ("I64", "I32"), where)
     if numbers.shape != (2,):
-        raise CheckpointError(
-            f"{where}: tensor {shown(numbers.name)}: {list(numbers.shape)}, expected two numbers, "
-            "rows and columns; dequantize the checkpoint with compressed-tensors"
-        )
+        what = f"{list(numbers.shape)}, expected two numbers, rows and columns"
+        raise unread(where, numbers.name, what, _PACKAGE)
     expected = constant(numbers.name, numbers.dtype, encoding.shape, (2,))
     return dataclasses.replace(encoding, constants=(expected,))
 
@@ -116,10 +114,8 @@ def with_group_index(headers: Headers, encoding: Encoding, where: str) -> Encodi
         return encoding
     index = check_entry(headers, name, ("I32", "I64"), where)
     if index.shape != encoding.shape[1:] or encoding.lengths[0] != 1:
-        raise CheckpointError(
-            f"{where}: tensor {shown(name)}: {list(index.shape)}, expected the group of each input "
-            f"of {list(encoding.shape)}; dequantize the checkpoint with compressed-tensors"
-        )
+        what = f"{list(index.shape)}, expected the group of each input of {list(encoding.shape)}"
+        raise unread(where, name, what, _PACKAGE)
     return dataclasses.replace(encoding, group_index=index)
 
 
@@ -146,11 +142,8 @@ def with_zero_point(
         wanted = (words, *(scale[1:] or (1,)))
     is_integer = isinstance(encoding.spec.element, IntFormat)
     if zero.shape != wanted or not is_integer or is_packed != (zero.dtype == "I32"):
-        raise CheckpointError(
-            f"{where}: tensor {shown(name)}: {zero}, expected a zero point for each scale "
-            f"{list(scale)} of integers, I32 in words or I8; dequantize the checkpoint with "
-            "compressed-tensors"
-        )
+        what = f"{zero}, expected a zero point for each scale {list(scale)} of integers, I32 in"
+        raise unread(where, name, f"{what} words or I8", _PACKAGE)
     return dataclasses.replace(
         encoding,
         spec=dataclasses.replace(encoding.spec, zero_point=True),
@@ -177,8 +170,6 @@ def widths_of(groups: Sequence[Mapping[str, Any]], version: object, where: str) 
         elif type(length) is int and length > 0:
             widths.append(Width(bits, length))
         else:
-            raise CheckpointError(
-                f"{where}: group_size {shown(str(length)[:80])} in config.json, expected a length "
-                "from 1 up; dequantize the checkpoint with compressed-tensors"
-            )
+            what = "a length from 1 up"
+            raise unread_config(where, "group_size", length, what, _PACKAGE)
     return widths or _WIDTHS

@@ -1,0 +1,81 @@
+"""Splits tensors that hold all experts of a layer into a weight for each expert. No JAX here.
+
+Of some models the unquantized checkpoint has all experts of a layer in one tensor, and loaders read
+quantized ones one by one: so are Qwen's own FP8 checkpoints of Qwen3.5, and what llm-compressor
+makes of Llama 4.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Container, Iterator
+
+from qtoolkit.checkpoints._roles import Roles, is_stack_of_experts
+from qtoolkit.checkpoints._tensors import Checkpoint, Tensor, transposed
+
+_QWEN = ("compressed-tensors", "finegrained-fp8", "modelopt")
+# By `model_type` the layouts whose loaders read experts one by one. Source: transformers,
+# conversion_mapping.py, and for Llama 4 quantizers/base.py, SequentialLlama4TextExperts; vLLM,
+# models/qwen3_5.py and llama4.py. Not gpt-oss: the rows of its gate and up alternate.
+_LAYOUTS = {
+    "qwen3_5_moe": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+    "llama4": ("compressed-tensors",),
+    "llama4_text": ("compressed-tensors",),
+}
+
+
+def split_for(source: Checkpoint, layout: str) -> Checkpoint:
+    """The checkpoint as loaders of a layout read its experts."""
+    model = str(source.config.get("model_type"))
+    return _split(source, source.tensors if layout in _LAYOUTS.get(model, ()) else ())
+
+
+def split_alike(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Two checkpoints, of which neither has in one tensor what the other has one by one."""
+    return _split_like(a, b), _split_like(b, a)
+
+
+def _split_like(a: Checkpoint, b: Checkpoint) -> Checkpoint:
+    return _split(a, {name for name in a.tensors if _name(name, 0, _parts(name)[0]) in b.tensors})
+
+
+def _split(source: Checkpoint, names: Container[str]) -> Checkpoint:
+    stacks = [t for t in source.tensors.values() if t.name in names and is_stack_of_experts(t)]
+    if not stacks:
+        return source
+    roles = Roles(source.tensors, source.config)
+    split = {stack.name: [*_experts(stack, roles.outputs_last(stack))] for stack in stacks}
+    tensors = {t.name: t for one in source.tensors.values() for t in split.get(one.name) or [one]}
+    return dataclasses.replace(source, tensors=tensors)
+
+
+def _experts(stack: Tensor, outputs_last: bool | None) -> Iterator[Tensor]:
+    """The weights, [outputs, inputs]; nothing if they cannot be told apart."""
+    parts = _parts(stack.name)
+    data = transposed(stack) if outputs_last else stack
+    count, rows, columns = data.shape
+    if outputs_last is None or rows % len(parts):
+        return
+    pieces, shape = count * len(parts), (rows // len(parts), columns)
+    for piece in range(pieces):
+        expert, part = divmod(piece, len(parts))
+        yield dataclasses.replace(
+            stack,
+            name=_name(stack.name, expert, parts[part]),
+            shape=shape,
+            read_into=functools.partial(_read, data, piece * (data.nbytes // pieces)),
+            stored_nbytes=stack.stored_nbytes // pieces,
+        )
+
+
+def _read(data: Tensor, offset: int, start: int, buffer: memoryview) -> None:
+    data.read_into(offset + start, buffer)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    last = name.rpartition(".")[2]
+    return ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+
+
+def _name(stack: str, expert: int, part: str) -> str:
+    return f"{stack.rpartition('.')[0]}.{expert}.{part}.weight"

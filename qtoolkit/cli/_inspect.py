@@ -1,0 +1,205 @@
+"""The commands that show what there is: inspect, layouts. No JAX here, but for `--stats`."""
+
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from qtoolkit import checkpoints
+from qtoolkit.checkpoints import LAYOUTS, CheckpointError, Layout
+from qtoolkit.checkpoints.internal import (
+    FLOATS,
+    Checkpoint,
+    Encoding,
+    Statistics,
+    check_explained,
+    dequantized,
+    shown,
+    statistics,
+)
+from qtoolkit.cli._errors import one_line_errors, printable
+from qtoolkit.cli._options import JSON, SRC, one_of
+from qtoolkit.cli._summaries import Table, counted
+from qtoolkit.cli._tables import table
+
+_STATS_HEADER = ("tensor", "min", "max", "mean", "deviation", "zeros", "NaN", "Inf")
+
+
+def inspect(
+    src: Annotated[str, SRC],
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the weights: range, deviation, zeros, NaN, Inf.")
+    ] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """List the tensors of a checkpoint, quantized ones with their scales."""
+    with one_line_errors("nothing was changed"), checkpoints.open_source(src) as source:
+        if as_json:
+            typer.echo(json.dumps(_data(source, stats), indent=2))
+            return
+        table(*_tensors_table(source))
+        for line in _summary(source):
+            typer.echo(line)
+        if stats:
+            typer.echo()
+            table(*_stats_table(source))
+
+
+def layouts(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show this one.", **one_of("NAME", [*LAYOUTS])),
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """List the layouts that `convert` writes and reads, or show one of them."""
+    with one_line_errors("nothing was changed"):
+        if as_json:
+            chosen = LAYOUTS.values() if name is None else [LAYOUTS[name]]
+            typer.echo(json.dumps({one.name: _layout_data(one) for one in chosen}, indent=2))
+        elif name is None:
+            formats = (dict.fromkeys(s.format for s in one.schemes) for one in LAYOUTS.values())
+            rows = [
+                [one.name, ", ".join(names) or "only read", one.loaders]
+                for one, names in zip(LAYOUTS.values(), formats, strict=True)
+            ]
+            table(("layout", "formats", "loaded by"), rows)
+        else:
+            for line in _layout_page(LAYOUTS[name]):
+                typer.echo(line)
+
+
+def _tensors_table(source: Checkpoint) -> Table:
+    encodings = _encodings(source)
+    by_codes = {encoding.codes.name: encoding for encoding in encodings.values()}
+    others = {e.name for encoding in by_codes.values() for e in encoding.entries} - by_codes.keys()
+    rows = []
+    for tensor in source.tensors.values():
+        if tensor.name not in others:
+            row = [shown(tensor.name), tensor.stored_dtype, str([*tensor.shape])]
+            rows.append([*row, f"{tensor.stored_nbytes:,}", _scales(by_codes.get(tensor.name))])
+    header = ("tensor", "dtype", "shape", "bytes", "scales")
+    count = len(header) - (not encodings)  # no column of scales where there are none
+    return header[:count], [row[:count] for row in rows], ("bytes",)
+
+
+def _encodings(source: Checkpoint) -> Mapping[str, Encoding]:
+    """How quantized weights are stored, by name; empty if in a layout that is not read."""
+    try:
+        return dequantized(source).encodings
+    except CheckpointError:
+        return {}
+
+
+def _scales(encoding: Encoding | None) -> str:
+    if encoding is None:
+        return ""
+    parts = [
+        f"{shown(entry.name.rpartition('.')[2])} {entry}"
+        for entry in encoding.entries
+        if entry != encoding.codes
+    ]
+    # Codes that are packed have another shape than the weight.
+    is_same = encoding.shape == encoding.codes.shape
+    shape = "" if is_same else f" {[*encoding.shape]}"
+    return f"{encoding.spec.name}{shape}: {', '.join(parts)}"
+
+
+def _summary(source: Checkpoint) -> list[str]:
+    tensors = source.tensors.values()
+    lines = [
+        f"{counted(len(tensors), 'tensor')}, {sum(t.size for t in tensors):,} elements, "
+        f"{sum(t.stored_nbytes for t in tensors):,} bytes"
+    ]
+    try:
+        opened = dequantized(source)
+        check_explained(opened, lambda name: False)
+    except CheckpointError as error:
+        lines.append(f"not readable as quantized: {printable(str(error))}")
+    else:
+        if count := sum(tensor.is_dequantized for tensor in opened.tensors.values()):
+            lines.append(
+                f"layout {opened.layout}: {counted(count, 'tensor')} quantized; "
+                "`qtoolkit dequantize` writes what they stand for"
+            )
+    return lines + [f"metadata {shown(k)}: {shown(v)}" for k, v in source.metadata.items()]
+
+
+def _data(source: Checkpoint, stats: bool) -> dict[str, Any]:
+    """What the tables show, as data for JSON: null for a number if no element is finite."""
+    data: dict[str, Any] = {
+        "path": str(source.path),
+        "metadata": source.metadata,
+        "tensors": [
+            {
+                "name": t.name,
+                "dtype": t.stored_dtype,
+                "shape": list(t.shape),
+                "bytes": t.stored_nbytes,
+            }
+            for t in source.tensors.values()
+        ],
+        "quantized": {
+            name: {
+                "format": encoding.spec.name,
+                "shape": list(encoding.shape),
+                "entries": [entry.name for entry in encoding.entries],
+            }
+            for name, encoding in _encodings(source).items()
+        },
+    }
+    if stats:
+        data["stats"] = [
+            dict(zip(_STATS_HEADER, (name, *map(_number, dataclasses.astuple(one))), strict=True))
+            for name, one in _stats(source)
+        ]
+    return data
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _stats_table(source: Checkpoint) -> Table:
+    rows = []
+    for name, stats in _stats(source):
+        *numbers, zeros, nans, infinities = dataclasses.astuple(stats)
+        counts = (f"{count:,}" for count in (zeros, nans, infinities))
+        rows.append([shown(name), *(f"{number:.4g}" for number in numbers), *counts])
+    return _STATS_HEADER, rows, _STATS_HEADER[1:]
+
+
+def _stats(source: Checkpoint) -> Iterator[tuple[str, Statistics]]:
+    """The statistics of every tensor of floats that has elements; quantized ones dequantized."""
+    for tensor in dequantized(source).tensors.values():
+        if (tensor.dtype in FLOATS or tensor.dtype.startswith("F8_")) and tensor.size:
+            yield tensor.name, statistics(tensor)
+
+
+def _layout_data(layout: Layout) -> dict[str, Any]:
+    """A layout as data for JSON; format and scaling are arguments of `convert`."""
+    keys = ("format", "scaling", "name", "about", "needs_input_scale")
+    return {
+        "title": layout.title,
+        "loaders": layout.loaders,
+        "note": layout.note,
+        "schemes": [{key: getattr(scheme, key) for key in keys} for scheme in layout.schemes],
+    }
+
+
+def _layout_page(layout: Layout) -> list[str]:
+    texts = [text.replace("(", "").replace(")", "") for text in layout.spellings()]
+    width = max(map(len, texts), default=0)
+    lines = [f"{layout.name}: {layout.title}", f"loaders: {layout.loaders}"]
+    lines += [*textwrap.wrap(layout.note, 100), ""]
+    for scheme, text in zip(layout.schemes, texts, strict=True):
+        needs = "needs --input-scales" if scheme.needs_input_scale else ""
+        about = "; ".join(filter(None, (scheme.name, scheme.about, needs)))
+        lines.append(f"  --format {text:<{width}}  {about}")
+    if not layout.schemes:
+        return [*lines, "is only read: convert and dequantize take it as SRC"]
+    return [*lines, "", f"qtoolkit convert SRC DST --layout {layout.name}"]

@@ -1,0 +1,199 @@
+"""The options of the commands for checkpoints, each declared once, and the checks of their values.
+
+A value that is wrong by itself ends the command with exit code 2.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import typer
+
+from qtoolkit.checkpoints import CheckpointError
+from qtoolkit.checkpoints.internal import (
+    SCALINGS,
+    WRITTEN,
+    AxisChoice,
+    ContainerName,
+    byte_count,
+    compiled,
+    resolve_target,
+    scheme_named,
+    target_names,
+    worker_count,
+)
+from qtoolkit.cli._errors import failure
+
+
+def one_of(name: str, choices: Sequence[str]) -> dict[str, Any]:
+    """What a parameter with these choices has: a callback that checks, and completion."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise failure(f"{name}: {value!r}, expected one of {', '.join(choices)}", 2)
+        return value
+
+    return {"metavar": "NAME", "callback": check, "autocompletion": _starting(choices)}
+
+
+def _starting(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
+
+
+def _target(name: str | None) -> str | None:
+    """The name of the format that `name` spells, or `name` itself if it is that of a scheme."""
+    if name is None or scheme_named(name) is not None:
+        return name
+    try:
+        return resolve_target(name).name
+    except ValueError as error:
+        message = str(error).removeprefix("format: ")
+        takes = ", ".join(target_names())
+        raise failure(f"--format: {message}; convert takes {takes}", 2) from error
+
+
+def _size(option: str, check: Callable[[str], object]) -> Callable[[str], str]:
+    """Parses a size that `check` accepts, whose errors name an argument of Python."""
+
+    def parse(size: str) -> str:
+        try:
+            check(size)
+        except ValueError as error:
+            raise failure(f"{option}: {str(error).partition('=')[2]}", 2) from error
+        return size
+
+    return parse
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise failure(
+            f"--shard: {text!r}, expected I/N with I from 0 to N - 1: 0/8, 1/8, ... 7/8", 2
+        )
+    return int(found[1]), int(found[2])
+
+
+def _regexes(patterns: list[str] | None) -> list[str] | None:
+    for pattern in patterns or ():
+        try:
+            compiled(pattern)
+        except CheckpointError as error:
+            raise failure(str(error), 2) from error
+    return patterns
+
+
+SRC = typer.Argument(
+    metavar="SRC",
+    help="A folder as Hugging Face's or orbax's, or a file: safetensors, npz, Flax's msgpack or "
+    "GGUF. Folders of the first kind and safetensors may also be URLs: s3://bucket/model.",
+)
+DST = typer.Argument(
+    metavar="DST",
+    help="The folder to write; of a file or of orbax, the safetensors file. Or its URL.",
+)
+TO = typer.Option(
+    **one_of("--to", get_args(ContainerName)),
+    help="safetensors, or orbax: a checkpoint of orbax in layout plain, with the tree of SRC.",
+)
+FORMAT = typer.Option(
+    metavar="NAME",
+    callback=_target,
+    autocompletion=_starting(target_names()),
+    show_default="e4m3fn",
+    help=f"Number format: {', '.join(target_names())}; or a name of `qtoolkit layouts`, W4A16.",
+)
+LAYOUT = typer.Option(
+    **one_of("--layout", WRITTEN),
+    show_default="compressed-tensors of a folder with config.json, where that holds the "
+    "format; else plain, which no loader of models opens",
+    help=f"Who can load it: {', '.join(WRITTEN)}; `qtoolkit layouts` says more.",
+)
+RULES = typer.Option(
+    metavar="FILE",
+    help='A format for each tensor instead: {"rules": [[REGEX, NAME], ...], "default": '
+    "NAME}. The first REGEX that is found in its name decides; null keeps it, and nothing "
+    "is left out by default.",
+)
+SCALING = typer.Option(
+    **one_of("--scaling", SCALINGS),
+    show_default="what the layout has first",
+    help="One scale per tensor, per output channel, or per block of 128x128: tensor, "
+    "channel, block. Block formats have scales of their own, bfloat16 and float16 none.",
+)
+SKIP = typer.Option(
+    metavar="REGEX",
+    callback=_regexes,
+    help="Leave out tensors in whose names this is found; may be given more than once. "
+    "Embeddings, heads, norms, biases, routers, vision towers, vectors, integers "
+    "and complex numbers are left out anyway; weights in float64 are refused.",
+)
+_WIDE = ("float32", "bfloat16", "float16")
+KEEP_DTYPE = typer.Option(
+    **one_of("--keep-dtype", _WIDE), help=f"Round what is left out to this: {', '.join(_WIDE)}."
+)
+DTYPE = typer.Option(
+    **one_of("--dtype", _WIDE),
+    show_default="for quantized weights that of config.json, else float32; else none",
+    help="float32, bfloat16 or float16.",
+)
+CHANNEL_AXIS = typer.Option(
+    **one_of("--channel-axis", get_args(AxisChoice)),
+    help="Which axis of weights holds the outputs: first (PyTorch), last (Flax, GPT-2), or "
+    "auto, by architecture and names.",
+)
+INPUT_SCALES = typer.Option(
+    metavar="FILE",
+    help='Static activation scales from a calibration, {"MODULE": 0.02, ...}, which '
+    "modelopt's FP8 and NVFP4 need.",
+)
+ALLOW_SPLIT = typer.Option(
+    "--allow-split",
+    help="Let parts of what engines join (q, k, v; gate, up; experts) differ in format.",
+)
+KEEP_UNFITTING = typer.Option(
+    "--keep-unfitting",
+    help="Leave matrices that the blocks of the format do not fit in high precision.",
+)
+ALLOW_NONFINITE = typer.Option(
+    "--allow-nonfinite",
+    help="Quantize and cast weights with NaN or Inf, too; what is copied may have them.",
+)
+ALLOW_CODES = typer.Option(
+    "--allow-codes",
+    help="Copy 8-bit floats and integers that may be codes, though no layout that is read says "
+    "what they stand for.",
+)
+SHARD = typer.Option(
+    metavar="I/N",
+    parser=_shard,
+    help="Write part I of N of the files of a folder, I from 0 on, as a job of an array; then "
+    "`qtoolkit finalize DST`.",
+)
+OVERWRITE = typer.Option("--overwrite", help="Replace DST.")
+SHARD_SIZE = typer.Option(
+    metavar="SIZE",
+    parser=_size("--max-shard-size", byte_count),
+    show_default="5GB",
+    help="Bytes of a file of a folder: 5GB, 500MiB.",
+)
+WORKERS = typer.Option(
+    min=1,
+    max=64,
+    show_default="one for each core, at most 4",
+    help="Threads that read and quantize; the bytes are the same whatever their number.",
+)
+MAX_MEMORY = typer.Option(
+    metavar="SIZE",
+    parser=_size("--max-memory", lambda size: worker_count(None, size)),
+    help="Memory that the process may take, 360MiB or more: fewer workers are started. An "
+    "estimate, for CPU.",
+)
+DRY_RUN = typer.Option("--dry-run", help="Show what would become of every tensor; write none.")
+REPORT = typer.Option(
+    **one_of("--report", ("json", "md")),
+    help="json or md: print a report of every tensor, in place of the summary.",
+)
+JSON = typer.Option("--json", help="Print one JSON object instead of text.")
+QUIET = typer.Option("--quiet", "-q", help="Print nothing but errors.")
+VERBOSE = typer.Option("--verbose", "-v", help="Print a line for every tensor.")
