@@ -19,8 +19,8 @@ def derived(fmt: Derived, changes: dict[str, Any]) -> Derived:
     changes = {name: value for name, value in changes.items() if value != getattr(fmt, name)}
     if not changes:
         return fmt
-    shown = ", ".join(f"{name}={_shown(value)}" for name, value in changes.items())
-    fields = {"name": f"{fmt.name}({shown})", "spellings": ()} | changes
+    listed = ", ".join(f"{name}={_value_text(value)}" for name, value in changes.items())
+    fields = {"name": f"{fmt.name}({listed})", "spellings": ()} | changes
     if hasattr(fmt, "dtype_name") and not changes.keys() <= _KEEP_DTYPE:
         fields.setdefault("dtype_name", None)
     made: Derived = dataclasses.replace(fmt, **fields)
@@ -30,15 +30,15 @@ def derived(fmt: Derived, changes: dict[str, Any]) -> Derived:
 
 def check_fields(fmt: Any, changes: dict[str, Any]) -> None:
     """TypeError where `fmt` has no field of such a name."""
-    known = [field.name for field in dataclasses.fields(fmt)]
+    names = [field.name for field in dataclasses.fields(fmt)]
     for name in changes:
-        if name in known:
+        if name in names:
             continue
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? It" if close else "it"
         raise TypeError(
             f"{fmt.name}: with_({name}=...), but {type(fmt).__name__} has no field {name!r}; "
-            f"{hint} has {', '.join(known)}"
+            f"{hint} has {', '.join(names)}"
         )
 
 
@@ -53,7 +53,7 @@ def _check_name(fmt: Any) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{len(value)} values"
     return str(getattr(value, "name", value))

@@ -11,13 +11,13 @@ def hashed_once(cls: Class) -> Class:
     Formats and recipes are static arguments of `jax.jit`, which hashes them at every call, and a
     recipe holds six operands with formats of their own.
     """
-    found: Any = cls.__hash__
+    computed: Any = cls.__hash__
 
     def kept(self: Any) -> int:
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = found(self)
-        return known
+        cached: int | None = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = computed(self)
+        return cached
 
     # For pickles: hashes of strings differ by process.
     def without_hash(self: Any) -> dict[str, Any]:

@@ -51,9 +51,11 @@ class Rules(Generic[Value]):
         pairs = _pairs(rules)
         keys = [key for key, _ in pairs]
         for key, value in pairs:
-            _check_hashable(_shown(key), value)
+            _check_hashable(_key_text(key), value)
             if keys.count(key) > 1:
-                raise ValueError(f"Rules: {_shown(key)} comes twice; the second would never decide")
+                raise ValueError(
+                    f"Rules: {_key_text(key)} comes twice; the second would never decide"
+                )
         _check_hashable("default", default)
         object.__setattr__(self, "rules", pairs)
         object.__setattr__(self, "default", default)
@@ -121,7 +123,7 @@ class Rules(Generic[Value]):
         known = [path or "'' (the whole)" for path in known]
         some = ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
         raise ValueError(
-            f"{where}: {', '.join(map(_shown, unused))} matches nothing, expected every rule to "
+            f"{where}: {', '.join(map(_key_text, unused))} matches nothing, expected every rule to "
             f"match something; there is {some or 'nothing'}"
         )
 
@@ -141,7 +143,7 @@ class Rules(Generic[Value]):
                 raise ValueError(f"Rules: {where}: {error}") from error
 
         return Rules(
-            [(key, mapped(_shown(key), value)) for key, value in self.rules],
+            [(key, mapped(_key_text(key), value)) for key, value in self.rules],
             mapped("default", self.default),
         )
 
@@ -158,8 +160,8 @@ class Rules(Generic[Value]):
         for key, _ in self.rules:
             if not isinstance(key, str):
                 raise TypeError(
-                    f"Rules: {_shown(key)} is a class, which JSON cannot hold; expected a regular "
-                    "expression"
+                    f"Rules: {_key_text(key)} is a class, which JSON cannot hold; expected a "
+                    "regular expression"
                 )
         named = self.map(_format_name)
         return json.dumps({"rules": named.rules, "default": named.default}, sort_keys=True)
@@ -243,12 +245,12 @@ def _compiled(key: Key) -> re.Pattern[str] | None:
         return re.compile(key)
     except re.error as error:
         raise ValueError(
-            f"Rules: {_shown(key)}: invalid regular expression ({error}), expected one such as "
+            f"Rules: {_key_text(key)}: invalid regular expression ({error}), expected one such as "
             r"'(^|/)head/'; write special characters with a backslash"
         ) from error
 
 
-def _shown(key: Key) -> str:
+def _key_text(key: Key) -> str:
     return f"rule {key.__name__ if isinstance(key, type) else ascii(key)}"
 
 
@@ -265,14 +267,14 @@ def _zipped(paths: Iterable[Any], kinds: Iterable[Any] | None) -> Iterable[tuple
 
 
 def _format_name(value: Any) -> str:
-    found = format(value)
+    fmt = format(value)
     try:
-        known = format(found.name) == found
+        round_trips = format(fmt.name) == fmt
     except ValueError:
-        known = False
-    if not known:
+        round_trips = False
+    if not round_trips:
         raise TypeError(
             f"{value!r} cannot be written as text: qtoolkit.format does not find it by its name "
-            f"{found.name!r}; expected a format that ships"
+            f"{fmt.name!r}; expected a format that ships"
         )
-    return found.name
+    return fmt.name

@@ -119,16 +119,16 @@ class _Finite:
         self.count = jnp.maximum(count, np.float32(1))
 
     def mean(self, of: jax.Array) -> jax.Array:
-        kept = jnp.where(self.is_finite, of, jnp.zeros_like(of))
-        return jnp.sum(kept, self.axis, keepdims=self.keepdims) / self.count
+        x = jnp.where(self.is_finite, of, jnp.zeros_like(of))
+        return jnp.sum(x, self.axis, keepdims=self.keepdims) / self.count
 
     def least(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(np.inf))
-        return _or_zero(jnp.min(kept, self.axis, keepdims=self.keepdims))
+        x = jnp.where(self.is_finite, self.values, np.float32(np.inf))
+        return _or_zero(jnp.min(x, self.axis, keepdims=self.keepdims))
 
     def largest(self) -> jax.Array:
-        kept = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
-        return _or_zero(jnp.max(kept, self.axis, keepdims=self.keepdims))
+        x = jnp.where(self.is_finite, self.values, np.float32(-np.inf))
+        return _or_zero(jnp.max(x, self.axis, keepdims=self.keepdims))
 
 
 def _or_zero(x: jax.Array) -> jax.Array:

@@ -51,8 +51,8 @@ def convert(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     elif fmt == E5M2:
         # The core keeps the sign, the exponent and the upper two mantissa bits of a NaN; where
         # these two are 0, what is left is the pattern of an infinity.
-        kept = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
-        wide = jnp.where(wide == wide, _to_float16(wide), kept)
+        rounded = _float(_with_payloads(x, wide) & np.uint32(0xFFE00000))
+        wide = jnp.where(wide == wide, _to_float16(wide), rounded)
     return to_stored(wide, fmt, UNCLAMPED)
 
 

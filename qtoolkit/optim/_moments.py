@@ -76,8 +76,8 @@ class SecondMoment:
     spec: SpecLike
 
     def __post_init__(self) -> None:
-        found = unsigned(block_format("SecondMoment", self.spec))
-        object.__setattr__(self, "spec", found)
+        arrays = unsigned(block_format("SecondMoment", self.spec))
+        object.__setattr__(self, "spec", arrays)
 
 
 MomentLike: TypeAlias = SpecLike | SecondMoment
@@ -192,10 +192,10 @@ def _checked(value: MomentLike) -> BlockFormat | SecondMoment:
 
 def formats(state: Any, rules: Rules[Any], min_size: int) -> list[BlockFormat | None]:
     """For each of `leaves(state)` the blocks it is cut into, None where it stays as it is."""
-    found = leaves(state)
-    floats = [leaf for leaf in found if is_float(leaf.value)]
+    arrays = leaves(state)
+    floats = [leaf for leaf in arrays if is_float(leaf.value)]
     rules.check_used("quantize_state", [leaf.path for leaf in floats])
-    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in found]
+    return [_format(leaf, rules, min_size) if is_float(leaf.value) else None for leaf in arrays]
 
 
 def is_float(value: Any) -> bool:

@@ -110,18 +110,18 @@ def quantize_state(
     ) -> tuple[Any, QuantizedState]:
         kept = leaves(state.inner)
         is_narrow = any(_is_narrow(leaf.value) for leaf in kept)
-        given, params = _unboxed(updates), _unboxed(params)
+        unboxed, params = _unboxed(updates), _unboxed(params)
         wide = _like(state.inner, [_number(leaf.value) for leaf in kept])
         # Moments are given in float32. Where the transform holds them in fewer bits, all else that
         # it is given is float32, too: of two branches of `lax.cond` one may return a moment or an
         # update and the other zeros like a gradient, and both must have one dtype.
-        operands = given, wide, params
+        operands = unboxed, wide, params
         if is_narrow:
             operands = jax.tree.map(lambda x: exact_float32(x) if is_float(x) else x, operands)
         found, inner = extended.update(*operands, **extra)
         if is_narrow:
             declared = _like(state.inner, [_declared(leaf.value) for leaf in kept])
-            of = jax.eval_shape(lambda *a: extended.update(*a, **extra), given, declared, params)
+            of = jax.eval_shape(lambda *a: extended.update(*a, **extra), unboxed, declared, params)
             found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, of[0])
         # Into the boxes again. `optax.lookahead` gives pairs, which no gradient is.
         boxes: Any = jax.tree.structure(updates)

@@ -83,13 +83,13 @@ def stochastic_round_updates(
         step = state.step + jnp.uint32(1)
 
         def rounded(path: Any, u: jax.Array, p: jax.Array) -> jax.Array:
-            found = _target(where, path, p, target)
-            if found is None:
+            param_fmt = _target(where, path, p, target)
+            if param_fmt is None:
                 return u
             old = exact_float32(p)
             new = old + exact_float32(u.astype(jnp.float32) if u.dtype not in FLOATS else u)
             key = key_words(state.seed, step, leaf_path(path))
-            drawn = round_to_format(new, found, rounding="stochastic", key=key)
+            drawn = round_to_format(new, param_fmt, rounding="stochastic", key=key)
             return _difference(jnp.where(jnp.isfinite(new), drawn, new), old)
 
         updates = jax.tree.map_with_path(rounded, updates, params)

@@ -30,8 +30,8 @@ def sqnr_by_tensor(decibels: Mapping[str, float], *, axes: Any = None) -> Any:
     """
     if not decibels:
         raise ValueError("sqnr_by_tensor: no tensors, expected one or more")
-    kept = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
-    drawn = {name: value for name, value in decibels.items() if name in kept}
+    lowest = set(sorted(decibels, key=lambda name: decibels[name])[:_MOST])
+    drawn = {name: value for name, value in decibels.items() if name in lowest}
     if axes is None:
         _, (axes,) = _figure(8.0, 1.4 + 0.22 * len(drawn))
     places = list(range(len(drawn)))

@@ -266,15 +266,15 @@ def _formats(
         )
     if target == source or target in pairs[source]:
         return source, target
-    known = not extended and target in EXTENDED_PAIRS[source]
+    has_pair = not extended and target in EXTENDED_PAIRS[source]
     raise TypeError(
         f"{_WHERE}: no cast from {NAMES[source]} to {NAMES.get(target, target.name)}; from "
-        f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(known)
+        f"{NAMES[source]}, expected one of {_listed(pairs[source])}" + _more(has_pair)
     )
 
 
-def _more(known: bool) -> str:
-    return "; extended=True takes it" if known else ""
+def _more(has_pair: bool) -> str:
+    return "; extended=True takes it" if has_pair else ""
 
 
 def _listed(formats: Any) -> str:

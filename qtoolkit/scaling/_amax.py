@@ -36,8 +36,8 @@ def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
     """
     x = lax.stop_gradient(check_differentiable("amax", x, wide=False))
     axes = check_axes("amax", axis, x.ndim)
-    found = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
-    return exact_float32(found.reshape(()) if axes is None else found)
+    magnitude = magnitude_max(x, tuple(range(x.ndim)) if axes is None else axes, nan_wins=False)
+    return exact_float32(magnitude.reshape(()) if axes is None else magnitude)
 
 
 def check_axes(where: str, axis: Any, ndim: int) -> tuple[int, ...] | None:

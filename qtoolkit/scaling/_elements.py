@@ -1,11 +1,11 @@
 """What is computed for the elements of blocks, and how the scale of its block is applied to each.
 
-A computation takes elements, a format and two functions, `divide` and `multiply`, that apply the
-scales. `of_elements` makes it one elementwise operation, by the way that suits the scales.
+A computation takes elements, a block format, and an object that divides and multiplies by the
+scales. `of_elements` makes it one elementwise operation, with the object that suits the scales.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from qtoolkit.casts import Projection
 from qtoolkit.casts.internal import (
+    MODES,
     codes_from_dtype,
     codes_of,
     elementwise,
@@ -54,13 +55,12 @@ from qtoolkit.scaling._scales import (
 )
 
 Array = jax.Array
-Map = Callable[[Array], Array]
 Made = TypeVar("Made")  # an array or several
 # Integers are rounded to this format before the zero point is added: the sum fits as well.
 _BEFORE_ZERO_POINT = IntFormat(name="int22", bits=22)
 # Roundings that do not make every tiny number 0: toward_positive rounds 2**-140 up to 2**-9, the
 # least value of E4M3FN.
-_DIRECTED = ("toward_positive", "toward_negative", "to_odd")
+_DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "never")
 
 
 class Scales(NamedTuple):
@@ -143,20 +143,28 @@ def elements_of(
     return Elements(view, projection, zero_point, np.dtype(dtype))
 
 
-# What is computed for elements. `divide` and `multiply` apply the scale of their block.
+class Scaling(Protocol):
+    """Applies to elements the scales of their blocks."""
+
+    def divide(self, x: Array) -> Array: ...
+
+    def multiply(self, q: Array) -> Array: ...
 
 
-def to_codes(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    return element_codes(_scaled(x, divide), spec, x.projection, x.zero_point)
+# What is computed for elements.
 
 
-def to_values(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    q = element_values(_scaled(x, divide), spec, x.projection, x.zero_point)
-    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+def to_codes(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    return element_codes(_scaled(x, scaling), spec, x.projection, x.zero_point)
 
 
-def to_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    q, wide = element_values(_scaled(x, divide), spec, x.projection, None), exact_float32(x.view)
+def to_values(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q = element_values(_scaled(x, scaling), spec, x.projection, x.zero_point)
+    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+
+
+def to_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    q, wide = element_values(_scaled(x, scaling), spec, x.projection, None), exact_float32(x.view)
     return jnp.where(jnp.isfinite(wide), q, wide).astype(x.view.dtype)
 
 
@@ -174,22 +182,22 @@ def never_overflows(spec: BlockFormat) -> bool:
     return is_exact and is_finite and spec.rule == "amax" and has_unlimited_values(spec.element)
 
 
-def to_unlimited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_unlimited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     assert isinstance(spec.element, FloatFormat)
-    return unlimited_values(_scaled(x, divide), spec.element).astype(x.view.dtype)
+    return unlimited_values(_scaled(x, scaling), spec.element).astype(x.view.dtype)
 
 
-def to_limited_operands(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_limited_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     assert isinstance(spec.element, FloatFormat)
     wide, largest = exact_float32(x.view), np.float32(float(spec.element.max_finite))
-    limited = lax.clamp(-largest, divide(wide), largest)
+    limited = lax.clamp(-largest, scaling.divide(wide), largest)
     limited = jnp.where(lax.is_finite(wide), limited, wide)
     return unlimited_values(limited, spec.element).astype(x.view.dtype)
 
 
-def to_unscaled(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_unscaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = exact_float32(x.view)
-    y = multiply(q)
+    y = scaling.multiply(q)
     if may_overflow(spec, x.dtype):
         largest = np.float32(ml_dtypes.finfo(x.dtype).max)
         y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
@@ -208,21 +216,21 @@ def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
 
 
 def to_scaled_and_unscaled(
-    views: tuple[Array, Array], spec: BlockFormat, divide: Map, multiply: Map
+    views: tuple[Array, Array], spec: BlockFormat, scaling: Scaling
 ) -> tuple[Array, Array]:
     x, q = views
-    return divide(exact_float32(x)), multiply(exact_float32(q))
+    return scaling.divide(exact_float32(x)), scaling.multiply(exact_float32(q))
 
 
-def to_unrounded(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
-    u = divide(widened(x.view))
+def to_unrounded(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
+    u = scaling.divide(widened(x.view))
     return u if x.zero_point is None else u + x.zero_point.astype(u.dtype)
 
 
-def to_dequantized(x: Elements, spec: BlockFormat, divide: Map, multiply: Map) -> Array:
+def to_dequantized(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     q = values_of(x.view, spec.element, jnp.float32)
     q = q if x.zero_point is None else q - x.zero_point.astype(jnp.float32)
-    return _saturated(multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
+    return _saturated(scaling.multiply(q), q, x.dtype, is_finite=not spec.element.has_inf)
 
 
 def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
@@ -239,20 +247,20 @@ def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False)
     return jnp.where(overflows, jnp.where(y > 0, largest, -largest), rounded)
 
 
-def _scaled(x: Elements, divide: Map) -> Array:
+def _scaled(x: Elements, scaling: Scaling) -> Array:
     """Elements divided by their scales, ready to be rounded.
 
     XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
     toward positive, is E4M3FN's least value, 2**-9.
     """
     wide = widened(x.view)
-    u = divide(wide)
+    u = scaling.divide(wide)
     may_vanish = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
     return kept_from_zero(u, wide) if may_vanish else u
 
 
 def of_elements(
-    compute: Callable[[Any, BlockFormat, Map, Map], Made],
+    compute: Callable[[Any, BlockFormat, Scaling], Made],
     elements: Any,
     spec: BlockFormat,
     scales: Scales,
@@ -262,7 +270,7 @@ def of_elements(
     is_short: bool = False,
     is_own: bool = False,
 ) -> Made:
-    """`compute(elements, spec, divide, multiply)`, with functions that apply the blocks' scales.
+    """`compute(elements, spec, scaling)`, `scaling` being the object that suits the scales.
 
     It is one elementwise operation. If scales are powers of two, there are two ways to apply them:
     one multiplication by 2**e, exact if no subnormal number occurs; or several operations that are
@@ -280,68 +288,92 @@ def of_elements(
         matter.
     """
 
-    def by(way: Callable[..., Made], *factors: Array) -> Made:
-        factors = tuple(factor.reshape(()) if is_one(factor) else factor for factor in factors)
-        return way(compute, elements, spec, *factors)
+    def by(scaling: Scaling) -> Made:
+        scaling = jax.tree.map(lambda x: x.reshape(()) if is_one(x) else x, scaling)
+        return _computed(compute, elements, spec, scaling)
 
     if scales.scale is None:
-        return by(_unchanged)
+        return by(_Unscaled())
     if not spec.has_powers:
         scale = effective(scales.scale, scales.tensor_scale, spec, is_own=is_own)
-        return by(_by_scale, blocks.spread(scale))
+        digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2  # type: ignore[union-attr]
+        is_exact = not spec.tensor_scale and digits <= 24
+        return by((_ByExactScale if is_exact else _ByScale)(blocks.spread(scale)))
     if is_own and has_normal_powers(spec):
-        return by(_by_e8m0, codes_from_dtype(blocks.spread(scales.scale), E8M0FNU))
+        return by(_ByE8M0(codes_from_dtype(blocks.spread(scales.scale), E8M0FNU)))
     exponent, is_nan = exponents(blocks.spread(scales.scale), spec)
     if is_short or is_sharded(jax.tree.leaves(elements)[0]):
-        return by(_by_exponent, exponent, is_nan)
+        return by(_ByExponent(exponent, is_nan))
     down, up = factors(exponent, is_nan)
     safe = are_safe(exponent, spec) | is_nan
     all_safe = jnp.all(safe if nonzero is None else safe | ~nonzero)
     return lax.cond(
         on_cpu() & all_safe,
-        lambda: by(_by_factors, down, up),
-        lambda: by(_by_exponent, exponent, is_nan),
+        lambda: by(_ByFactors(down, up)),
+        lambda: by(_ByExponent(exponent, is_nan)),
     )
 
 
 @elementwise
-def _unchanged(compute: Any, elements: Any, spec: BlockFormat) -> Any:
-    return compute(elements, spec, lambda x: x, lambda q: q)
+def _computed(compute: Any, elements: Any, spec: BlockFormat, scaling: Scaling) -> Any:
+    return compute(elements, spec, scaling)
 
 
-@elementwise
-def _by_scale(compute: Any, elements: Any, spec: BlockFormat, scale: Array) -> Any:
-    assert spec.scale is not None
-    digits = spec.element.mantissa_bits + spec.scale.mantissa_bits + 2
-    multiply = product if spec.tensor_scale or digits > 24 else lax.mul  # which is exact
-    return compute(
-        elements,
-        spec,
-        lambda x: quotient(x, scale.astype(x.dtype)),
-        lambda q: multiply(q, scale),
-    )
+class _Unscaled(NamedTuple):
+    def divide(self, x: Array) -> Array:
+        return x
+
+    def multiply(self, q: Array) -> Array:
+        return q
 
 
-@elementwise
-def _by_e8m0(compute: Any, elements: Any, spec: BlockFormat, codes: Array) -> Any:
-    return compute(elements, spec, lambda x: over_e8m0(x, codes), lambda q: times_e8m0(q, codes))
+class _ByScale(NamedTuple):
+    scale: Array
+
+    def divide(self, x: Array) -> Array:
+        return quotient(x, self.scale.astype(x.dtype))
+
+    def multiply(self, q: Array) -> Array:
+        return product(q, self.scale)
 
 
-@elementwise
-def _by_factors(compute: Any, elements: Any, spec: BlockFormat, down: Array, up: Array) -> Any:
-    return compute(elements, spec, lambda x: x * down.astype(x.dtype), lambda q: q * up)
+class _ByExactScale(_ByScale):
+    """Float32 holds the products: to contract them to an FMA changes nothing."""
+
+    def multiply(self, q: Array) -> Array:
+        return q * self.scale
 
 
-@elementwise
-def _by_exponent(
-    compute: Any, elements: Any, spec: BlockFormat, exponent: Array, is_nan: Array
-) -> Any:
-    return compute(
-        elements,
-        spec,
-        lambda x: times_from_subnormal(x, -exponent, is_nan),
-        lambda q: times_to_subnormal(q, exponent, is_nan),
-    )
+class _ByE8M0(NamedTuple):
+    codes: Array
+
+    def divide(self, x: Array) -> Array:
+        return over_e8m0(x, self.codes)
+
+    def multiply(self, q: Array) -> Array:
+        return times_e8m0(q, self.codes)
+
+
+class _ByFactors(NamedTuple):
+    down: Array
+    up: Array
+
+    def divide(self, x: Array) -> Array:
+        return x * self.down.astype(x.dtype)
+
+    def multiply(self, q: Array) -> Array:
+        return q * self.up
+
+
+class _ByExponent(NamedTuple):
+    exponent: Array
+    is_nan: Array
+
+    def divide(self, x: Array) -> Array:
+        return times_from_subnormal(x, -self.exponent, self.is_nan)
+
+    def multiply(self, q: Array) -> Array:
+        return times_to_subnormal(q, self.exponent, self.is_nan)
 
 
 def is_one(x: Array) -> bool:

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from qtoolkit.casts.internal import (
+    bucket,
     codes_of,
     exact_float32,
     floor_log2,
-    magnitude_ordinal,
+    is_zero,
     power_of_two,
     quotient,
     round_values,
@@ -99,12 +100,9 @@ class Bins:
 
         0 for zeros; what lies above all edges, infinities and NaNs are in the last bin.
         """
-        magnitude = magnitude_ordinal(x)
-        place = ((magnitude - np.uint32(1)) >> np.uint32(self._shift)).astype(jnp.int32)
-        index = jnp.clip(
-            place - np.int32(self._place(self.lowest)) + np.int32(2), 1, self.count - 1
-        )
-        return jnp.where(magnitude == 0, np.int32(0), index)
+        place = bucket(x, self.mantissa_bits, upper=True).astype(jnp.int32)
+        first = np.int32(self._place(self.lowest) - 2)
+        return jnp.where(is_zero(x), np.int32(0), jnp.clip(place - first, 1, self.count - 1))
 
     @property
     def _shift(self) -> int:
@@ -222,7 +220,7 @@ class Percentile(Histogram):
             raise ValueError(f"Percentile.of: fraction={fraction}, expected 0 < fraction <= 1")
         return cls(**_start("Percentile.of", spec, shape, bins or Bins()), fraction=float(fraction))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         counts = self.counts.astype(jnp.float32)  # sums are exact below 2**24
         from_here = lax.cumsum(counts, counts.ndim - 1, reverse=True)
         beyond = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(counts[..., :1])], axis=-1)
@@ -282,7 +280,7 @@ class MSE(Histogram):
         fields = _start("MSE.of", spec, shape, bins or Bins())
         return cls(**fields, octaves=_checked("MSE.of", fields["spec"], octaves))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return _best(self, self.octaves, _squared_error)
 
 
@@ -330,7 +328,7 @@ class Entropy(Histogram):
         fields = _start("Entropy.of", spec, shape, bins or Bins())
         return cls(**fields, octaves=_checked("Entropy.of", fields["spec"], octaves))
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         return _best(self, self.octaves, _divergence)
 
 
@@ -369,8 +367,8 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
         return candidates[jnp.argmin(costs)]
 
     counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
-    found = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
-    return found.reshape(state.shape)
+    best = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
+    return best.reshape(state.shape)
 
 
 def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
@@ -405,16 +403,16 @@ def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: F
     """The divergence of the clipped histogram from what quantizing leaves of it."""
     low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
     high = high.at[-1].set(jnp.maximum(amax, low[-1]))
-    is_kept = low < scale * np.float32(float(element.max_finite))
-    kept = jnp.where(is_kept, counts, np.float32(0))
-    last = jnp.sum(is_kept.astype(jnp.int32)) - 1
-    reference = kept.at[last].add(jnp.sum(jnp.where(is_kept, np.float32(0), counts)))
+    is_inside = low < scale * np.float32(float(element.max_finite))
+    inside = jnp.where(is_inside, counts, np.float32(0))
+    last = jnp.sum(is_inside.astype(jnp.int32)) - 1
+    reference = inside.at[last].add(jnp.sum(jnp.where(is_inside, np.float32(0), counts)))
 
     centre = jnp.minimum((low + high) * np.float32(0.5), amax)
     code = codes_of(quotient(centre, scale), element).astype(jnp.int32)
     by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
-    filled = jnp.where(kept > 0, high - low, np.float32(0))
-    density = by_code(kept) / jnp.maximum(by_code(filled), _TINY)
+    filled = jnp.where(inside > 0, high - low, np.float32(0))
+    density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
     left = filled * density[code]
 
     p, q = reference / jnp.sum(reference), left / jnp.sum(left)

@@ -163,14 +163,14 @@ def _metrics(
     codes = block_codes(x, spec, projection, scales, nonzero)
     y = dequantized(codes, scales, blocks_of(x, spec), spec, jnp.float32)
     saturated = saturates(x, scaled_values(x, spec, scales), spec)
-    found = comparison(in_float32(x), y, saturated)
+    errors = comparison(in_float32(x), y, saturated)
     return Metrics(
-        sqnr_db=found.sqnr_db(),
-        max_error=found.max_error(),
-        cosine=found.cosine(),
-        saturated=_fraction(found.saturated, jnp.asarray(x.size, jnp.float32)),
-        flushed=_fraction(found.flushed, found.alive.astype(jnp.float32)),
-        nonfinite=found.nonfinite,
+        sqnr_db=errors.sqnr_db(),
+        max_error=errors.max_error(),
+        cosine=errors.cosine(),
+        saturated=_fraction(errors.saturated, jnp.asarray(x.size, jnp.float32)),
+        flushed=_fraction(errors.flushed, errors.alive.astype(jnp.float32)),
+        nonfinite=errors.nonfinite,
         histogram=occurrences(codes, 2**spec.element.bits) if spec.element.bits <= 8 else None,
     )
 
@@ -312,8 +312,8 @@ def _sums(
     counts = tuple(mask.astype(jnp.uint32) for mask in masks)
     pairs = tuple(array for term in terms for array in (term, jnp.zeros_like(term)))
     zeros = tuple(x.dtype.type(0) for x in (*counts, *pairs))
-    found = lax.reduce((*counts, *pairs), zeros, add, tuple(range(terms[0].ndim)))
-    return list(found[: len(masks)]), list(found[len(masks) :: 2])
+    totals = lax.reduce((*counts, *pairs), zeros, add, tuple(range(terms[0].ndim)))
+    return list(totals[: len(masks)]), list(totals[len(masks) :: 2])
 
 
 def occurrences(places: jax.Array, count: int) -> jax.Array:

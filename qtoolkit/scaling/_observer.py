@@ -107,8 +107,8 @@ def pytree(kind: Kind) -> Kind:
     keys = tuple(map(jax.tree_util.GetAttrKey, arrays))
 
     def flatten(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        found = (tuple(getattr(state, name) for name in names) for names in (arrays, static))
-        return next(found), next(found)
+        parts = (tuple(getattr(state, name) for name in names) for names in (arrays, static))
+        return next(parts), next(parts)
 
     def flatten_with_keys(state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         children, known = flatten(state)
@@ -147,7 +147,7 @@ class Observer:
     bad: Array = dataclasses.field(metadata=COUNT)
 
     def __repr__(self) -> str:
-        count, bad = (_shown(number) for number in (self.count, self.bad))
+        count, bad = (_count_text(number) for number in (self.count, self.bad))
         scales = ",".join(map(str, self.shape))
         kind = type(self).__name__
         return f"{kind}({self.spec.name}, scales[{scales}]: {count} seen, {bad} bad)"
@@ -170,10 +170,10 @@ class Observer:
         """
         where = f"{type(self).__name__}.observe"
         batch = check_differentiable(where, x, wide=False)
-        found = scale_shape(where, self.spec, batch.shape)
-        if found != self.shape:
+        shape = scale_shape(where, self.spec, batch.shape)
+        if shape != self.shape:
             raise ValueError(
-                f"{where}: x of shape {batch.shape} has scales of shape {found}, expected "
+                f"{where}: x of shape {batch.shape} has scales of shape {shape}, expected "
                 f"{self.shape}; only axes of which a block is the whole may differ between batches"
             )
         return _on_any_mesh(self, lax.stop_gradient(batch))
@@ -229,13 +229,13 @@ class Observer:
         """
         return None if self.spec.tensor_scale is None else _tensor_scale(self)
 
-    def _found(self) -> Array:
+    def _block_amax(self) -> Array:
         """Computes `amax`; each observer has its own way."""
         raise NotImplementedError
 
     def _range(self) -> Array:
         """The amax of each block, from which the second scale is computed."""
-        return self._found()
+        return self._block_amax()
 
     def _after(self, x: Array) -> Self:
         """The state after a good batch; its counters left as they are."""
@@ -255,12 +255,12 @@ State = TypeVar("State", bound=Observer)
 
 @jax.jit
 def _amax(state: Observer) -> Array:
-    return state._found()
+    return state._block_amax()
 
 
 @jax.jit
 def _scale(state: Observer) -> Array:
-    spec, amax = state.spec, state._found()
+    spec, amax = state.spec, state._block_amax()
     assert spec.scale is not None
     scale = scale_from(amax, spec, stored_tensor_scale(state))
     one = to_stored(jnp.ones_like(amax), spec.scale)
@@ -290,8 +290,8 @@ def _on_any_mesh(state: State, x: Array) -> State:
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return _observed(state, x)
-    kept = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
-    return jax.sharding.auto_axes(_observed, out_sharding=kept)(state, x)
+    old = jax.tree.map(lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state)
+    return jax.sharding.auto_axes(_observed, out_sharding=old)(state, x)
 
 
 @jax.jit
@@ -336,8 +336,8 @@ def start(
         )
     # Two separate arrays: JAX cannot donate a buffer that occurs twice.
     count, bad = (jnp.zeros((), jnp.uint32) for _ in range(2))
-    found = scale_shape(where, fmt, tuple(shape))
-    return {"spec": fmt, "shape": found, "count": count, "bad": bad}
+    scales = scale_shape(where, fmt, tuple(shape))
+    return {"spec": fmt, "shape": scales, "count": count, "bad": bad}
 
 
 def check_number(where: str, name: str, value: Any) -> None:
@@ -353,10 +353,10 @@ def amax_bits(x: Array, spec: BlockFormat) -> Array:
     return magnitude_ordinal(exact_float32(blocks.gather(amax)))
 
 
-def _shown(count: Any) -> str:
+def _count_text(count: Any) -> str:
     """A count as a number, or what it is where it has none, such as a tracer."""
-    known = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
-    return str(int(count)) if known and np.ndim(count) == 0 else str(count)
+    has_value = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
+    return str(int(count)) if has_value and np.ndim(count) == 0 else str(count)
 
 
 def from_bits(bits: Array) -> Array:

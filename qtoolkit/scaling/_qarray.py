@@ -272,8 +272,8 @@ class QArray:
                 f"QArray: lengths={lengths!r} for an array of shape {self.shape}, expected a tuple "
                 "of positive integers, and no empty axis"
             )
-        kept = self.blocks.lengths
-        if len(kept) != rank or any(b > n for b, n in zip(kept, self.shape, strict=True)):
+        whole = self.blocks.lengths
+        if len(whole) != rank or any(b > n for b, n in zip(whole, self.shape, strict=True)):
             raise ValueError(
                 f"QArray: blocks of {lengths} in an array of shape {self.shape}, expected none "
                 "longer than its axis"
@@ -321,15 +321,15 @@ class QArray:
 
 def _float_dtype(where: str, dtype: Any) -> np.dtype:
     try:
-        found = np.dtype(dtype)
+        resolved = np.dtype(dtype)
     except TypeError:
-        found = None
-    if dtype is None or found not in FLOATS:
+        resolved = None
+    if dtype is None or resolved not in FLOATS:
         raise TypeError(
-            f"{where}: dtype {found or dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or "
+            f"{where}: dtype {resolved or dtype}, expected {', '.join(map(str, FLOATS[:-1]))} or "
             f"{FLOATS[-1]}"
         )
-    return found
+    return resolved
 
 
 def _stored_dtype(fmt: FloatFormat | None) -> np.dtype | None:

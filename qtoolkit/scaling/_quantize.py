@@ -212,9 +212,9 @@ def _given_zero_point(
     if (value is not None) and not spec.zero_point:
         raise ValueError(f"{where}: zero_point is given, and {spec.name} has none; leave it out")
     if (value is None) != (scale is None) and spec.zero_point:
-        given = "scale" if value is None else "zero_point"
+        name = "scale" if value is None else "zero_point"
         raise ValueError(
-            f"{where}: {given} alone is given for {spec.name}, expected scale and zero_point, or "
+            f"{where}: {name} alone is given for {spec.name}, expected scale and zero_point, or "
             "neither"
         )
     if value is None:

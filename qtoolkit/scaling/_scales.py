@@ -150,8 +150,8 @@ def _by_function(amax: jax.Array, spec: BlockFormat) -> list[jax.Array]:
     """What a rule that is a function makes of amaxes; 1 for 0, NaN for NaN."""
     assert callable(spec.rule)
     is_one = is_zero(amax)
-    found = spec.rule(jnp.where(is_one, np.float32(1), amax), float(spec.largest))
-    scales = list(found) if isinstance(found, tuple | list) else [found]
+    result = spec.rule(jnp.where(is_one, np.float32(1), amax), float(spec.largest))
+    scales = list(result) if isinstance(result, tuple | list) else [result]
     for scale in scales:
         if getattr(scale, "dtype", None) != jnp.float32 or scale.shape != amax.shape:
             raise TypeError(
@@ -208,10 +208,10 @@ def asymmetric(
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     half = largest * np.float32(0.5) - lowest * np.float32(0.5)  # the whole range may overflow
     scale = _quotient_scale(half, Fraction(last - first) / 2, least_scale(spec.scale))
-    kept = to_stored(scale, spec.scale)
-    place = jnp.round(quotient(lowest, from_stored(kept, spec.scale)))
+    stored = to_stored(scale, spec.scale)
+    place = jnp.round(quotient(lowest, from_stored(stored, spec.scale)))
     zero_point = jnp.clip(np.float32(first) - place, np.float32(first), np.float32(last))
-    return kept, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
+    return stored, jnp.where(jnp.isnan(zero_point), np.float32(0), zero_point).astype(jnp.int32)
 
 
 def effective(

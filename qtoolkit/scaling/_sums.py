@@ -62,10 +62,10 @@ def error_sums(x: np.ndarray, y: np.ndarray, beyond: np.ndarray | None = None) -
     """
     size, saturated = x.size, 0 if beyond is None else int(np.count_nonzero(beyond))
     differing = int(np.count_nonzero(x != y))
-    known = np.isfinite(x) & np.isfinite(y)
-    if not known.all():
+    both_finite = np.isfinite(x) & np.isfinite(y)
+    if not both_finite.all():
         differing -= int(np.count_nonzero(np.isnan(x) & np.isnan(y)))
-        x, y = x[known], y[known]
+        x, y = x[both_finite], y[both_finite]
     top = max(float(np.max(np.abs(a), initial=0)) for a in (x, y))
     if top and not 2.0**-_SAFE < top < 2.0**_SAFE:  # squares of float32 could leave its range
         x, y = x.astype(np.float64), y.astype(np.float64)

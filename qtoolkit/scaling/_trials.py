@@ -45,9 +45,9 @@ def best_scale(
 
     least = cost(best)
     for scale in others:
-        found = cost(scale)
-        best = jnp.where(found < least, scale, best)
-        least = jnp.minimum(found, least)
+        error = cost(scale)
+        best = jnp.where(error < least, scale, best)
+        least = jnp.minimum(error, least)
     return best
 
 

@@ -39,10 +39,10 @@ def indexed(array: "QArray", index: Any) -> "QArray":
         codes.append(item)
         scale.append(item if length == 1 else (0 if isinstance(item, int) else slice(None)))
         if isinstance(item, slice):
-            kept = len(range(*item.indices(n)))
-            if not kept:
+            remaining = len(range(*item.indices(n)))
+            if not remaining:
                 raise IndexError(f"QArray: index {item} of axis {axis} leaves nothing of {n}")
-            lengths.append(length if 1 <= length < n else kept)
+            lengths.append(length if 1 <= length < n else remaining)
     return _view(
         array,
         array.codes[tuple(codes)],
@@ -172,14 +172,14 @@ def _resolved(array: "QArray", shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _flat(where: str, given: tuple[Any, ...]) -> tuple[int, ...]:
+def _flat(where: str, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Integers that were given one by one, or in one sequence."""
-    nested = (item if isinstance(item, Sequence) else (item,) for item in given)
+    nested = (item if isinstance(item, Sequence) else (item,) for item in arguments)
     try:
         return tuple(operator.index(n) for items in nested for n in items)
     except TypeError:
-        shown = ", ".join(map(repr, given))
-        raise TypeError(f"QArray: {where}({shown}), expected integers") from None
+        listed = ", ".join(map(repr, arguments))
+        raise TypeError(f"QArray: {where}({listed}), expected integers") from None
 
 
 def _view(
