@@ -30,8 +30,8 @@ def elementwise(function: Function) -> Function:
     Use it inside of functions that have a derivative rule of their own.
 
     Args:
-      function: Takes arrays, and pytrees of arrays, which are broadcast to one shape, and any
-        hashable arguments besides. Returns an array of that shape, or a pytree of such. Each
+      function: Takes arrays and pytrees of arrays, which are broadcast to one shape, and other
+        hashable arguments. Returns an array of that shape, or a pytree of such. Each
         element of the result must depend only on the elements at its place. It may use operations
         of JAX that work on scalars as on arrays, and `look_up`; no reductions, no reshapes.
     """

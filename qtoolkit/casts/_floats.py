@@ -354,7 +354,7 @@ def addition_rounds(fmt: FloatFormat, rounding: Rounding) -> bool:
     return (
         fmt.has_zero
         and fmt.mantissa_bits >= 1
-        and fmt.bits <= 22  # room for `first` beside the steps
+        and fmt.bits <= 22  # room for the steps that are in the exponent
         and least_step >= (-100 if isinstance(rounding, Stochastic) else -125)
         and fmt.max_exponent + 1 + FLOAT32_MANTISSA <= 127
     )

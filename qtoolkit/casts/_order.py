@@ -52,7 +52,7 @@ def inside(x: jax.Array, lower: float, upper: float) -> jax.Array:
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """`x` as float32, float64 as it is; exactly, with bfloat16's subnormals."""
+    """`x` as float32, subnormals included; float64 stays float64."""
     return x if x.dtype == jnp.float64 else exact_float32(x)
 
 

@@ -52,7 +52,7 @@ def parameter(
     dtypes: Sequence[DTypeLike],
     checks_arrays: bool = True,
 ) -> jax.Array | np.ndarray:
-    """A number, as an array of the first of `dtypes`; or an array of one of them, as it is.
+    """Check a parameter. Numbers become arrays of the first of `dtypes`, arrays stay unchanged.
 
     Args:
       x: The array to whose shape it must broadcast.

@@ -1,4 +1,4 @@
-"""Powers of two, exactly: XLA's exp2 and log2 are not, and its products flush subnormals."""
+"""Exact powers of two. XLA's exp2 and log2 are not exact, and its products flush subnormals."""
 
 import jax
 import jax.numpy as jnp

@@ -15,7 +15,7 @@ from qtoolkit.casts._storage import in_dtype
 
 
 def differentiable_widened(x: jax.Array) -> jax.Array:
-    """`x` as float32, float64 as it is."""
+    """`x` as float32; float64 stays float64."""
     return _widened(x) if x.dtype.itemsize < 4 else x
 
 

@@ -13,7 +13,7 @@ def hashed_once(cls: Class) -> Class:
     """
     computed: Any = cls.__hash__
 
-    def kept(self: Any) -> int:
+    def hash_once(self: Any) -> int:
         cached: int | None = self.__dict__.get("_hash")
         if cached is None:
             cached = self.__dict__["_hash"] = computed(self)
@@ -23,6 +23,6 @@ def hashed_once(cls: Class) -> Class:
     def without_hash(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    for name, method in (("__hash__", kept), ("__getstate__", without_hash)):
+    for name, method in (("__hash__", hash_once), ("__getstate__", without_hash)):
         setattr(cls, name, method)
     return cls

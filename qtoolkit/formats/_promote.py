@@ -1,4 +1,4 @@
-"""The smallest format that holds every value of others: exact, from what they hold."""
+"""Type promotion: the smallest format that holds every value of others."""
 
 import functools
 from collections.abc import Iterator

@@ -88,7 +88,7 @@ class Operator:
         return dtype
 
     def optional_type(self, name: str, value: Any, since: int) -> DataType | None:
-        """As `data_type`, for an attribute that may be left out; None for None and 0."""
+        """As `data_type`, for an optional attribute; None for None and 0."""
         is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is None or (is_number and value == 0):
             return None

@@ -123,9 +123,9 @@ def _arguments(
         if name == "data" or not _is_number(x)  # a number has the type of the data
     }
     if len(set(types.values())) > 1:
-        listed = ", ".join(f"{name} is {got}" for name, got in types.items())
+        text = ", ".join(f"{name} is {got}" for name, got in types.items())
         raise TypeError(
-            f"{_WHERE}: mixed input types are not supported: {listed}; expected one type, e.g. "
+            f"{_WHERE}: mixed input types are not supported: {text}; expected one type, e.g. "
             "scale.astype(data.dtype)"
         )
     if types["data"] not in _TYPES:

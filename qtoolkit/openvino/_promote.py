@@ -99,8 +99,8 @@ def convert_promote_types(
 ) -> tuple[jax.Array, jax.Array]:
     """Both arrays in the element type that `promoted_type` names.
 
-    Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. Shapes stay
-    as they are and need not fit each other.
+    Values follow `convert`, exactly: one rounding, no saturation, integers modulo 2**N. The shapes
+    do not change and need not broadcast.
 
     Args:
       x0, x1: Arrays of any dtype that the operator supports, any shapes; or Python's numbers, which

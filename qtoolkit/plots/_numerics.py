@@ -52,8 +52,8 @@ def numerics_map(numerics: Any, path: str | PathLike[str]) -> None:
         layout="constrained",
     )
     FigureCanvasAgg(figure)
-    drawn = zip(figure.subplots(1, 3, sharey=True), panels, norms, strict=True)
-    for place, (axes, (title, colours, value), norm) in enumerate(drawn):
+    subplots = zip(figure.subplots(1, 3, sharey=True), panels, norms, strict=True)
+    for place, (axes, (title, colours, value), norm) in enumerate(subplots):
         cells = np.full((len(layers), len(columns)), np.nan)
         for row in rows:
             if float(row.tally.uses):

@@ -259,10 +259,10 @@ def _formats(
     target = _format_of(dtype)
     if target is None:
         is_text = isinstance(dtype, str)
-        shown = f"dtype={dtype!r}" if is_text else f"dtype has type {type(dtype).__name__}"
+        got_dtype = f"dtype={dtype!r}" if is_text else f"dtype has type {type(dtype).__name__}"
         raise (ValueError if is_text else TypeError)(
-            f"{_WHERE}: {shown}, expected from {NAMES[source]} one of {_listed(pairs[source])}, or "
-            "another spelling of one of them"
+            f"{_WHERE}: {got_dtype}, expected from {NAMES[source]} one of "
+            f"{_listed(pairs[source])}, or another spelling of one of them"
         )
     if target == source or target in pairs[source]:
         return source, target

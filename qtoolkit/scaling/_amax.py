@@ -12,7 +12,7 @@ from qtoolkit.scaling._blocks import magnitude_max
 
 
 def amax(x: jax.Array, axis: int | Sequence[int] | None = None) -> jax.Array:
-    """The largest finite |x|: infinities and NaNs are left out.
+    """The largest finite |x|. Infinities and NaNs do not count.
 
     Args:
       x: float32, float16 or bfloat16, any shape; empty ones have amax 0. Subnormals count.

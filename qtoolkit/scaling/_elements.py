@@ -64,7 +64,7 @@ _DIRECTED = tuple(name for name, mode in MODES.items() if mode.below_middle != "
 
 
 class Scales(NamedTuple):
-    """What a block format stores beside codes; None for what the format does not have.
+    """The arrays that a block format stores with its codes; None for those that it does not have.
 
     Attributes:
       scale: One for each block, as stored: the dtype of the scale format, or its codes.
@@ -80,7 +80,7 @@ class Scales(NamedTuple):
 def element_codes(
     u: Array, spec: BlockFormat, projection: Projection, zero_point: Array | None
 ) -> Array:
-    """The codes of scaled values, as `element.code_dtype`; the projection is drawn for them."""
+    """The codes of scaled values, as `element.code_dtype`."""
     element = spec.element
     if zero_point is not None:
         return codes_of(_with_zero_point(u, spec, projection, zero_point), element)
@@ -96,8 +96,8 @@ def element_values(
 ) -> Array:
     """The values of those codes, float32, less the zero point."""
     if zero_point is not None:
-        moved = _with_zero_point(u, spec, projection, zero_point)
-        return moved - zero_point.astype(jnp.float32)
+        integers = _with_zero_point(u, spec, projection, zero_point)
+        return integers - zero_point.astype(jnp.float32)
     q = round_values(u, spec.element, projection)
     if not spec.narrow_range:
         return q
@@ -110,17 +110,17 @@ def _with_zero_point(
     """Rounded to integers, moved by the zero point, clamped to the element format."""
     first, last = (float(v) for v in (spec.element.lowest, spec.element.max_finite))
     clamping = Projection(projection.rounding, "finite", projection.draw)
-    moved = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
-    return jnp.clip(moved, u.dtype.type(first), u.dtype.type(last))
+    integers = round_values(u, _BEFORE_ZERO_POINT, clamping) + zero_point.astype(u.dtype)
+    return jnp.clip(integers, u.dtype.type(first), u.dtype.type(last))
 
 
 class Elements(NamedTuple):
-    """Arrays in the shape of the view of blocks, or, the zero point, in one that broadcasts to it.
+    """The elements of blocks, and what is computed from them.
 
     Attributes:
-      view: The numbers, or their codes.
-      projection: The projection; a stochastic one with random bits for each element.
-      zero_point: int32, or None.
+      view: Numbers or codes, in the shape of the view of blocks.
+      projection: If it is stochastic, it has random bits for each element.
+      zero_point: int32, in a shape that broadcasts to the view; or None.
       dtype: The dtype of the results.
     """
 
@@ -169,12 +169,13 @@ def to_operands(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
 
 
 def never_overflows(spec: BlockFormat) -> bool:
-    """Whether no element that is divided by the scale of its own block is rounded to more than the
-    largest value of the format: to nearest, and by `unlimited_values`.
+    """Whether elements divided by the scale of their own block never overflow the format.
 
-    amax / (amax / 448), both quotients rounded, is at most 448 and two units of float32's last
-    place, which round to 448. So does what a power of two leaves that is `amax / 448` rounded up.
+    They are rounded to nearest, by `unlimited_values`.
     """
+    # A power of two that is `amax / 448` rounded up leaves at most 448. Otherwise amax / (amax /
+    # 448), with both quotients rounded, exceeds 448 by at most two units in float32's last place,
+    # which are rounded away.
     if spec.rule in ("rceil", "ceil") and has_normal_powers(spec):
         return True
     is_exact = spec.scale == FLOAT32 and spec.tensor_scale is None and not spec.element_exponent
@@ -201,7 +202,7 @@ def to_unscaled(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
     if may_overflow(spec, x.dtype):
         largest = np.float32(ml_dtypes.finfo(x.dtype).max)
         y = jnp.where(lax.is_finite(q), lax.clamp(-largest, y, largest), y)
-    return y.astype(x.dtype)  # exact: it does not matter whether XLA leaves the narrowing out
+    return y.astype(x.dtype)  # exact, so XLA may skip it
 
 
 def may_overflow(spec: BlockFormat, dtype: DTypeLike) -> bool:
@@ -236,8 +237,8 @@ def to_dequantized(x: Elements, spec: BlockFormat, scaling: Scaling) -> Array:
 def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False) -> Array:
     """The products `y` of the elements `q` and their scales, rounded to `dtype`.
 
-    The last values of a block may lie beyond the largest number of its dtype: float16's 65,504 is
-    rounded to 4 * 2**14 in MXFP4. They become that number; only an infinite element is infinite.
+    They may overflow: 65,504, the largest float16 number, becomes 4 * 2**14 in MXFP4. Overflow
+    becomes the largest number of `dtype`, and only an infinite element is infinite.
     """
     rounded = in_dtype(y, dtype)
     overflows = jnp.isinf(rounded)  # a selection: minimum and maximum would flush subnormals
@@ -248,15 +249,13 @@ def _saturated(y: Array, q: Array, dtype: DTypeLike, *, is_finite: bool = False)
 
 
 def _scaled(x: Elements, scaling: Scaling) -> Array:
-    """Elements divided by their scales, ready to be rounded.
-
-    XLA may take a subnormal quotient for 0. Directed roundings must not: 1e-45 / 448, rounded
-    toward positive, is E4M3FN's least value, 2**-9.
-    """
+    """Elements divided by their scales, ready to be rounded."""
+    # XLA may read a subnormal quotient as 0. For directed roundings that would be wrong: 1e-45 /
+    # 448, rounded toward positive, is the least value of E4M3FN, 2**-9.
     wide = widened(x.view)
     u = scaling.divide(wide)
-    may_vanish = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
-    return kept_from_zero(u, wide) if may_vanish else u
+    is_directed = x.projection.rounding in _DIRECTED and wide.dtype == jnp.float32
+    return kept_from_zero(u, wide) if is_directed else u
 
 
 def of_elements(
@@ -270,23 +269,24 @@ def of_elements(
     is_short: bool = False,
     is_own: bool = False,
 ) -> Made:
-    """`compute(elements, spec, scaling)`, `scaling` being the object that suits the scales.
+    """`compute(elements, spec, scaling)` as one elementwise operation.
 
-    It is one elementwise operation. If scales are powers of two, there are two ways to apply them:
-    one multiplication by 2**e, exact if no subnormal number occurs; or several operations that are
-    exact for subnormals, too. On CPUs a branch chooses. XLA writes to memory what enters and leaves
-    a branch, so `compute` takes the elements in their own dtype and returns the result's: with
-    float32 on both sides MXFP8 of bfloat16 took 4.7 times as long. Products use only the second way
-    (`is_short`): with both, an MXFP8 product with its derivatives compiled in 2.5 s instead of
-    1.2 s (d = 64, two cores) and ran no faster.
+    There are two ways to apply scales that are powers of two: one multiplication by 2**e, exact if
+    no subnormal number occurs; or several operations that are exact for subnormals, too. On CPUs a
+    branch chooses.
 
     Args:
       elements: A pytree of arrays in the shape of the view.
       nonzero: As from `find_scales`: scales of blocks of zeros need not be exact.
-      is_short: Whether a short program matters more than a fast one.
-      is_own: Whether the scales were made from these elements, whose subnormal numbers do not
+      is_short: Whether a short program matters more than a fast one; it uses the second way. With
+        both, an MXFP8 product with its derivatives compiled in 2.5 s instead of 1.2 s (d = 64, two
+        cores) and ran no faster.
+      is_own: Whether the scales were made from these elements, whose subnormal numbers then do not
         matter.
     """
+    # XLA writes to memory what enters and leaves a branch. So `compute` takes the elements in their
+    # own dtype and returns the dtype of the result: with float32 on both sides MXFP8 of bfloat16
+    # took 4.7 times as long.
 
     def by(scaling: Scaling) -> Made:
         scaling = jax.tree.map(lambda x: x.reshape(()) if is_one(x) else x, scaling)

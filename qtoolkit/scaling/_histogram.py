@@ -181,8 +181,8 @@ class Percentile(Histogram):
 
     Attributes:
       spec, shape, count, bad, bins, counts, magnitude: As in all histograms.
-      fraction: The fraction of the magnitudes. The number of those left out is exact to a relative
-        2**-20.
+      fraction: The fraction of the magnitudes. The number of magnitudes beyond amax is exact to a
+        relative 2**-20.
 
     Source: arXiv:2004.09602, section on calibration, "percentile".
 
@@ -224,7 +224,7 @@ class Percentile(Histogram):
         counts = self.counts.astype(jnp.float32)  # sums are exact below 2**24
         from_here = lax.cumsum(counts, counts.ndim - 1, reverse=True)
         beyond = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(counts[..., :1])], axis=-1)
-        # How many may lie beyond the edge; a little more, since all three numbers are rounded.
+        # How many may lie beyond the edge; slightly more, because all three numbers are rounded.
         allowed = from_here[..., :1] * np.float32((1 - self.fraction) * (1 + 2**-21))
         edge = jnp.asarray(self.bins.edges)[jnp.argmax(beyond <= allowed, axis=-1)]
         largest = self._range()
@@ -297,7 +297,7 @@ class Entropy(Histogram):
     for all candidates, amax is taken.
 
     What differs from the published method: the bins here have different widths, so a value's
-    elements are spread over its bins in proportion to their widths. Exact zeros are left out,
+    elements are spread over its bins in proportion to their widths. Exact zeros do not count,
     because every scale keeps them. A bin is rounded as its centre is, by the format's own rounding,
     so that float formats work as integers do. The published search ends with 128 bins for 128
     values, a candidate whose rounding costs nothing; here every candidate has more bins than
@@ -352,10 +352,7 @@ def _checked(where: str, spec: BlockFormat, octaves: int) -> int:
 
 
 def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
-    """The amax of the candidate with the least cost; of equal ones the first.
-
-    Blocks are searched `_BLOCKS` at a time, so that memory stays bounded.
-    """
+    """The amax of the candidate with the least cost; of equal ones the first."""
     spec, second = state.spec, stored_tensor_scale(state)
 
     def search(block: tuple[Array, Array]) -> Array:
@@ -368,7 +365,7 @@ def _best(state: Histogram, octaves: int, cost: Cost) -> Array:
 
     counts = state.counts[..., 1:].astype(jnp.float32).reshape(-1, state.bins.count - 1)
     best = lax.map(search, (counts, state._range().reshape(-1)), batch_size=_BLOCKS)
-    return best.reshape(state.shape)
+    return best.reshape(state.shape)  # `_BLOCKS` at a time: memory stays bounded
 
 
 def _factors(spec: BlockFormat, octaves: int) -> np.ndarray:
@@ -386,7 +383,7 @@ def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element
     low, width = edges[:-1, None], np.diff(edges)[:, None]
     points = low + width * ((np.arange(_POINTS) + 0.5) / _POINTS)
     beyond = np.full((1, _POINTS), _LARGEST)  # above all bins: taken as the largest one
-    unit = _unit(amax)
+    unit = power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
     x = jnp.minimum(np.concatenate([points, beyond]).astype(np.float32), amax) * unit
     step = scale * unit
     u = quotient(x, step)
@@ -394,13 +391,8 @@ def _squared_error(counts: Array, amax: Array, scale: Array, bins: Bins, element
     return jnp.sum(counts[:, None] * ((q - u) * step) ** 2)
 
 
-def _unit(amax: Array) -> Array:
-    """2**-E for amax in [2**E, 2 * 2**E), as far as that is normal."""
-    return power_of_two(-jnp.clip(floor_log2(amax), -126, 126))
-
-
 def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: Format) -> Array:
-    """The divergence of the clipped histogram from what quantizing leaves of it."""
+    """The divergence between the clipped histogram and the quantized one."""
     low, high = bins.edges[:-1], jnp.asarray(bins.edges[1:])
     high = high.at[-1].set(jnp.maximum(amax, low[-1]))
     is_inside = low < scale * np.float32(float(element.max_finite))
@@ -413,8 +405,8 @@ def _divergence(counts: Array, amax: Array, scale: Array, bins: Bins, element: F
     by_code = functools.partial(jax.ops.segment_sum, segment_ids=code, num_segments=2**element.bits)
     filled = jnp.where(inside > 0, high - low, np.float32(0))
     density = by_code(inside) / jnp.maximum(by_code(filled), _TINY)
-    left = filled * density[code]
+    quantized = filled * density[code]
 
-    p, q = reference / jnp.sum(reference), left / jnp.sum(left)
-    # The sum of q - p is zero; with it no term is negative, and errors of the norms do not matter.
+    p, q = reference / jnp.sum(reference), quantized / jnp.sum(quantized)
+    # The sum of q - p is zero. With it no term is negative, and errors of the norms do not matter.
     return jnp.sum(jnp.where(p > 0, p * jnp.log(p / q) + (q - p), q))

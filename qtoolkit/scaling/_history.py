@@ -49,7 +49,7 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
 
     Args:
       history: float32[..., arrays, steps]: amaxes, the newest first; 0 where there was none yet.
-      bad: uint32[...], the steps that were left out.
+      bad: uint32[...], the steps that were skipped.
       counts: float32[..., arrays, BUCKETS], the sum of histograms of the step.
 
     Returns:
@@ -61,9 +61,9 @@ def rolled(history: Array, bad: Array, counts: Array) -> tuple[Array, Array]:
     top = jnp.max(jnp.where((counts != 0) & (buckets < _BAD), buckets, 0), axis=-1)
     edge = jnp.minimum(bucket_edge(top + np.uint32(1), _BITS), _LARGEST)
     amax = from_magnitude_ordinal(edge, jnp.float32)
-    moved = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
+    longer = jnp.concatenate([amax[..., None], history[..., :-1]], axis=-1)
     is_good = (top > 0) & ~is_bad[..., None]
-    return jnp.where(is_good[..., None], moved, history), bad + is_bad.astype(jnp.uint32)
+    return jnp.where(is_good[..., None], longer, history), bad + is_bad.astype(jnp.uint32)
 
 
 @pytree
@@ -120,9 +120,9 @@ class AmaxHistory(Observer):
         return cls(**fields, margin=margin, history=zeros)
 
     def _after_summary(self, amax: Array, counts: Array | None) -> Self:
-        moved = jnp.concatenate([amax[None], self.history[:-1]])
+        longer = jnp.concatenate([amax[None], self.history[:-1]])
         # A batch of zeros says nothing about the next one: skip it.
-        history = jnp.where(amax == 0, self.history, moved)
+        history = jnp.where(amax == 0, self.history, longer)
         return dataclasses.replace(self, history=history)
 
     def _block_amax(self) -> Array:

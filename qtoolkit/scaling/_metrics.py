@@ -39,7 +39,7 @@ from qtoolkit.scaling._engine import (
     scaled_values,
 )
 from qtoolkit.scaling._quantize import check_quantize
-from qtoolkit.scaling._scales import kept_range
+from qtoolkit.scaling._scales import unclamped_range
 
 _DECIBELS = 10 / math.log(10)  # of a power ratio, for one natural logarithm
 _LARGEST = float(np.finfo(np.float32).max)
@@ -117,7 +117,7 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
     Args:
       x: float32, float16 or bfloat16, any shape, not empty.
-      y: What became of it, in the shape of `x`; likewise.
+      y: The quantized version of `x`: same shape, one of these dtypes.
 
     Returns:
       float32 scalar, right to 1e-4 dB: see `metrics`. Over elements that are finite in both;
@@ -177,7 +177,7 @@ def _metrics(
 
 def saturates(x: jax.Array, u: jax.Array, spec: BlockFormat) -> jax.Array:
     """Which elements of `x` rounding to nearest clamps; `u` are its `scaled_values`."""
-    lowest, highest = map(u.dtype.type, kept_range(spec))
+    lowest, highest = map(u.dtype.type, unclamped_range(spec))
     is_beyond = (u < lowest) | (u > highest)
     return is_beyond | jnp.isinf(x)
 

@@ -13,7 +13,7 @@ Under `jit` over sharded arrays `observe` sees the whole batch, and nothing is l
 each device or host has its own state, observe all batches first and merge once, at the end: counts
 add up, so a second merge would count earlier batches twice.
 
-How a field is merged is declared with the field; `merge` and `merge_across` both follow that.
+Each field declares how it is merged; `merge` and `merge_across` both follow that.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ class Merge(NamedTuple):
     across: Callable[[Array, AxisNames], Array]
 
 
-# Metadata of fields: static ones are configuration, in which states that merge agree; all others
-# are arrays.
+# Metadata of fields. Static ones are configuration, which states that are merged must share; all
+# others are arrays.
 STATIC = {"static": True}
 COUNT = {"merge": Merge(added, _added_across)}
 MAX = {"merge": Merge(jnp.maximum, lax.pmax)}
@@ -91,16 +91,12 @@ def merged(state: Any, value: Callable[[Merge, str], Array]) -> Any:
 
 
 def pytree(kind: Kind) -> Kind:
-    """Registers a dataclass as a pytree whose structure is not that of any other class.
-
-    JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
-    for equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
-    hashes collided, `jax.jit` returned a state of the other class. Classes registered by
-    `jax.tree_util.register_pytree_with_keys` are told apart.
-
-    Other dataclasses use `register_dataclass`, which flattens in C++ and is dispatched faster. They
-    are safe: no two of them with equal static fields are arguments of one jitted function.
-    """
+    """Registers a dataclass as a pytree whose structure differs from that of any other class."""
+    # JAX (0.10 to 0.12) takes the structures of two classes from `jax.tree_util.register_dataclass`
+    # as equal if their static fields are equal, as those of `MSE` and `Entropy` are. When their
+    # hashes collided, `jax.jit` returned a state of the other class. It tells classes apart that
+    # `register_pytree_with_keys` registers. Other dataclasses use `register_dataclass`, which
+    # flattens in C++ and is faster; no two with equal static fields enter one jitted function.
     fields = dataclasses.fields(kind)
     static = tuple(f.name for f in fields if f.metadata.get("static"))
     arrays = tuple(f.name for f in fields if f.name not in static)
@@ -128,7 +124,7 @@ class Observer:
     Attributes:
       spec: The block format that scales are for.
       shape: The shape of the scales.
-      count: uint32 scalar, the batches that were observed, bad ones left out.
+      count: uint32 scalar, the batches that were observed, without bad ones.
       bad: uint32 scalar, the batches that held a NaN or an infinity. They changed nothing else.
         Both stay at 2**32 - 1 once there.
 
@@ -162,7 +158,7 @@ class Observer:
 
         Returns:
           A state of the same structure, shapes and dtypes. A batch that holds a NaN or an infinity
-          is left out as a whole, but for `bad`.
+          counts only in `bad`.
 
         Raises:
           TypeError: `x` has another dtype.
@@ -238,7 +234,7 @@ class Observer:
         return self._block_amax()
 
     def _after(self, x: Array) -> Self:
-        """The state after a good batch; its counters left as they are."""
+        """The state after a good batch, with the old counters."""
         return self._after_summary(amax_bits(x, self.spec), self._counted(x))
 
     def _counted(self, x: Array) -> Array | None:
@@ -283,10 +279,7 @@ def stored_tensor_scale(state: Observer) -> Array | None:
 
 
 def _on_any_mesh(state: State, x: Array) -> State:
-    """`_observed`, on Explicit meshes too, where the compiler chooses the shardings within it.
-
-    The new state has the shardings of the old one.
-    """
+    """`_observed`, also on Explicit meshes. The new state has the shardings of the old one."""
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return _observed(state, x)
@@ -354,7 +347,7 @@ def amax_bits(x: Array, spec: BlockFormat) -> Array:
 
 
 def _count_text(count: Any) -> str:
-    """A count as a number, or what it is where it has none, such as a tracer."""
+    """A count as a number, if its value is known."""
     has_value = isinstance(count, jax.Array | np.ndarray) and not isinstance(count, jax.core.Tracer)
     return str(int(count)) if has_value and np.ndim(count) == 0 else str(count)
 

@@ -150,10 +150,10 @@ class QArray:
         Gradient: by float32, float16 and bfloat16 scales that of the product; other scales and
         codes have none.
         """
-        wanted = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
+        target = self.dtype if dtype is None else _float_dtype("dequantize", dtype)
         plain = dataclasses.replace(self).unpack()  # `replace` checks it again
         scales = Scales(self.scale, self.tensor_scale, self.zero_point)
-        return dequantize(plain.codes, scales, self.blocks, self.spec, wanted)
+        return dequantize(plain.codes, scales, self.blocks, self.spec, target)
 
     def pack(self) -> "QArray":
         """The same array with several codes to a byte, for elements of 1, 2, 4 or 6 bits."""
@@ -281,10 +281,10 @@ class QArray:
 
     def _check_codes(self) -> None:
         element, got = self.spec.element, getattr(self.codes, "dtype", None)
-        wanted = np.dtype("uint8") if self.packed_size is not None else element.code_dtype
-        if got != wanted:
+        expected = np.dtype("uint8") if self.packed_size is not None else element.code_dtype
+        if got != expected:
             raise TypeError(
-                f"QArray: codes have {got or type(self.codes).__name__}, expected {wanted}, "
+                f"QArray: codes have {got or type(self.codes).__name__}, expected {expected}, "
                 f"{'packed ' * (self.packed_size is not None)}codes of {element.name}"
             )
         if self.packed_size is not None:
@@ -300,10 +300,10 @@ class QArray:
     def _check(self, name: str, dtype: np.dtype | None, shape: tuple[int, ...]) -> None:
         value = getattr(self, name)
         if (value is None) != (dtype is None):
-            wanted = "None" if dtype is None else f"an array of {dtype}"
+            expected = "None" if dtype is None else f"an array of {dtype}"
             raise ValueError(
                 f"QArray: {name} is {'None' if value is None else 'given'}, and {self.spec.name} "
-                f"needs {wanted}"
+                f"needs {expected}"
             )
         if value is None:
             return

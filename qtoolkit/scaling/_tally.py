@@ -33,7 +33,7 @@ LOWEST_EXPONENT = -149  # of float32's subnormals; the first bin of `exponents` 
 _BINS = 127 - LOWEST_EXPONENT + 2
 # A sum of products can be too large or too small for float32. So it is stored in one of ten slots,
 # which its size selects: slot i counts in units of 2**(64 * i - 384). Float32 holds the sums of any
-# arrays then. What it loses is small beside the other sums in the slot.
+# arrays then. Its rounding errors are small compared with the other sums in the slot.
 _SLOTS, _SLOT_BITS, _FIRST = 10, 6, -384
 _COUNTS = ("saturated", "alive", "flushed", "nonfinite", "compared")
 
